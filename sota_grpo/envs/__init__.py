@@ -1,6 +1,6 @@
 """Environments: prompts out, token ids in, rewards back (docs/design.md, "The contracts between rooms").
 
-Every task is one (:class:`TaskEnv`); those with a name have the keywords of TorchRL's where TorchRL has the same one.
+Every task is a :class:`TaskEnv`; the named environments also take the keywords of TorchRL's environment of that name.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ __all__ = [
 
 
 class DatasetEnv(TaskEnv):
-    """A task with the keywords of TorchRL's dataset environments, in tokens mode; see :class:`TaskEnv` for its rows.
+    """A :class:`TaskEnv` with the keywords of TorchRL's dataset environments, in tokens mode.
 
-    The siblings of a prompt are always next to each other in one batch, whatever ``group_repeats``, and
-    ``batch_size_dl``, ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the
-    rows in its memory. Of a file all problems are drawn, but for ``num_heldout`` of them where that is given.
+    The rows of a group are always adjacent in one batch, whatever ``group_repeats`` is. ``batch_size_dl``,
+    ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the dataset in its
+    memory. All problems of a local file are used for training, unless ``num_heldout`` is given.
 
     Args:
-        task: its name.
-        data: the keywords that name its data.
+        task: name of the task.
+        data: keywords of the task that select its data (such as ``path``).
         repeats: group size; None is 1.
-        seed: of the order; None draws one.
-        tokenizer: must be given.
-        apply_template: True insists that the tokenizer has a chat template; it is applied whenever there is one.
-        collate_fn, input_mode: nothing but the default is supported: TorchRL's wrapper is to be in tokens mode, too.
+        seed: seed of the prompt order; None draws a random seed.
+        tokenizer: the policy's tokenizer; required.
+        apply_template: True requires that the tokenizer has a chat template; a chat template is always applied.
+        collate_fn, input_mode: only the default is supported; use TorchRL's wrapper in tokens mode as well.
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
             see :class:`TaskEnv`.
-        options: of the task.
+        options: further keywords of the task.
 
     Raises:
-        ValueError: a value that cannot be honoured, in one sentence.
+        ValueError: an argument has an unsupported value.
         DatasetError: the dataset cannot be used.
-        TypeError: a keyword that neither takes.
+        TypeError: neither the environment nor the task has this keyword.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DatasetEnv(TaskEnv):
                 raise ValueError(f"{name}={value!r} is not supported; use {name}={only!r}.")
         if tokenizer is None:
             raise ValueError(
-                "tokenizer=None, but the environment's prompts are token ids; give the policy's own tokenizer."
+                "tokenizer=None, but the environment's prompts are token ids; pass the policy's tokenizer."
             )
         if apply_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
@@ -117,7 +117,7 @@ class GSM8KEnv(DatasetEnv):
 
     Args:
         dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.GSM8KTask`.
+        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.GSM8KTask`.
 
     Example::
 
@@ -132,12 +132,12 @@ class GSM8KEnv(DatasetEnv):
 class MATHEnv(DatasetEnv):
     """MATH with the keywords of ``torchrl.envs.llm.MATHEnv``.
 
-    The answer is looked for in a box, and equal expressions are equal answers
+    The answer is read from the last ``\\boxed{}``; equal expressions are equal answers
     (:func:`sota_grpo.rewards.maths.math_equal`).
 
     Args:
         dataset: as in :class:`GSM8KEnv`.
-        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.MathTask`.
+        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.MathTask`.
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
@@ -147,13 +147,13 @@ class MATHEnv(DatasetEnv):
 class IFEvalEnv(DatasetEnv):
     """IFEval with the keywords of ``torchrl.envs.llm.IFEvalEnv``.
 
-    It trains on RLVR-IFeval, not on ``google/IFEval``, which is the test set and is refused. There is no system prompt
-    unless one is given, and ``<answer>`` tags are graded where they are; the prompt does not require them.
+    It trains on RLVR-IFeval and refuses ``google/IFEval``, which is the test set. There is no system prompt by default.
+    The prompt does not require ``<answer>`` tags; if a response has them, their content is graded.
 
     Args:
         dataset: as in :class:`GSM8KEnv`.
-        eval_dataset: what is held out of training; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
-        keywords: of :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
+        eval_dataset: dataset of the held-out split; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
+        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
     """
 
     def __init__(self, *, dataset: str = "allenai/RLVR-IFeval", eval_dataset: str | None = None, **keywords: Any):
@@ -164,9 +164,9 @@ class ArithmeticEnv(DatasetEnv):
     """The procedural word problems of :class:`sota_grpo.tasks.arithmetic.ArithmeticTask` as an environment.
 
     Args:
-        seed: of the problems and of their order; None draws one.
-        difficulty: most steps of a problem, 1 to 5.
-        keywords: of :class:`DatasetEnv` and of the task.
+        seed: seed of the problems and of their order; None draws a random seed.
+        difficulty: maximum number of steps of a problem, 1 to 5.
+        keywords: further keywords of :class:`DatasetEnv` and of the task.
     """
 
     def __init__(self, *, seed: int | None = None, difficulty: int = 4, **keywords: Any):

@@ -1,15 +1,15 @@
-r"""The formats in which chat templates write tool calls, and how calls are found in a turn of the policy.
+r"""Parsers of the tool-call formats of chat templates.
 
-A format is the tokenizer's own ``response_template``, or is derived from two known calls that the template renders.
-Around the calls ``a(x=1)`` and ``b()`` the templates of Qwen, Llama and Mistral write::
+A format is the tokenizer's ``response_template``, or is derived from two known calls that the template renders. The
+templates of Qwen, Llama and Mistral render the calls ``a(x=1)`` and ``b()``, or only the first (Llama), as::
 
     <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>\n{"name": "b", ..
     {"name": "a", "parameters": {"x": 1}}
     [TOOL_CALLS][{"name": "a", "arguments": {"x": 1}}, {"name": "b", ..}]
 
-Text is what :class:`~sota_grpo.envs.tool_calls.ToolCallReader` makes of ids: names of special tokens that count are
-tokens, characters that only spell them are broken by :data:`SPELLED`, other tokens are :data:`OTHER`. Both are
-halves of surrogate pairs, which no decoded text has.
+:class:`~sota_grpo.envs.tool_calls.ToolCallReader` decodes the ids for these parsers: a special token that formats use
+becomes its name, any other special token becomes :data:`OTHER`, and :data:`SPELLED` is inserted into ordinary text that
+only spells such a name. Both constants are lone surrogates, which no decoded text contains.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sota_grpo.rl.tool_schemas import MAX_NAME, call_id
 from sota_grpo.text import sentence
 
 SPELLED, OTHER = "\ud800", "\ud801"
-MAX_DEPTH = 64  # of arrays and objects in a call
-MAX_CHARS = 32_768  # of a call
-MAX_CALLS = 16  # of a turn
+MAX_DEPTH = 64  # nesting of arrays and objects in a call
+MAX_CHARS = 32_768  # in a call
+MAX_CALLS = 16  # in a turn
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-TEMPLATE_SECONDS = 5.0  # for the regular expressions that came with a tokenizer
+TEMPLATE_SECONDS = 5.0  # time limit of the regular expressions of a response_template, per turn
 
 _SPACE = re.compile(rf"[\s{OTHER}]*+")
-# strings as a whole, so that their brackets do not count; one without an end goes to the end, and is read once
+# strings match as a whole, so that their brackets do not count; an unclosed string extends to the end of the text
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 class ParsedCall(NamedTuple):
-    """A call as it was written; ``untyped`` if its format writes strings and numbers alike, ``id`` unchecked."""
+    """An unchecked call. ``untyped``: its format does not distinguish strings from numbers."""
 
     name: str
     arguments: Any
@@ -49,28 +49,28 @@ class ParsedCall(NamedTuple):
 
 
 class BadCall(ValueError):
-    """A call that cannot be read; the message says why."""
+    """A call cannot be parsed; the message has the reason."""
 
 
 def read_json(text: str) -> Any:
-    """Read strict JSON: no NaN or infinity, no duplicate keys or half surrogates, at most :data:`MAX_DEPTH` deep.
+    """Parse strict JSON: no NaN or infinity, duplicate keys or lone surrogates; at most :data:`MAX_DEPTH` deep.
 
     Raises:
-        BadCall: it is not.
+        BadCall: ``text`` is not strict JSON.
 
     >>> read_json('{"a": [1, 2.5, "é"]}')
     {'a': [1, 2.5, 'é']}
     >>> read_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ...
-    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key is there twice)
+    sota_grpo.envs.call_formats.BadCall: it is not JSON (a key is repeated)
     """
     _extent(text, 0)
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise BadCall(f"it is not JSON ({error.msg} at character {error.pos})") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, too
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise BadCall(f"it is not JSON ({error})") from None
     check_json(value)
     return value
@@ -89,19 +89,19 @@ def check_json(value: Any) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return values
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _extent(text: str, start: int) -> int | None:
-    """Return the end of the value that begins with a bracket at ``start``; None if it has none.
+    """Return the end of the value whose opening bracket is at ``start``; None if it is not closed.
 
     Raises:
-        BadCall: too deep.
+        BadCall: the value is nested deeper than :data:`MAX_DEPTH`.
     """
     depth = 0
     for bracket in _BRACKETS.finditer(text, start):
@@ -121,17 +121,17 @@ _TOO_MANY = ParsedCall("", {}, f"a turn can have {MAX_CALLS} calls; this and wha
 
 @dataclass(frozen=True)
 class MarkedCalls:
-    """Calls that are JSON, or a name and then JSON, behind an opening text.
+    """Parser of calls that are JSON, or a name followed by JSON, after an opening text.
 
     Args:
-        opening: begins a call, or a list of them; empty where a call is the first thing that a turn says.
-        closing: ends it; may be empty.
-        keys: of the name and the arguments in the JSON object; None where the name comes before the arguments.
-        between: the text between that name, or the id, and the arguments.
-        before_id: the text between that name and the id; empty where calls of a name have none.
-        listed: a list of calls follows ``opening``.
-        specials: names of the special tokens that count.
-        thinks_until: ends the thinking that the generation prompt has begun; empty where it has begun none.
+        opening: text before a call or a list of calls; if empty, a call counts only at the start of a turn's text.
+        closing: text after them; may be empty.
+        keys: JSON keys of the name and of the arguments; None if the name precedes a JSON object of arguments.
+        between: text between such a name, or the id after it, and the arguments.
+        before_id: text between such a name and the id; empty if the format has no id there.
+        listed: a JSON list of calls follows ``opening``.
+        specials: names of the special tokens that formats use.
+        thinks_until: text that ends the thinking opened by the generation prompt; empty if the prompt opens none.
     """
 
     opening: str
@@ -144,7 +144,7 @@ class MarkedCalls:
     before_id: str = ""
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return the text outside of the calls, and the calls; an unreadable one has an error. Takes linear time."""
+        """Return the text outside of the calls, and the calls; an unparsable one has an ``error``. Time is linear."""
         texts: list[str] = []
         calls: list[ParsedCall] = []
         text_seen = False
@@ -152,7 +152,7 @@ class MarkedCalls:
         if not self.opening and self.keys is not None:
             call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
         marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
-        begins = re.compile(f"(?P<call>{call})|{marks}")  # whatever changes how the text behind it is read
+        begins = re.compile(f"(?P<call>{call})|{marks}")  # marks that change how the following text is parsed
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0
         while (match := begins.search(text, position)) is not None:
             texts.append(text[position : match.start()])
@@ -162,7 +162,9 @@ class MarkedCalls:
                 position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
                 position = self._opened(text, match.end(), calls)
-            elif text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # an object in text
+            elif (
+                text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0
+            ):  # an object in the text
                 texts.append(match[0])
                 text_seen, position = True, match.end()
             else:
@@ -170,7 +172,7 @@ class MarkedCalls:
         return "".join((*texts, text[position:])), calls
 
     def _opened(self, text: str, start: int, calls: list[ParsedCall]) -> int:
-        """Add the calls after an opening text; return the position after them."""
+        """Append the calls after an opening text to ``calls``; return the position after them."""
         position = _skip(text, start)
         listed = self.listed and text.startswith("[", position)
         try:
@@ -201,11 +203,11 @@ class MarkedCalls:
         if not self.closing or text.startswith(self.closing, position):
             return position + len(self.closing)
         if re.compile(rf"(?:\s|{'|'.join((OTHER, *map(re.escape, self.specials)))})*+\Z").match(text, position):
-            return position  # the turn ends here, too
+            return position  # the turn ends here
         raise BadCall(f"its JSON is not followed by {self.closing}")
 
     def _call(self, text: str, start: int) -> tuple[ParsedCall, int]:
-        """Return the call that begins at ``start``, and its end."""
+        """Return the call that begins at ``start``, and the position after it."""
         name = identity = ""
         if self.keys is None:
             ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
@@ -233,9 +235,9 @@ class MarkedCalls:
 
 
 def without_specials(text: str, specials: Sequence[str]) -> str:
-    """Return the text of a call as it was spelled; BadCall if it contains a special token."""
+    """Remove :data:`SPELLED` from the text of a call; raise BadCall if the text contains a special token."""
     if OTHER in text or any(name in text for name in specials):
-        raise BadCall("it has a special token")
+        raise BadCall("it contains a special token")
     return text.replace(SPELLED, "")
 
 
@@ -245,24 +247,24 @@ def _skip(text: str, position: int) -> int:
 
 
 def _after(text: str, ends: str, position: int) -> int:
-    """Return the position after the end of thinking; the end of the text if it does not end."""
+    """Return the position after ``ends`` (the end of thinking), or the length of the text if ``ends`` is missing."""
     at = text.find(ends, position)
     return at + len(ends) if at >= 0 else len(text)
 
 
 class TemplateCalls:
-    """Read calls by the ``response_template`` of a tokenizer, with transformers.
+    """Parser of calls by the ``response_template`` of a tokenizer, with transformers.
 
-    Its regular expressions come with the model and may take any time, so they have :data:`TEMPLATE_SECONDS`. An invalid
-    call is an error of its own.
+    The template's regular expressions come from the model repository and may be slow, so a turn may take at most
+    :data:`TEMPLATE_SECONDS`. Each unparsable call has its ``error``; the other calls of the turn stay valid.
 
     Args:
-        template: as transformers takes it.
-        prefix: a prompt, up to the policy's turn.
-        specials: names of the special tokens that count.
+        template: the ``response_template``.
+        prefix: a rendered prompt that ends where the policy's turn begins.
+        specials: names of the special tokens that formats use.
 
     Raises:
-        ValueError: transformers cannot read it, or it has no ``tool_calls``.
+        ValueError: transformers cannot load the template, or it has no ``tool_calls``.
     """
 
     def __init__(self, template: Mapping[str, Any], prefix: str, specials: tuple[str, ...]):
@@ -274,7 +276,7 @@ class TemplateCalls:
         self._prefix, self._specials = prefix, specials
         self._calls = self._template.fields["tool_calls"]
         groups = getattr(self._calls.open_re, "groupindex", {})
-        self._template.fields["tool_calls"] = replace(  # as it was said; see _call
+        self._template.fields["tool_calls"] = replace(  # as raw text, which _call parses
             self._calls,
             content="text",
             content_args={"strip": False},
@@ -285,7 +287,7 @@ class TemplateCalls:
         self._untyped = self._calls.content in ("xml-inline", "kv-lines") and parser.get("name", "text") == "text"
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return what :meth:`MarkedCalls.scan` does; an unreadable turn is one call with an error."""
+        """Return text and calls like :meth:`MarkedCalls.scan`; an unparsable turn is one call with an error."""
         from transformers.utils.chat_parsing import parse_response
 
         deadline = time.monotonic() + TEMPLATE_SECONDS
@@ -296,7 +298,7 @@ class TemplateCalls:
         }
         try:
             message = parse_response(text, timed, prefix=self._prefix)
-        except Exception as error:  # whatever text and template make of each other
+        except Exception as error:  # text and template are both untrusted
             return "", [ParsedCall("", {}, f"the turn cannot be read: {sentence(error)}")]
         content = message.get("content")
         raw = message.get("tool_calls") or []
@@ -337,7 +339,7 @@ class TemplateCalls:
         ]
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
-        """Read ``xml-inline`` as transformers does, in bounded time."""
+        """Parse ``xml-inline`` arguments as transformers does, but with the time limit."""
         import regex  # transformers' own, whose searches have a timeout
         from transformers.utils.chat_parsing.content_parsers import parse_content
 
@@ -347,13 +349,13 @@ class TemplateCalls:
         arguments: dict[str, Any] = {}
         for tag in tags.finditer(body, timeout=_left(deadline)):
             if tag["key"] in arguments:
-                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} is there twice")
+                raise BadCall(f"the argument {tag['key'][:MAX_NAME]!r} is given twice")
             arguments[tag["key"]] = parse_content(tag["value"], parser.get("name", "text"), parser.get("args", {}))
         return arguments
 
 
 class _Timed(NamedTuple):
-    """A regular expression with a deadline."""
+    """A regular expression whose searches stop at a deadline."""
 
     pattern: Any
     deadline: float
@@ -374,14 +376,14 @@ def _left(deadline: float) -> float:
 
 
 def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], ending: str) -> MarkedCalls | None:
-    """Derive the format of calls from rendered turns; None if its calls are not JSON.
+    """Derive the format of calls from rendered turns; return None if its calls are not JSON.
 
     Args:
-        one: a rendered turn of one call.
-        two: of this call twice; None if the template supports only one.
-        name: of the called tool.
-        arguments: of the call.
-        ending: what the template writes after every turn.
+        one: a rendered turn with one call.
+        two: a rendered turn with the same call twice; None if the template supports only one.
+        name: the called tool.
+        arguments: the arguments of the call.
+        ending: the text that the template writes after every turn.
 
     >>> turn = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     >>> derive(turn, turn + "\\n" + turn, "f", {"x": 1}, "").opening
@@ -415,7 +417,7 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
 def _call_in(
     text: str, start: int, name: str, arguments: Mapping[str, Any]
 ) -> tuple[int, int, tuple[str, str] | None] | None:
-    """Find the first object from ``start`` that is the call or its arguments: its range and the keys of the call."""
+    """Return (start, end, keys) of the first JSON object that is the call, or its arguments (keys None)."""
     for opened in re.finditer(r"\{", text[start:]):
         begin = start + opened.start()
         try:

@@ -1,4 +1,4 @@
-"""Messages as token ids, of prompts and between turns: special tokens are the chat template's, never the text's."""
+"""Tokenise prompts and replies so that only the chat template, never a message's text, adds special tokens."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Messages = Sequence[Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
-# plain letters, which every template and every filter in it leaves alone
+# plain letters, which no template or filter changes
 _PLAIN, _EARLIER, _PROBE = "plaintext", "earlierassistantturn", "laterturn"
 
 
 class ChatTokens:
-    """Render and tokenise messages so that names of special tokens in their contents are text.
+    """Renders and tokenises messages so that names of special tokens in their contents are ordinary text.
 
-    A chat template makes one text of markers and contents, in which ``<|im_end|>`` in a question, a table or a tool's
-    answer would end the turn as the template's own does. The special tokens of a rendering must be those that the same
-    roles have around plain words. If they are, the ids are the tokenizer's own; if contents name or add some, the
-    messages are rendered and tokenised again with other names for the template's own tokens.
+    In a rendered chat, ``<|im_end|>`` in a question or in a tool's result would end the turn like the template's
+    ``<|im_end|>``. So the special tokens of a rendering are compared with those around plain words in the same roles.
+    If they agree, the ids are the tokenizer's; if not, or if a content names a special token, the messages are rendered
+    and tokenised again with the template's special tokens under other names.
 
-    Markers that are no special token of the tokenizer (``[INST]`` of Llama 2, ``User:``) are text everywhere.
+    Markers that are not special tokens of the tokenizer (``[INST]`` of Llama 2, ``User:``) are always ordinary text.
 
     Args:
-        tokenizer: of the policy.
-        render: renders messages by the chat template.
-        add_special_tokens: of the tokenizer.
+        tokenizer: the policy's tokenizer.
+        render: renders messages with the chat template.
+        add_special_tokens: passed to the tokenizer.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -55,7 +55,7 @@ class ChatTokens:
         special = {number for number, token in known.items() if token.special}
         special |= set(getattr(tokenizer, "all_special_ids", ()))
         ends = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos")}
-        special -= {getattr(tokenizer, "unk_token_id", None)} - ends  # it replaces what the tokenizer does not know
+        special -= {getattr(tokenizer, "unk_token_id", None)} - ends  # it replaces unknown text
         self._special = {number: known[number] for number in special if number in known}
         longest_first = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -63,15 +63,15 @@ class ChatTokens:
         self._has_warned = False
 
     def ids(self, messages: Messages) -> tuple[int, ...]:
-        """Return the ids of the rendered messages ``[P]``, the tokenizer's own unless a content names a special token.
+        """Return the token ids ``[P]`` of the rendered messages.
 
         Raises:
-            UserError: the template changes a content that names one, or cannot render such messages.
+            UserError: a content names a special token and cannot be kept as text, or the template fails.
         """
         text = self._render(messages)
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
         framing = self._framing(messages)
-        # a template may leave its own token out because a content has it, so equal specials prove nothing then
+        # equal specials prove nothing if a content names one: a template may omit its own
         if self._specials_of(ids) != framing or any(self._replaced(turn, " ") != dict(turn) for turn in messages):
             dumped = json.dumps([*messages], ensure_ascii=False, default=str)
             first = self._names.search(dumped)
@@ -79,11 +79,11 @@ class ChatTokens:
             ids = self._read_as_text(messages, text)
             if self._specials_of(ids) != framing:
                 raise UserError(
-                    f"a text holds {name!r}, a special token that could begin or end a turn, and this chat template "
-                    "and tokenizer leave no way to read it as text; take it out."
+                    f"a message has the text {name!r}, a special token that could begin or end a turn, and with this "
+                    "chat template and tokenizer it cannot be tokenised as text; remove it from the message."
                 )
             if not self._has_warned:
-                logger.warning("A prompt or reply says %r: it is read as text, not as the special token.", name)
+                logger.warning("A prompt or reply contains %r: it is tokenised as text, not as a special token.", name)
                 self._has_warned = True
         return tuple(ids)
 
@@ -92,18 +92,18 @@ class ChatTokens:
             return self._template(messages)
         except UserError:
             raise
-        except Exception as error:  # a template is a program that came with the model: it raises what it likes
+        except Exception as error:  # a template is code from the model repository: it may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(
                 f"the chat template cannot render messages of the roles {roles} ({type(error).__name__}: {error}); use "
-                "a model whose template takes them."
+                "a model whose template supports them."
             ) from error
 
     def _specials_of(self, ids: Sequence[int]) -> list[int]:
         return [number for number in ids if number in self._special]
 
     def _framing(self, messages: Messages) -> list[int]:
-        """Return the special tokens that the template writes around plain words."""
+        """Return the special tokens of a rendering with plain words in place of the contents."""
 
         def plain(name: str, value: Any) -> Any:
             if name == "content" and isinstance(value, str) and value.strip():
@@ -118,7 +118,7 @@ class ChatTokens:
         return self._framings[key]
 
     def _replaced(self, value: Any, by: str | Callable[[re.Match[str]], str]) -> Any:
-        """Return ``value`` with the names of special tokens replaced at every depth."""
+        """Return ``value`` with the names of special tokens replaced, in nested values too."""
         if isinstance(value, str):
             return self._names.sub(by, value)
         if isinstance(value, Mapping):
@@ -128,7 +128,7 @@ class ChatTokens:
         return value
 
     def _read_as_text(self, messages: Messages, text: str) -> list[int]:
-        """Return the ids of ``text`` with only the template's special tokens as tokens; none if it mixes them."""
+        """Return ids of ``text`` with contents as text; [] if the template changes a special name in a content."""
         reader, numbers, words = self._reader
         quoted = {name: word.replace("x", "y") for name, word in words.items()}
         rendered = self._render([self._replaced(message, lambda name: quoted[name[0]]) for message in messages])
@@ -146,9 +146,9 @@ class ChatTokens:
 
     @cached_property
     def _reader(self) -> tuple[Any, dict[int, int], dict[str, str]]:
-        """A copy of the tokenizer with other names for the special tokens, their ids by its ids, and those names.
+        """A tokenizer copy with renamed special tokens, ``{its id: original id}``, and ``{original name: new name}``.
 
-        The names are random words, and no special tokens: a tokenizer that splits special tokens leaves them whole.
+        The new names are random words, added as ordinary tokens: ``split_special_tokens`` does not split them.
         """
         reader, salt = copy.deepcopy(self._tokenizer), secrets.token_hex(8)
         words = {token.content: f"zq{salt}x{number}z" for number, token in self._special.items()}
@@ -164,13 +164,13 @@ class ChatTokens:
 
 
 class TurnTokens:
-    """The token ids between two turns of a policy, as the chat template writes them.
+    """Renders and tokenises the text between two policy turns with the chat template.
 
-    Without a chat template a reply is surrounded by blank lines, as the turns of a prompt are. Where a template cannot
-    render the role ``tool``, a user turn takes its place, and the log says so once.
+    Without a chat template, blank lines separate a reply from the turns around it, as in prompts. If the template
+    cannot render the role ``tool``, the role ``user`` replaces it, which is logged once.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
 
     >>> from sota_grpo.policy.load import load_tokenizer
@@ -191,13 +191,13 @@ class TurnTokens:
         return type(self), (self._tokenizer, self._template_kwargs)  # without the caches
 
     def text(self, token_ids: torch.Tensor) -> str:
-        """Return the text of a turn of the policy ``[R]`` without end tokens and padding, as its grader reads it."""
+        """Return the text that graders read: the turn ``[R]`` decoded without end tokens and padding."""
         return response_text(self._tokenizer, token_ids)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
-        """Return the ids between the policy's last token and its next turn.
+        """Return the token ids between the policy's last sampled token and its next turn.
 
-        The template's end-of-turn token is left out if the policy sampled it.
+        The template's end-of-turn token is omitted if the policy sampled it.
 
         Args:
             replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps ``name`` and
@@ -218,24 +218,24 @@ class TurnTokens:
             if self._has_template:
                 message["role"] = self._role_of(message["role"])
             if message["role"] == "tool":
-                message.setdefault("tool_call_id", call_id(number))  # a task's reply, which answers no call
+                message.setdefault("tool_call_id", call_id(number))  # a task's reply, without a tool call
         return self._chat.ids(messages)
 
     def _supported(self, role: str) -> str:
-        """Return ``role``, or ``user`` if the template does not render the content of a ``tool``."""
+        """Return ``role``; or ``user`` if the template does not render the content of a ``tool`` message."""
         try:
             of_tool = {"name": _EARLIER, "tool_call_id": call_id(0)} if role == "tool" else {}
             if _PROBE in self._rendered([{"role": role, "content": _PROBE, **of_tool}]):
                 return role
-            reason = "leaves it out"
-        except Exception as error:  # a template is a program that came with the model: it raises what it likes
+            reason = "it omits the content"
+        except Exception as error:  # a template is code from the model repository: it may raise anything
             reason = f"{type(error).__name__}: {error}"
         if role == "tool":
-            logger.info("The chat template has no tool turns (%s): answers of tools are user turns.", reason)
+            logger.info("The chat template has no tool messages (%s): tool results are sent as user messages.", reason)
             return self._role_of("user")
         raise UserError(
             f"The chat template cannot render a user turn after an assistant turn ({reason}); use env.max_steps=1, or "
-            "a model whose template is made for conversations."
+            "a model whose template supports multi-turn conversations."
         )
 
     def _rendered(self, replies: Messages) -> str:
@@ -249,7 +249,7 @@ class TurnTokens:
 
 
 def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
-    """Return the length of the common beginning of token or character sequences.
+    """Return the length of the common prefix of token or character sequences.
 
     >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
     (2, 6)

@@ -1,19 +1,19 @@
-"""Dialogs of several turns over any engine: the policy's turns are answered by its task, by tools or an environment.
+"""Multi-turn dialogs over any engine: a task, tools or an environment answers each turn of the policy.
 
-Between two turns of the policy are the end of its turn, the answer, and the start of its next turn. In a ChatML
-template, after the policy ended its turn with ``<|im_end|>`` itself, the reply ``Think again.`` is::
+The tokens inserted between two turns of the policy are the end of its turn, the answer, and the start of its next turn.
+If the policy sampled the ``<|im_end|>`` of its turn, a ChatML template inserts the reply ``Think again.`` as::
 
     sampled      ...  18  <|im_end|>
     inserted     \\n  <|im_start|>user  \\n  Think again.  <|im_end|>  \\n  <|im_start|>assistant  \\n
     sampled      I see, it is 19  <|im_end|>
 
-Tools answer with a turn of the role ``tool``; a turn without a call is the final answer and ends the dialog::
+A tool's result is a turn of the role ``tool``; a policy turn without a tool call ends the dialog::
 
     sampled      <tool_call>{"name": "multiply", "arguments": {"a": 347, "b": 28}}</tool_call> <|im_end|>
     inserted     \\n  <|im_start|>tool  \\n  9716  <|im_end|>  \\n  <|im_start|>assistant  \\n
     sampled      It is 9716. <|im_end|>
 
-Sampled tokens stay as they are, also where a template would render an earlier turn differently (without its thinking).
+Sampled tokens are never changed, even if the template would render an earlier turn otherwise (without its thinking).
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ Submit = Callable[[GroupRequest], Future[GroupOutput]]
 
 
 class Episode(Protocol):
-    """The environment's side of one dialog; its methods are called one after the other, from any thread.
+    """The environment of one dialog. Its methods are called one at a time, from any thread.
 
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
-    this dialog, None where it is the group's. ``answer`` maps the ids of a turn of the policy to the messages that
-    answer it, None where the dialog is over. ``end`` takes the last turn if it was not answered (it was truncated, or
-    the last allowed one) and whether the dialog was cut for length, and returns the dialog's record
-    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead of ``end`` when the request was cancelled.
+    this dialog; None means the group's prompt. ``answer`` takes the token ids of a policy turn and returns the messages
+    that answer it, or None to end the dialog. ``end`` takes the last turn if it was not answered (because it was
+    truncated or the last allowed turn) and whether the dialog was truncated, and returns the dialog's record
+    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead of ``end`` if the request is cancelled.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -75,17 +75,17 @@ class Episode(Protocol):
 
 
 class Responder(Protocol):
-    """What answers the policy; ``begin`` opens the dialog of sample ``index`` of a group."""
+    """Opens the episodes that answer the policy: ``begin`` opens the one of sample ``index`` of a group."""
 
     async def begin(self, request: GroupRequest, index: int) -> Episode: ...
 
 
 class GradedTurns:
-    """Grade every turn; the reply of the score is the answer, and without a reply the dialog is over.
+    """Answers each turn with the ``reply`` of its score; a score without a reply ends the dialog.
 
     Args:
-        grader: of the task.
-        turns: reads the turns.
+        grader: the task's grader.
+        turns: decodes the policy's turns.
     """
 
     def __init__(self, grader: Grader, turns: TurnTokens):
@@ -97,7 +97,7 @@ class GradedTurns:
 
 
 class GradedEpisode:
-    """One dialog of :class:`GradedTurns`."""
+    """The episode of :class:`GradedTurns`."""
 
     prompt_ids: tuple[int, ...] | None = None
 
@@ -119,23 +119,23 @@ class GradedEpisode:
     def leave(self) -> None: ...
 
 
-#: How a dialog may end, besides :data:`~sota_grpo.rl.records.TURNS`: with an answer, cut, or without its instance.
+#: How a dialog ended, if not by :data:`~sota_grpo.rl.records.TURNS`: final answer, truncation, or lost instance.
 ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
 
 
 class ToolResponder:
-    """Answer turns with tools: each sample has an instance of its own (:mod:`sota_grpo.workers.instances`).
+    """Answers turns with tools: each sample has a separate instance (:mod:`sota_grpo.workers.instances`).
 
-    Calls are read from the ids that the policy sampled. An instance that misses its deadline, dies, or cannot begin
-    costs its sample: the dialog ends, and its record says why.
+    Tool calls are parsed from the token ids that the policy sampled. If an instance times out, dies or cannot start,
+    only the dialog of that sample ends, and its record has the ``error``.
 
     Args:
-        env: its prompts describe the tools.
-        instances: of the tools' environment.
+        env: source of the prompts, which describe the tools.
+        instances: pool of instances of the tools or of their environment.
         template_kwargs: further arguments of ``apply_chat_template``.
 
     Raises:
-        UserError: the chat template has no tools.
+        UserError: the chat template does not support tools.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class ToolResponder:
     ) -> None:
         self._env, self.instances = env, instances
         self.reader = ToolCallReader(env.tokenizer, instances.schemas, template_kwargs)
-        #: Whether records hold the attributes that the environment had at the end.
+        #: Whether records hold the final attributes of the environment.
         self.reads_environments = getattr(env.task, "reads_environments", False)
 
     async def begin(self, request: GroupRequest, index: int) -> Episode:
-        """Open and reset an instance.
+        """Open and reset an instance; return the episode of the dialog.
 
-        Siblings are reset with the random numbers of their group, so that they begin alike; later numbers differ.
+        All samples of a group reset with the same seed, so that they start in the same state; later seeds differ.
         """
         example = request.example
         assert example is not None
@@ -164,25 +164,26 @@ class ToolResponder:
             return ToolEpisode(self, there.key)
         try:
             return ToolEpisode(self, there.key, self._env.prompt_ids(example, there.observation))
-        except UserError as error:  # it is the environment's text, not the user's: it costs the sample
+        except UserError as error:  # bad text from the environment ends this dialog only
             self.instances.drop(there.key)
-            return ToolEpisode(self, None, error=f"what reset returned cannot be said: {error}")
+            return ToolEpisode(self, None, error=f"the observation that reset returned cannot be rendered: {error}")
 
 
 class ToolEpisode:
     """One dialog with tools.
 
     Graders read its record as ``response.record``: ``messages`` in TRL's form (``role``, ``content``, ``tool_calls`` of
-    the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the answers to calls that failed),
-    ``tool_calls``, ``tool_errors``, ``ended`` (how), ``reward`` (of ``get_reward``, None without one), ``error`` (why
-    the instance was lost, else None) and, if reward functions read it, ``environment`` (its attributes at the end, by
-    name). The id of a call is the one that the policy sampled, if every template accepts it, else its number.
+    the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the messages that report a failed
+    call), ``tool_calls`` and ``tool_errors`` (counts), ``ended`` (``answer``, ``truncated``, ``lost`` or ``turns``),
+    ``reward`` (of ``get_reward``, or None), ``error`` (why the instance was lost, or None) and, if a reward function
+    reads it, ``environment`` (final attributes by name). A call keeps its sampled id of nine letters and digits, which
+    every template accepts; any other call gets an id made from its number.
 
     Args:
         responder: shared by all dialogs.
-        key: of the instance; None where there is none.
-        prompt_ids: of this dialog, where the environment added to its prompt.
-        error: why there is none.
+        key: the instance's key; None without an instance.
+        prompt_ids: the prompt of this dialog, if the environment added an observation to the group's.
+        error: why there is no instance.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class ToolEpisode:
         self._ended = ANSWERED if error is None else LOST
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
-        """Return the tools' answers in the order of the calls, errors included; None if the turn calls no tool."""
+        """Run the turn's tool calls; return their results and errors in order, None without a call or an instance."""
         calls = self._parse(token_ids)
         if not calls or self._error is not None:
             return None
@@ -226,7 +227,7 @@ class ToolEpisode:
         return replies
 
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
-        """Submit the instance for its reward, close it, and return the record."""
+        """Get the instance's reward, close the instance, and return the dialog's record."""
         calls = () if unanswered is None else self._parse(unanswered)
         if truncated:
             self._ended = TRUNCATED
@@ -266,7 +267,7 @@ class ToolEpisode:
 
 @dataclass(frozen=True)
 class Rules:
-    """The responder of a dialog, and its limits: ``max_steps`` turns, ``max_model_len`` tokens with the prompt."""
+    """Responder and limits of a dialog: ``max_steps`` policy turns, ``max_model_len`` tokens with the prompt."""
 
     responder: Responder
     turns: TurnTokens
@@ -275,33 +276,33 @@ class Rules:
 
 
 class Dialog:
-    """One sample of a group: its turns so far.
+    """State of one sample of a group: the prompt and the turns so far.
 
     Args:
-        episode: the environment's side.
-        prompt_ids: of the dialog.
-        rules: its limits. Without ``episode`` and ``rules`` it only stores turns.
+        episode: the :class:`Episode` that answers the policy and returns the record; None to only store turns.
+        prompt_ids: token ids of the prompt.
+        rules: the :class:`Rules`; None to only store turns.
 
     Attributes:
-        ids: the prompt and all turns: what the policy's next turn continues.
-        is_over: there is no further turn, and ``record`` is set.
+        ids: token ids of the prompt and all turns, which the policy's next turn continues.
+        is_over: the dialog has ended, and ``record`` is complete.
     """
 
     def __init__(self, episode: Any, prompt_ids: Sequence[int], rules: Any = None):
         self.episode, self.prompt_ids, self._rules = episode, tuple(prompt_ids), rules
         self.ids = [*prompt_ids]
         self.num_turns = 0
-        self.last = torch.zeros(0, dtype=torch.int64)  # what the policy said last
+        self.last = torch.zeros(0, dtype=torch.int64)  # the policy's last turn
         self.truncated = self.is_over = False
         self.record: Mapping[str, Any] | None = None
         self._parts: list[Sample] = []
 
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
-        """Add a turn of the policy and its answer, or end the dialog.
+        """Add a turn of the policy, then its answer; or end the dialog.
 
         Args:
-            said: the turn.
-            ends: called as soon as no further turn will follow, before the record is complete.
+            said: the policy's turn.
+            ends: called once no further turn will follow, before ``record`` is complete.
         """
         self.add_turn(said)
         unanswered: torch.Tensor | None = self.last
@@ -325,14 +326,14 @@ class Dialog:
         self.last, self.truncated = said.token_ids, said.truncated
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Add the tokens between two turns of the policy."""
+        """Add tokens that were inserted between two turns of the policy."""
         self._parts.append(_parse(token_ids))
         self.ids += token_ids
 
     def sample(self, common: int) -> Sample:
-        """Return everything after the first ``common`` tokens of the prompt, which the group's dialogs share.
+        """Return the dialog as one sample: all tokens after the first ``common`` prompt tokens, which the group shares.
 
-        A dialog of one turn returns the engine's own sample.
+        A one-turn dialog whose whole prompt is shared returns the engine's sample with the dialog's record.
         """
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
@@ -344,14 +345,14 @@ class Dialog:
 
 
 def _parse(token_ids: Sequence[int]) -> Sample:
-    """Tokens that the policy did not sample."""
+    """Return tokens that the policy did not sample as a masked turn."""
     count = len(token_ids)
     heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
 
 
 def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
-    """Join the sampling supports of the policy's turns; inserted tokens have none."""
+    """Concatenate the sampling supports of the turns; inserted tokens have count 0. None if no turn has one."""
     supports = [turn.support for turn in turns]
     if not any(supports):
         return None
@@ -363,15 +364,15 @@ def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
 
 
 class TurnOrder:
-    """Submit turns to an engine in an order that does not depend on when answers arrive.
+    """Submits turns to an engine in an order that does not depend on how long the answers take.
 
-    Rows of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` depend, in the last bits, on the other
-    rows of the batch. So turns are submitted in the order in which the turns before them ended, and none of them while
-    an answer is pending and the engine would begin a batch without it.
+    The log-probs of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` depend, in the last bits, on the
+    other rows of the batch. So turns are submitted in the order in which the turns before them ended, and none is
+    submitted while an answer is pending and the engine would start a batch without it.
 
     Args:
-        may_start: ``may_start(n)`` is whether the engine would begin a batch if ``n`` turns were submitted now; None:
-            its rows do not depend on each other, and each turn is submitted at once.
+        may_start: ``may_start(n)`` returns whether the engine would start a batch if ``n`` turns were submitted now.
+            None, for an engine whose rows do not depend on each other: each turn is submitted immediately.
 
     >>> order, asked = TurnOrder(lambda n: n >= 2), []
     >>> first, second = order.expect(), order.expect()
@@ -384,12 +385,12 @@ class TurnOrder:
     def __init__(self, may_start: Callable[[int], bool] | None):
         self._may_start = may_start
         self._numbers = itertools.count()
-        self._turns: dict[int, Callable[[], None] | None] = {}  # None: not yet known
-        self._num_expected = 0  # since the last release, those that were dropped included
-        self._lock = threading.RLock()  # a cancel comes in the middle of anything
+        self._turns: dict[int, Callable[[], None] | None] = {}  # None: answer pending
+        self._num_expected = 0  # since the last release, dropped turns included
+        self._lock = threading.RLock()  # cancel may be called at any point
 
     def expect(self) -> int:
-        """Return the number of a turn that may follow; called by the thread that drives the engine."""
+        """Reserve and return the number of a turn that may follow; called by the thread that drives the engine."""
         number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:
@@ -398,7 +399,7 @@ class TurnOrder:
         return number
 
     def enqueue(self, number: int, submit: Callable[[], None]) -> None:
-        """Call ``submit``, which must not raise, for the turn now or in :meth:`release`."""
+        """Call ``submit``, which must not raise, for this turn: now without ``may_start``, else in :meth:`release`."""
         if self._may_start is None:
             submit()
             return
@@ -407,12 +408,12 @@ class TurnOrder:
                 self._turns[number] = submit
 
     def drop(self, number: int) -> None:
-        """Cancel the turn."""
+        """Cancel the reserved turn ``number``."""
         with self._lock:
             self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Submit the turns that are due, before a step of the engine; False if one has to be waited for first."""
+        """Submit the due turns before an engine step; False if the step must first wait for a pending answer."""
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:
@@ -425,10 +426,10 @@ class TurnOrder:
 
 
 class _Turn(Future[Future[GroupOutput]]):
-    """The engine's future of a turn of the policy, which is requested once the dialog waits for it.
+    """Future of the engine's future for one policy turn; the turn is requested once the dialog waits for it.
 
-    So the thread that submits the turn has the dialog wait for the engine before its next step, and the thread that
-    resolves it announces before the step after whether another turn may follow.
+    So the dialog already waits for the engine when the submitting thread takes the next engine step, and the thread
+    that resolves the turn reserves a possible next turn before the step after that.
     """
 
     def __init__(self, request: Callable[[_Turn], None]):
@@ -441,35 +442,35 @@ class _Turn(Future[Future[GroupOutput]]):
 
 
 class GroupDialogs(Future[GroupOutput]):
-    """The future of a group whose dialogs are sampled independently of each other, until the last one has ended.
+    """Future of a group whose dialogs are sampled independently; it resolves when the last dialog has ended.
 
-    Every turn of every sample is a request of its own: the first turn of sample ``i`` has the random stream that it
-    would have in a request for the group, turn ``t >= 2`` the seed ``sample_seed(request.seed, i, t)``. A dialog is a
-    coroutine, which continues in the thread that resolves its future. The result is the group's output, or the first
-    failure of the engine, the responder or the chat template. :meth:`cancel` cancels the pending requests.
+    Every turn of every sample is a separate request: the first turn of sample ``i`` has the random stream that it
+    would have in a request for the group; turn ``t >= 2`` has the seed ``sample_seed(request.seed, i, t)``. A dialog is
+    a coroutine, which continues in the thread that resolves its pending future. The result is the group's output, or
+    the first exception of the engine, the responder or the chat template. :meth:`cancel` cancels the pending requests.
 
     Args:
-        request: the group, with its example.
-        rules: of its dialogs.
+        request: the group's request, with its example.
+        rules: responder and limits of the dialogs.
         submit: submits a request to the engine.
-        order: of the submissions.
+        order: orders the submissions.
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, submit: Submit, order: TurnOrder):
         super().__init__()
         self._request, self._rules, self._submit, self._order = request, rules, submit, order
-        self._turns: dict[int, int] = {}  # of each sample, the number of the turn that may be next
+        self._turns: dict[int, int] = {}  # by sample: number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
-        self._lock = threading.RLock()  # futures resolve on several threads; a cancel comes in the middle of anything
+        self._lock = threading.RLock()  # futures resolve on several threads; cancel may be called at any point
         self._num_open = request.num_samples
-        self._last_turns: dict[int, Future[GroupOutput]] = {}  # of each sample, its last turn
+        self._last_turns: dict[int, Future[GroupOutput]] = {}  # by sample: its last turn
         self._finished = False
 
     def begin(self) -> None:
-        """Open the dialogs, and submit the first turns of those that open at once.
+        """Open the dialogs; each dialog submits its first turn once it is open.
 
         Raises:
-            ValueError: the engine refuses them.
+            ValueError: the engine rejects a turn.
         """
         try:
             for index in range(self._request.num_samples):
@@ -478,7 +479,7 @@ class GroupDialogs(Future[GroupOutput]):
                 if dialog.done() and index not in self._last_turns:
                     dialog.result()
         except BaseException:
-            self.cancel()  # and with it those that it did not refuse
+            self.cancel()  # also the turns that the engine accepted
             raise
 
     def cancel(self) -> bool:
@@ -488,7 +489,7 @@ class GroupDialogs(Future[GroupOutput]):
         return cancelled
 
     async def _to_its_end(self, index: int) -> None:
-        """One sample; the last dialog that ends, or the first that fails, resolves the group."""
+        """Run one dialog; the last dialog that ends, or the first that fails, resolves the group."""
         try:
             await self._dialog(index)
         except GeneratorExit:  # it is dropped
@@ -499,13 +500,13 @@ class GroupDialogs(Future[GroupOutput]):
         self._ended(None)
 
     async def _dialog(self, index: int) -> None:
-        """One sample, from the opening of its dialog to its record."""
+        """Run one dialog, from its opening to its record."""
         episode = await self._rules.responder.begin(self._request, index)
         prompt_ids = self._request.prompt_ids if episode.prompt_ids is None else episode.prompt_ids
         dialog = Dialog(episode, prompt_ids, self._rules)
         with self._lock:
             self._dialogs[index] = dialog
-        if self._is_left():  # meanwhile
+        if self._is_left():  # cancelled in the meantime
             episode.leave()
             return
         request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
@@ -519,7 +520,7 @@ class GroupDialogs(Future[GroupOutput]):
             request = GroupRequest(self._request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
     def _go_on(self, index: int, dialog: Callable[[], object]) -> None:
-        """Continue a dialog, unless the request was cancelled; one that opens later is abandoned."""
+        """Continue a dialog unless the request was cancelled; a dialog that opens after that abandons its episode."""
         if index not in self._dialogs or not self._is_left():
             dialog()
 
@@ -527,7 +528,7 @@ class GroupDialogs(Future[GroupOutput]):
         def submit() -> None:
             try:
                 self._last_turns[index] = future = self._submit(request)
-            except BaseException as error:  # of one dialog
+            except BaseException as error:  # fails this dialog
                 turn.set_exception(error)
                 return
             if self._is_left():  # meanwhile
@@ -540,14 +541,14 @@ class GroupDialogs(Future[GroupOutput]):
         return self._finished or self.cancelled()
 
     def _expect(self, index: int) -> int:
-        """Take the number of a sample's next turn."""
+        """Reserve and return the number of a sample's next turn."""
         self._turns[index] = number = self._order.expect()
         if self._is_left():  # meanwhile
             self._order.drop(number)
         return number
 
     def _ended(self, error: BaseException | None) -> None:
-        """Resolve the group, once: with its first failure, or when all dialogs are over."""
+        """Count a dialog as ended; resolve the group at its first exception, or when all dialogs have ended."""
         with self._lock:
             self._num_open -= 1
             if self._finished or (self._num_open and error is None):
@@ -563,8 +564,8 @@ class GroupDialogs(Future[GroupOutput]):
             self._leave()
 
     def _leave(self) -> None:
-        """Cancel the pending requests, and leave the episodes."""
-        for future in list(self._last_turns.values()):  # nothing happens to those that are done
+        """Cancel the pending requests, and abandon the episodes."""
+        for future in list(self._last_turns.values()):  # no effect on finished ones
             future.cancel()
         for number in list(self._turns.values()):
             self._order.drop(number)
@@ -575,30 +576,30 @@ class GroupDialogs(Future[GroupOutput]):
 
     def _output(self) -> GroupOutput:
         dialogs = [dialog for _, dialog in sorted(self._dialogs.items())]
-        common = num_shared([dialog.prompt_ids for dialog in dialogs])  # environments' observations differ after it
+        common = num_shared([dialog.prompt_ids for dialog in dialogs])  # observations follow it
         samples = tuple(dialog.sample(common) for dialog in dialogs)
         return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 
 
 class DialogEngine(Streams):
-    """An engine whose samples are dialogs: each turn of the policy is answered, and the policy continues.
+    """An engine whose samples are multi-turn dialogs: each policy turn is answered, and the policy continues.
 
-    A sample holds everything after the prompt as it was sampled and inserted; nothing is tokenised again. On the tokens
-    of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1. A dialog ends when the responder
-    has no answer, with a truncated turn, with turn ``max_steps``, or when the context has no room for the answer and
-    one more token (truncated too). ``sampling.max_tokens`` bounds one turn. If a responder adds to the prompts, their
-    common beginning is the group's prompt, and the rest precedes the first turn of each sample, masked like other
-    turns. Weights may be pushed during dialogs: every token keeps the version that sampled it.
+    A sample holds all tokens after the prompt as they were sampled and inserted; nothing is tokenised again. On the
+    tokens of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1. A dialog ends after a turn
+    that the responder does not answer, a truncated turn, or turn ``max_steps``; or, truncated, if the context has no
+    room for the answer and one more token. ``sampling.max_tokens`` limits one turn. If a responder adds to the prompts,
+    their common prefix is the group's prompt, and the rest comes before the first turn of each sample, masked like
+    other inserted tokens. Weights may be updated during dialogs: each token keeps the version that sampled it.
 
-    A group is finished when all its dialogs have ended; no dialog waits for a sibling. A failure of the engine or of
-    the responder, which have deadlines of their own, fails the group. The random numbers of turn ``t`` of sample ``i``
-    derive from ``(request.seed, i, t)``, so a dialog depends on no other, up to the rounding of the engine's batches.
+    A group is finished when all its dialogs have ended; no dialog waits for a sibling. An exception of the engine or
+    of the responder, which enforce their deadlines, fails the group. The random numbers of turn ``t`` of sample ``i``
+    derive from ``(request.seed, i, t)``, so dialogs do not affect each other, up to rounding in the engine's batches.
 
     Args:
-        engine: samples single turns, and the groups of tasks without rules.
-        rules: by the name of its task in a mixture; without a mixture under None.
+        engine: samples single turns; groups of tasks without rules are passed on to it.
+        rules: :class:`Rules` by task name in a mixture; without a mixture under the key None.
 
-    Example, with a grader that rejects every turn and answers of two tokens between the turns of the policy:
+    Example: the grader rejects every turn, and each answer is two tokens:
 
     >>> from types import SimpleNamespace
     >>> from sota_grpo.engines.scripted import ScriptedEngine
@@ -623,7 +624,7 @@ class DialogEngine(Streams):
         self._rules, self._order = dict(rules), TurnOrder(getattr(engine, "may_start", None))
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Begin the group's dialogs.
+        """Start the group's dialogs; return the future of the group.
 
         Raises:
             ValueError: the prompt leaves no room for a response, or the request has no example.
@@ -638,7 +639,7 @@ class DialogEngine(Streams):
         return group
 
     def advance(self) -> bool:
-        """Step the engine, unless :class:`TurnOrder` has to wait for an answer first."""
+        """Run one engine step, unless :class:`TurnOrder` must wait for an answer; False if nothing was done."""
         return self._order.release() and self.engine.advance()
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
@@ -653,10 +654,10 @@ class DialogEngine(Streams):
     def _check(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
             if request.example is None:
-                raise ValueError(f"Group {request.group_id} has no example to grade its dialogs against; give it one.")
+                raise ValueError(f"Group {request.group_id} has no example for grading; set GroupRequest.example.")
 
     def __getattr__(self, name: str) -> Any:
-        """Return the engine's attribute: a push of weights, sleep, wake and close are the engine's own."""
+        """Forward every other attribute to the engine: weight updates, sleep, wake, close."""
         if name == "engine":  # before __init__
             raise AttributeError(name)
         return getattr(self.engine, name)

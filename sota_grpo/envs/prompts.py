@@ -1,4 +1,4 @@
-"""What training needs of an environment: the order of its prompts, their token ids, and the grader of responses."""
+"""Prompt order, prompt token ids and the grader of a task: the part of an environment that training uses."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
-_FINGERPRINTED = 64  # prompts of each task that identify it
-_NAMED = 10  # most prompts that the warning about skipped ones names
+_FINGERPRINTED = 64  # prompts of each task that are hashed
+_NAMED = 10  # maximum number of prompts named in the warning about skipped prompts
 
 
 class PromptStream:
     """An endless, deterministic sequence of ``(group id, example)``.
 
-    Draw ``k`` is element ``k mod n`` of the permutation of ``n`` examples that is derived from ``(seed, k div n)``, so
-    it depends on the seed and ``k`` only. Group ids count draws: an example that is drawn twice has two. In
-    :class:`~sota_grpo.tasks.mixture.MixedExamples` the same holds within each task, under a seed of its own.
+    Draw ``k`` is element ``k mod n`` of the permutation of the ``n`` examples with the seed ``(seed, k div n)``, so it
+    depends on the seed and ``k`` only. Group ids count draws: an example that is drawn twice has two group ids. For
+    :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds within each task, with a seed derived from its name.
 
     Args:
         examples: the examples to draw from.
-        seed: of the permutations.
+        seed: seed of the permutations.
         shuffle: False draws in the given order in every epoch.
 
     Raises:
-        ValueError: there are no examples, or a loaded state is of another stream.
+        ValueError: there are no examples, or the loaded state belongs to another stream.
 
     >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
@@ -51,18 +51,18 @@ class PromptStream:
     """
 
     def __init__(self, examples: Sequence[Example], *, seed: int = 0, shuffle: bool = True):
-        #: The examples of each task of a mixture; without a mixture all of them under ``""``.
+        #: Examples by task name in a mixture; without a mixture all examples under ``""``.
         self.examples_of = examples.examples_of if isinstance(examples, MixedExamples) else {"": examples}
         if not self.examples_of or not all(map(len, self.examples_of.values())):
             raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
-        self._first_group_id = 0  # of the draws under this seed
+        self._first_group_id = 0  # the first one drawn with this seed
 
     def name_apart(self) -> None:
-        """Before the first draw, start the group ids at a number derived from the seed and the examples.
+        """Start the group ids at a number derived from seed and examples, if nothing is drawn yet.
 
-        So rows of several environments can share a replay buffer. A training run has one stream, and counts from 0.
+        So rows of several environments can share a replay buffer. A training run has one stream, which counts from 0.
         """
         if self.next_group_id == self._first_group_id:
             identity = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
@@ -70,7 +70,7 @@ class PromptStream:
             self.next_group_id = self._first_group_id = number << 32
 
     def draw(self, num_groups: int) -> list[tuple[int, Example]]:
-        """Return the next ``num_groups`` prompts, each with a group id of its own."""
+        """Return the next ``num_groups`` pairs ``(group id, example)``; every group id is new."""
         group_ids = range(self.next_group_id, self.next_group_id + num_groups)
         self.next_group_id += num_groups
         return [(group_id, self.example_of(group_id)) for group_id in group_ids]
@@ -83,8 +83,8 @@ class PromptStream:
         """
         if not self._first_group_id <= group_id < self.next_group_id:
             raise ValueError(
-                f"group {group_id} is not of this stream: under its seed it has drawn the groups "
-                f"{self._first_group_id} to {self.next_group_id - 1}."
+                f"group {group_id} is not of this stream: with the current seed it has drawn the groups "
+                f"{self._first_group_id} to {self.next_group_id - 1}; pass one of these."
             )
         draw = group_id - self._first_group_id
         if not isinstance(self.examples, MixedExamples):
@@ -94,12 +94,12 @@ class PromptStream:
         return self.examples.example(name, self._index(draw, len(self.examples_of[name]), seed))
 
     def reseed(self, seed: int) -> None:
-        """Start again with another seed; group ids continue, so that they stay unique."""
+        """Restart the stream with another seed; group ids continue, so that they stay unique."""
         self.seed = seed
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain integers; of a mixture also its tasks and weights."""
+        """Return the position as integers, and for a mixture the size and weight of each task."""
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 
@@ -107,13 +107,12 @@ class PromptStream:
         """Continue at the position of ``state_dict``.
 
         Raises:
-            ValueError: the state is of other examples, another seed or another mixture, where its position means other
-                prompts.
+            ValueError: the state was saved with other examples, another seed or another mixture.
         """
         for name, value in ({"mixture": None} | self._identity()).items():
             if state_dict.get(name) != value:
                 raise ValueError(
-                    f"the saved stream of prompts has {name}={state_dict.get(name)} and this one {name}={value}; "
+                    f"the saved prompt stream has {name}={state_dict.get(name)}, but this stream has {name}={value}; "
                     "resume with the dataset and the seed of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]
@@ -121,13 +120,13 @@ class PromptStream:
         self._first_group_id = self.next_group_id - drawn
 
     def _index(self, draw: int, count: int, seed: int) -> int:
-        """Return the index of draw ``draw`` among ``count`` examples."""
+        """Return the index of the example for draw ``draw`` of ``count`` examples."""
         epoch, position = divmod(draw, count)
         return _permutation(count, seed, epoch)[position] if self.shuffle else position
 
     @cached_property
     def _prompts(self) -> int:
-        """A fingerprint of the prompts: of some of each task, spread evenly over it."""
+        """Hash of up to 64 evenly spaced prompts of each task."""
         digest = hashlib.blake2b(digest_size=7)
         for name, part in self.examples_of.items():
             chosen = range(0, len(part), -(-len(part) // _FINGERPRINTED))
@@ -135,7 +134,7 @@ class PromptStream:
         return int.from_bytes(digest.digest())
 
     def _identity(self) -> dict[str, Any]:
-        """Return the entries of a state that must agree with the stream that loads it."""
+        """Return the state entries that must be equal when a state is loaded."""
         own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
         if not isinstance(self.examples, MixedExamples):
             return own
@@ -143,7 +142,7 @@ class PromptStream:
         return own | {"mixture": {name: [len(part), str(weights[name])] for name, part in self.examples_of.items()}}
 
 
-@lru_cache(maxsize=32)  # groups in flight reach into the previous epoch, and each task of a mixture has its own
+@lru_cache(maxsize=32)  # groups in flight may be of the previous epoch; mixtures have one permutation per task
 def _permutation(count: int, seed: int, epoch: int) -> list[int]:
     generator = torch.Generator().manual_seed(sample_seed(seed, epoch))
     return torch.randperm(count, generator=generator).tolist()
@@ -157,14 +156,14 @@ class PromptSource:
 
     Args:
         task: examples, chat and score.
-        tokenizer: with ``apply_chat_template``; without a chat template the turns are joined by blank lines.
-        repeats: group size, for tasks that have none of their own (:meth:`group_size`).
-        shuffle, seed: of the :class:`PromptStream` over ``task.train``.
-        max_prompt_tokens: longest prompt allowed; None allows any.
+        tokenizer: the policy's; without a chat template the messages are separated by blank lines.
+        repeats: group size of tasks that do not define one (:meth:`group_size`).
+        shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.
+        max_prompt_tokens: maximum prompt length; None: no limit.
         grader: scores responses; None grades with ``task.score`` in this process.
-        multi_turn: a sample is a dialog of several turns, so requests carry their example (``GroupRequest.example``).
+        multi_turn: a sample is a multi-turn dialog, so requests have their example (``GroupRequest.example``).
         template_kwargs: further arguments of ``apply_chat_template``.
-        task_kwargs: further arguments of single tasks of a mixture, by name (their tools).
+        task_kwargs: additional ``template_kwargs`` (tools) by task name of a mixture.
     """
 
     def __init__(
@@ -228,12 +227,12 @@ class PromptSource:
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"{name} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; raise "
-                "inference_model.max_model_len where the model allows more, or take the problem out."
+                "inference_model.max_model_len if the model allows more, or remove the problem from the dataset."
             )
         return ids
 
     def group_size(self, example: Example) -> int:
-        """Return the number of responses to ``example``: the task's own, else ``repeats``."""
+        """Return the number of responses to ``example``: the task's ``group_size(example)``, or ``repeats`` if None."""
         size = getattr(self.task, "group_size", lambda _: None)(example)
         return self.repeats if size is None else size
 
@@ -241,11 +240,11 @@ class PromptSource:
         """Tokenise every prompt of the task before training starts; return the longest length in tokens.
 
         Args:
-            skip: remove refused prompts from the task and from the stream, with a warning that names them. The
-                held-out problems were chosen before, from all problems.
+            skip: remove prompts that :meth:`prompt_ids` refuses from the task and the stream, with a warning that
+                names them. The held-out split is chosen before this, from all problems.
 
         Raises:
-            UserError: a prompt is refused; with ``skip``, all training prompts or all held-out ones are.
+            UserError: a prompt is refused; with ``skip``, all prompts of a split are refused.
         """
         longest, left_out = 0, []
         for split in ("train", "heldout"):
@@ -270,10 +269,10 @@ class PromptSource:
             names = "; ".join(file + ", ".join(numbers) for file, numbers in rows.items())
             more = ", .." if len(left_out) > _NAMED else ""
             first = left_out[0][1]
-            logger.warning("%d prompts are left out (%s%s). The first: %s", len(left_out), names, more, first)
+            logger.warning("%d prompts are skipped (%s%s). Reason for the first: %s", len(left_out), names, more, first)
         self.longest_prompt = longest
         return longest
 
     def decode(self, token_ids: torch.Tensor) -> str:
-        """Return the text that the grader reads: without end tokens and padding."""
+        """Return the text that graders read: the response decoded without end tokens and padding."""
         return response_text(self.tokenizer, token_ids)

@@ -1,12 +1,12 @@
-"""A task as a TorchRL environment over token ids, of one turn or of dialogs; and rows for training from its steps.
+"""A task as a TorchRL environment over token ids, single-turn or multi-turn; and training rows made from its steps.
 
-The steps of one row, of a policy that responds ``a``, is answered ``u``, and responds ``a``::
+The steps of a dialog with prompt ``p p``, a response ``a a``, an answer ``u u`` and a second response ``a``::
 
     turn  tokens.prompt      tokens.response    next.tokens.prompt        next.done
     0     p p                a a                p p a a u u               False
     1     p p a a u u        a                  p p a a u u a             True
 
-:class:`DialogRows` makes one row of them, as training reads it.
+:class:`DialogRows` joins them into one training row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
 
-#: ``tools`` and ``environment``: as text of a config, or the objects themselves.
+#: Tools as a config writes them (``FILE.py:NAME,NAME``), or the functions.
 Tools = str | Sequence[Callable[..., Any]]
 _DRAWN = (keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID)  # written by reset, kept by step
 _GRADED = (keys.REWARD, keys.REWARD_TERMS, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO)
@@ -53,38 +53,38 @@ class TaskEnv(PromptSource, EnvBase):
     """A task as a TorchRL environment: reset draws prompts, the policy responds with tokens, step grades responses.
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
-    ``group_id``, ``sample_id`` and ``tokens.prompt`` of the next prompts, the ``repeats`` siblings of each next to each
-    other; group ids of other seeds or other examples differ. Step reads ``tokens.response`` (or ``tokens.full``) and
+    ``group_id``, ``sample_id`` and ``tokens.prompt`` of the next prompts, each repeated in ``repeats`` adjacent rows;
+    other seeds and other examples have other group ids. Step reads ``tokens.response`` (or ``tokens.full``) and
     writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term that
     does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
-    With ``max_steps`` above 1 the responses are answered, by the task, by tools or by an environment, as in training
+    With ``max_steps`` above 1, the task, tools or an environment answers each response, as in training
     (:mod:`sota_grpo.envs.dialogs`). Then ``next`` has the longer prompt (the prompt, the response as it was sampled,
-    the answer and the start of the policy's next turn), a reward of 0, and is not done. The last response of a dialog
-    is done, truncated where the response was cut or the context is full, and graded. ``turn`` counts the answered
-    responses of a dialog. Step calls all tools concurrently and returns when the last one has answered.
+    the answer and the start of the policy's next turn), reward 0, and ``done`` False. The last response of a dialog
+    is done and graded, and truncated if the response was cut or the context is full. ``turn`` counts the answered
+    responses of a dialog. Step runs all tool calls concurrently and returns when the last one has finished.
 
-    Rows may be reset alone: episode ``k`` of a row is the same sample of the ``k``-th prompts that are drawn, so
-    siblings share their ``group_id`` whenever they begin. A reward that compares siblings (a function given a whole
-    group) sees the siblings that end in the same step.
+    Rows can be reset individually: episode ``k`` of a row is always the same sample of the ``k``-th prompts, so the
+    samples of a prompt share their ``group_id`` whenever they start. A reward that compares the responses of a group
+    gets those that end in the same step.
 
-    TorchRL's wrappers do not report why a response ended, so it counts as truncated when it does not end in an end
-    token; where padding *is* EOS the wrappers strip it, and no response counts as truncated.
+    TorchRL's wrappers do not report why a response ended, so a response counts as truncated if it does not end in an
+    end token; if the pad token is EOS, the wrappers strip EOS, and no response counts as truncated.
 
     Args:
         task: examples, chat and score; in a dialog without tools the ``reply`` of a score is the answer.
         tokenizer: see :class:`PromptSource`; with tools, its chat template must support tools.
-        num_envs: dialogs at once, a multiple of ``repeats``; or, with one turn, a divisor: siblings then come in
-            successive resets, and ``GroupAdvantage(group_size=repeats)`` waits for them in a buffer.
-        max_steps: most turns of the policy in a dialog.
+        num_envs: concurrent dialogs, a multiple of ``repeats``; or, with one turn, a divisor: a group
+            then takes several resets, and ``GroupAdvantage(group_size=repeats)`` in a buffer waits for all of it.
+        max_steps: maximum number of policy turns in a dialog.
         tools: typed functions, or ``FILE.py:NAME,NAME``.
         environment: factory of environments in TRL's protocol, or ``FILE.py:FACTORY``, or a server
-            (:mod:`sota_grpo.tasks.servers`). One with ``get_reward`` rewards instead of the task.
-        tool_timeout_s: longest time for a reset, a tool call or a reward.
+            (:mod:`sota_grpo.tasks.servers`). Its ``get_reward``, if it has one, replaces the task's reward.
+        tool_timeout_s: time limit in seconds of a reset, a tool call or a reward.
         repeats, shuffle, seed, grader, template_kwargs: see :class:`PromptSource`.
-        max_prompt_tokens: longest prompt, of a later turn too, whose dialog is then truncated; None allows any.
-        compute_reward: False grades nothing and leaves the reward to your own transforms.
-        device: of the tensors.
+        max_prompt_tokens: maximum prompt length; a dialog whose later prompt is longer is truncated. None: no limit.
+        compute_reward: False grades nothing; your own transforms then write the reward.
+        device: device of the tensors.
 
     Raises:
         ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it; ``max_steps`` is below 1, or
@@ -130,11 +130,11 @@ class TaskEnv(PromptSource, EnvBase):
             )
         has_tools = tools is not None or environment is not None
         if max_steps < 1:
-            raise ValueError(f"max_steps={max_steps} leaves no turn; use 1 or more.")
+            raise ValueError(f"max_steps={max_steps} allows no policy turn; use 1 or more.")
         if tools is not None and environment is not None:
             raise ValueError("both tools and environment are given; give the tools as methods of the environment.")
         if max_steps == 1 and has_tools:
-            raise ValueError("max_steps=1 leaves no turn after a tool has answered; use max_steps=2 or more.")
+            raise ValueError("max_steps=1 allows no policy turn after a tool result; use max_steps=2 or more.")
         fixed = kwargs = dict(template_kwargs or {})
         with ExitStack() as opened:
             if has_tools:
@@ -164,13 +164,13 @@ class TaskEnv(PromptSource, EnvBase):
             self._opened = opened.pop_all()
         self.compute_reward = compute_reward
         self._dialogs: list[Dialog | None] = [None] * num_envs
-        self._rows: list[TensorDictBase] = [TensorDict()] * num_envs  # the drawn entries of each
+        self._rows: list[TensorDictBase] = [TensorDict()] * num_envs  # the entries that reset wrote for each row
         self._begin_anew()
         self._make_specs()
 
     def _begin_anew(self) -> None:
         self._episodes = [-1] * self.batch_size[0]
-        self._prompts: dict[int, tuple[GroupRequest, list[TensorDictBase]]] = {}  # by their number; with their rows
+        self._prompts: dict[int, tuple[GroupRequest, list[TensorDictBase]]] = {}  # by prompt number: request and rows
         self._num_drawn = 0
 
     def _set_seed(self, seed: int | None) -> None:
@@ -182,7 +182,7 @@ class TaskEnv(PromptSource, EnvBase):
         num_envs = self.batch_size[0]
         mask = None if tensordict is None else tensordict.get("_reset", None)
         chosen = [True] * num_envs if mask is None else mask.reshape(num_envs).tolist()
-        if mask is None:  # all begin together, with prompts that no row has had
+        if mask is None:  # all rows start together, with new prompts
             self._episodes = [max(self._episodes)] * num_envs
         indexes = [index for index, is_chosen in enumerate(chosen) if is_chosen]
         self._leave(indexes)
@@ -196,7 +196,7 @@ class TaskEnv(PromptSource, EnvBase):
         return self._stack([TensorDict(self._observation(index), []) for index in range(num_envs)])
 
     def _begin(self, index: int) -> Future[Any]:
-        """Draw the next prompt of the row, and open its dialog."""
+        """Sample the next prompt of row ``index`` and open its dialog; the future resolves to the episode."""
         self._episodes[index] += 1
         number, sample = divmod(self._episodes[index] * self.batch_size[0] + index, self.repeats)
         while self._num_drawn <= number:
@@ -204,8 +204,8 @@ class TaskEnv(PromptSource, EnvBase):
             ((group_id, example),) = self.stream.draw(1)
             if self.group_size(example) != self.repeats:
                 raise ValueError(
-                    f"a prompt of this task has {self.group_size(example)} responses, and a reset gives "
-                    f"{self.batch_size[0]} rows, {self.repeats} of each prompt; use PromptGroupCollector, or one size."
+                    f"the task sets {self.group_size(example)} responses for a prompt, but this environment has "
+                    f"repeats={self.repeats}; use PromptGroupCollector, or the same number for all tasks."
                 )
             prompt_ids, seed = self.prompt_ids(example), sample_seed(self.stream.seed, group_id)
             request = GroupRequest(group_id, prompt_ids, self.repeats, seed, example)
@@ -229,14 +229,14 @@ class TaskEnv(PromptSource, EnvBase):
         return self._stack([step.get("next") for step in steps])
 
     def _follow(self, index: int, row: TensorDictBase) -> Future[None]:
-        """Add a response to its dialog; the future resolves when the dialog has been answered, or is over."""
+        """Add a response to its dialog; the future resolves when the response is answered or the dialog is over."""
         dialog = self._dialogs[index]
         if dialog is None or dialog.is_over:
             raise ValueError(f"the dialog of row {index} is over; reset the row before the next step.")
         if row.get(keys.PROMPT_TOKENS).tolist() != dialog.ids:
             raise ValueError(
-                f"row {index} answers another prompt than the environment has given; step with what reset or the last "
-                "step returned."
+                f"tokens.prompt of row {index} is not the prompt that the environment returned; call step with the "
+                "tensordict of reset or of the last step, plus the responses."
             )
         ids = response_ids(row).cpu()
         sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
@@ -254,7 +254,7 @@ class TaskEnv(PromptSource, EnvBase):
         return {key: self._rows[index].get(key) for key in _DRAWN}
 
     def _next(self, index: int) -> TensorDictBase:
-        """Return a row as its grader reads it, with the output of step under ``next``."""
+        """Return the row in the form that graders read, with the output of step under ``next``."""
         dialog = self._dialogs[index]
         assert dialog is not None
         text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record)
@@ -265,7 +265,7 @@ class TaskEnv(PromptSource, EnvBase):
         return TensorDict({**self._drawn(index), "text": {"response": text}, "next": after}, [])
 
     def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[bool]) -> None:
-        """Grade the dialogs that ended in this step, siblings together; the reward of the others is 0."""
+        """Grade the dialogs that ended in this step, group by group; the reward of all other rows is 0."""
         ended: dict[int, list[TensorDictBase]] = {}
         others: list[TensorDictBase] = []
         for step, is_chosen in zip(steps, chosen, strict=True):
@@ -279,7 +279,7 @@ class TaskEnv(PromptSource, EnvBase):
             self._write(others, [nothing] * len(others))
 
     def _write(self, rows: Sequence[TensorDictBase], scores: Sequence[Score]) -> None:
-        """Write the scores under ``next``; every row has all terms, NaN where one does not apply."""
+        """Write the scores under ``next``; every row gets all terms, and a term that does not apply is NaN."""
         write_scores(lazy_stack(list(rows)), scores, self.task.term_weights)
         for row, score in zip(rows, scores, strict=True):
             for name in self.task.term_weights:
@@ -309,7 +309,7 @@ class TaskEnv(PromptSource, EnvBase):
         super().close(raise_if_closed=raise_if_closed)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Zeros in the shape of the specs, lazily stacked as real rows are, because their lengths differ."""
+        """Return zeros in the shape of the specs, lazily stacked like real rows, whose lengths differ."""
         return super().fake_tensordict().to_lazystack(0)
 
     def _make_specs(self) -> None:
@@ -339,13 +339,13 @@ class TaskEnv(PromptSource, EnvBase):
         return Composite(entries, shape=self.batch_size, device=self.device)
 
     def _ragged(self, **entries: Any) -> StackedComposite:
-        """One spec per row: rows of different lengths have no common tensor that one spec could describe."""
+        """Return one spec per row, because rows of different lengths cannot share a dense spec."""
         row = Composite(entries, device=self.device)
         return StackedComposite(*(row.clone() for _ in range(self.batch_size[0])), dim=0)
 
 
 def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec:
-    """Describe the instances to start; objects are pickled to a file that ``opened`` removes."""
+    """Return the spec of the instances; objects are pickled to a temporary file, which ``opened`` removes."""
     kind = "functions" if environment is None else "factory"
     tools_or_environment: Any = tools if environment is None else environment
     if isinstance(tools_or_environment, str):
@@ -359,7 +359,7 @@ def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | N
 
 @dataclass
 class _OpenDialog:
-    """What is known of a dialog; ``last`` is its last step, once it is there."""
+    """The steps of a dialog so far; ``last`` is its final step, None before that."""
 
     dialog: Dialog
     has_log_probs: bool = True
@@ -368,19 +368,19 @@ class _OpenDialog:
 
 
 class DialogRows:
-    """Makes one row of the steps of each dialog, as :func:`~sota_grpo.rl.collate.finish_rows` makes it of a sample.
+    """Joins the environment steps of each dialog into one training row, as ``finish_rows`` of ``rl.collate`` makes it.
 
-    A dialog's row has all that was said, the assistant mask on what the policy sampled, and the reward of the last
-    step. Rows come as whole groups, as soon as the last sibling has ended; what has not ended waits for the next
-    steps. The row's prompt is what the siblings' prompts begin with alike.
+    The row has all tokens of the dialog, an assistant mask that is True on the sampled ones, and the reward of the last
+    step. Rows are returned by complete groups, once the last dialog of a group has ended; the steps of the others are
+    stored until then. The prompt of the rows is the common prefix of the group's prompts.
 
-    Read of a step are ``tokens.response`` (or ``tokens.full``), and where they are there ``log_probs.response`` (or
-    ``log_probs.full``) and ``next.policy_version`` (TorchRL's ``PolicyVersion`` with integers); without them the rows
-    lack ``log_probs`` or the versions.
+    Each step must have ``tokens.response`` (or ``tokens.full``). ``log_probs.response`` (or ``log_probs.full``) and
+    ``next.policy_version`` (TorchRL's ``PolicyVersion`` with integers) are optional: without them the rows have no
+    ``log_probs`` or no versions.
 
     Args:
-        tokenizer: of the environment.
-        group_size: its ``repeats``.
+        tokenizer: the environment's tokenizer.
+        group_size: the environment's ``repeats``.
 
     Example::
 
@@ -394,14 +394,14 @@ class DialogRows:
         self._groups: dict[int, dict[int, _OpenDialog]] = {}
 
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
-        """The rows of the groups whose last dialog has ended in these steps.
+        """Add steps; return the rows of the groups whose last dialog ended in them.
 
         Args:
-            steps: of any batch shape, in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a
-                collector, also flattened; those that a rollout repeats because their row had ended are left out.
+            steps: any batch shape in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a collector,
+                also flattened. Steps that a rollout repeats after a dialog has ended are ignored.
 
         Raises:
-            ValueError: a dialog's beginning is missing, or its prompt is not what was said before.
+            ValueError: the first steps of a dialog are missing, or a prompt does not begin with the dialog so far.
         """
         ended: set[tuple[int, int]] = set()
         complete: list[int] = []
@@ -425,14 +425,14 @@ class DialogRows:
         opened = group.get(sample_id)
         if opened is None or opened.dialog.num_turns != turn or opened.last is not None:
             raise ValueError(
-                f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow what was added "
-                "before it; add all steps of a dialog, in order."
+                f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow the turn that "
+                "was added last; add all steps of a dialog, in order."
             )
         dialog = opened.dialog
         if prompt[: len(dialog.ids)] != dialog.ids:
             raise ValueError(
                 f"the prompt of turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not begin "
-                "with what was said before; never tokenise a dialog again."
+                "with the tokens of the dialog so far; pass token ids on, do not tokenise the text again."
             )
         if turn:
             dialog.add_observation(prompt[len(dialog.ids) :])
@@ -471,7 +471,7 @@ class DialogRows:
                     row.set(key, value)
             terms = row.get(keys.REWARD_TERMS, None)
             for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
-                del row[(*keys.REWARD_TERMS, name)]  # it does not apply
+                del row[(*keys.REWARD_TERMS, name)]  # the term does not apply
             if not dialog.has_log_probs:
                 row.pop("log_probs")
             if not dialog.has_versions:
@@ -481,7 +481,7 @@ class DialogRows:
 
 
 def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:
-    """The single steps, by rows and then by time."""
+    """Yield the single steps, row by row, each row in order of time."""
     if not steps.batch_dims:
         yield steps
         return
@@ -490,20 +490,20 @@ def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:
 
 
 class ScoreResponse(RowTransform):
-    """Grade every response: write its reward ``sum_k weight_k * term_k``, the terms and whether it is a success.
+    """Grades every response: writes its reward ``sum_k weight_k * term_k``, the terms and whether it is a success.
 
-    Reads ``("text", "response")``, ``query``, ``answer`` and, where there is one, ``extra`` (JSON); writes
+    Reads ``("text", "response")``, ``query``, ``answer`` and, if present, ``extra`` (JSON); writes
     ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
-    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). Model text is
-    untrusted: a grader that raises, reports an error or returns a term that is not finite is counted in
-    ``reward_error`` with all terms 0, and never ends the run.
+    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). If the grader raises,
+    reports an error or returns a non-finite term, the row gets ``reward_error`` and 0 for all terms, and the run
+    continues.
 
     Args:
-        score: ``(response, example) -> Score``; one with a method ``score_group`` is given the whole batch.
+        score: ``(response, example) -> Score``; a method ``score_group``, if it has one, gets the whole batch.
         term_weights: weight of each term; the grader must return exactly these names.
 
     Raises:
-        KeyError: if the grader returns other terms than ``term_weights`` names: a mistake of the task, not of the text.
+        KeyError: the grader returns other terms than ``term_weights`` names, which is a mistake in the task.
 
     >>> def exact(text, example):
     ...     return Score({"exact": float(text == example.answer)}, success=text == example.answer)
@@ -513,7 +513,7 @@ class ScoreResponse(RowTransform):
     [[2.0]]
     """
 
-    written_key = keys.REWARD_ERROR  # which no environment writes: a reward and a success may be of the env itself
+    written_key = keys.REWARD_ERROR  # unlike reward and success, no environment writes it
 
     def __init__(self, score: Scorer, term_weights: Mapping[str, float]) -> None:
         written = [keys.REWARD, keys.SUCCESS, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.REWARD_INFO]

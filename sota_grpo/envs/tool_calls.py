@@ -1,8 +1,8 @@
-"""Read the tool calls of a turn of the policy from the ids that it sampled.
+"""Parse the tool calls of a policy turn from its sampled token ids.
 
 Special tokens count only if they were sampled as tokens: ``<|python_tag|>`` spelled in characters is text, and so is a
-call inside the arguments of another. Calls inside thinking do not count. An invalid call is a call with an error, which
-the policy gets as its answer; nothing is executed here.
+call inside the arguments of another. Calls inside thinking do not count. An invalid call gets an error, which the
+policy receives as the tool's result; nothing is executed here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _QUESTION_TEXT, _ANSWER, _RESULT = "whatwasasked", "whatwassaid", "whatthetoolsaid"  # which no template changes
 _TOOL = "probe_tool"
 _QUESTION = {"role": "user", "content": _QUESTION_TEXT}
-_SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # found wherever it is
+_SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # simple to find in any rendering
 _HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
 _PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
 _SCHEMA = {
@@ -68,11 +68,11 @@ _NEEDED = "use a model whose chat template is made for tools, or set the tokeniz
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """A turn of the policy.
+    """A parsed turn of the policy.
 
     Args:
-        content: the text outside of calls and thinking, without special tokens and without blanks around it.
-        calls: in their order; invalid ones have an error.
+        content: the text outside of calls and thinking, stripped, without special tokens.
+        calls: the tool calls in order; an invalid call has an error.
     """
 
     content: str
@@ -80,18 +80,18 @@ class PolicyTurn:
 
 
 class ToolCallReader:
-    """Read turns of a policy whose chat template describes the tools.
+    """Parses policy turns, for tokenizers whose chat template supports tools.
 
-    The tokenizer's own ``response_template`` defines the format of calls; without one that can read what the template
-    writes, the format is derived from calls that the template renders.
+    The tokenizer's ``response_template`` defines the format of calls. If there is none, or it cannot parse the calls
+    that the chat template renders, the format is derived from such calls.
 
     Args:
-        tokenizer: of the policy.
-        schemas: of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
+        tokenizer: the policy's tokenizer.
+        schemas: JSON schemas of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
         template_kwargs: further arguments of ``apply_chat_template``.
 
     Raises:
-        UserError: the chat template does not render tools, calls or answers, or its calls cannot be read back.
+        UserError: the chat template does not render tools, calls or results, or its calls cannot be parsed.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> from sota_grpo.rl.tool_schemas import function_schemas
@@ -131,10 +131,10 @@ class ToolCallReader:
         self._use_format()
 
     def read(self, token_ids: Iterable[int]) -> PolicyTurn:
-        """Return the content and the calls of a turn; never raises, in time linear in the turn.
+        """Return the content and the calls of a turn. Never raises; takes time linear in the turn's length.
 
         Args:
-            token_ids: as they were sampled ``[R]``, special tokens included.
+            token_ids: the sampled ids ``[R]``, special tokens included.
         """
         return self._read(token_ids, self._tools)
 
@@ -144,7 +144,7 @@ class ToolCallReader:
         return PolicyTurn(content, tuple(_checked(call, tools) for call in calls))
 
     def _text(self, token_ids: Iterable[int]) -> str:
-        """Return text with names of the special tokens that count, :data:`OTHER` for others, broken spelled names."""
+        """Decode for the parsers: special tokens as names or :data:`OTHER`, spelled names broken by :data:`SPELLED`."""
         pieces: list[str] = []
         plain = range(self._num_ids)
         for is_plain, run in groupby(map(int, token_ids), lambda id: id in plain and id not in self._special):
@@ -156,7 +156,7 @@ class ToolCallReader:
                 pieces += [name if name in self._counting else OTHER for name in names]
         return "".join(pieces)
 
-    # what the template writes, at construction -----------------------------------------------------------------------
+    # probes of the chat template, at construction --------------------------------------------------------------------
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
         return self._tokenizer.apply_chat_template(
@@ -166,23 +166,23 @@ class ToolCallReader:
     def _probe(self, what: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
         try:
             return self._rendered(messages, tools, **options)
-        except Exception as error:  # a template is a program that came with the model: it raises what it likes
-            raise UserError(f"the chat template cannot write {what} ({first_line(error)}); {_NEEDED}") from error
+        except Exception as error:  # a template is code from the model repository: it may raise anything
+            raise UserError(f"the chat template cannot render {what} ({first_line(error)}); {_NEEDED}") from error
 
     def _require_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         bare, text = self._probe("a question", [_QUESTION], []), self._probe("tools", [_QUESTION], schemas)
         missing = [name for name in self._tools if text.count(name) <= bare.count(name)]
         if missing:
-            raise UserError(f"the chat template leaves tools out ({missing[0]} is not in the prompt); {_NEEDED}")
+            raise UserError(f"the chat template does not list the tools ({missing[0]} is not in the prompt); {_NEEDED}")
         call = message_of("", [ToolCall(_TOOL, _SIMPLE, id=call_id(0))])
         if _TOOL not in self._probe("tool calls", [_QUESTION, call], []):
-            raise UserError(f"the chat template leaves out what tools are called; {_NEEDED}")
+            raise UserError(f"the chat template does not render tool calls of earlier turns; {_NEEDED}")
         result = {"role": "tool", "name": _TOOL, "tool_call_id": call_id(0), "content": _RESULT}
         if _RESULT not in self._probe("tool turns", [_QUESTION, call, result], [], add_generation_prompt=True):
-            raise UserError(f"the chat template leaves out what tools answer; {_NEEDED}")
+            raise UserError(f"the chat template does not render the results of tools; {_NEEDED}")
 
     def _use_format(self) -> None:
-        """Find the format that reads what the template writes."""
+        """Choose the first format that parses the calls which the template renders."""
         prompt = self._probe("a prompt", [_QUESTION], [_SCHEMA], add_generation_prompt=True)
         one, two, hard, both = (self._written(prompt, probe) for probe in _PROBES)
         template = getattr(self._tokenizer, "response_template", None)
@@ -192,24 +192,24 @@ class ToolCallReader:
         self._counting = names
         either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
         self._marks = re.compile(either)
-        self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # each, also where two overlap
+        self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # every name, overlapping ones included
         turns = [(text, probe) for text, probe in zip((one, two, hard, both), _PROBES) if text is not None]
         for candidate in self._candidates(template, prompt, one, two):
             self._format = candidate
             if all(self._reads(text, probe) for text, probe in turns):
                 return
         raise UserError(
-            "the calls that the chat template writes cannot be read back, because they are not JSON behind a mark of "
-            "their own; use a model whose template writes JSON, or set the tokenizer's response_template"
+            "the tool calls that the chat template renders cannot be parsed, because they are not JSON after a fixed "
+            "marker; use a model whose template writes JSON, or set the tokenizer's response_template"
         )
 
     def _written(self, prompt: str, probe: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the policy's turn with these calls; None if the template supports only one call per turn."""
+        """Return the rendered turn with these calls; None if the template supports only one call per turn."""
         calls = [ToolCall(_TOOL, arguments, id=call_id(number)) for number, arguments in enumerate(probe)]
         turn = message_of("", calls)
         try:
             text = self._rendered([_QUESTION, turn], [_SCHEMA])
-        except Exception:  # as in _probe, which has seen one call
+        except Exception:  # the template raises for two calls; one call passed _probe
             return None
         return _after_prompt(prompt, text) if text.count(_TOOL) - prompt.count(_TOOL) >= len(probe) else None
 
@@ -220,8 +220,8 @@ class ToolCallReader:
         if template:
             try:
                 yield TemplateCalls(template, prompt, specials)
-            except Exception as error:  # of the tokenizer's authors
-                logger.warning("The tokenizer's response_template is of no use: %s", first_line(error))
+            except Exception as error:  # the template is untrusted
+                logger.warning("The tokenizer's response_template is ignored (not loaded): %s", first_line(error))
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
         form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:
@@ -240,7 +240,7 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Return a turn of the policy as a message of chat templates and TRL."""
+    """Return a policy turn as a message in the form of chat templates and TRL."""
     made = [
         {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
         for call in calls
@@ -249,7 +249,7 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _after_prompt(prompt: str, text: str) -> str:
-    """Return the policy's text after a prompt, which may have begun thinking that is rendered differently later."""
+    """Return the policy's text after ``prompt`` in ``text``, which may render an opened thinking block differently."""
     if text.startswith(prompt):
         return text[len(prompt) :]
     for begins, ends in THINKING:
@@ -258,13 +258,13 @@ def _after_prompt(prompt: str, text: str) -> str:
             rest = text[len(head) :]
             return rest.removeprefix(begins) if rest.startswith(begins) else ends + rest
     before, tail = prompt.rpartition(_QUESTION_TEXT)[1:]
-    if before and tail.strip() and tail in text:  # a result is elsewhere than in the prompt
+    if before and tail.strip() and tail in text:  # the text before the question differs from the prompt's
         return text.rpartition(tail)[2]
     return text[num_shared([prompt, text]) :]
 
 
 def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-    """Return the call, with its error if it is invalid."""
+    """Return the checked call; ``error`` is set if the tool is unknown or the arguments do not fit its schema."""
     name, arguments, error, untyped, given_id = parsed
     identity = given_id if isinstance(given_id, str) and _ID.fullmatch(given_id) else ""
     if error is not None:
@@ -272,10 +272,10 @@ def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> Tool
     if not isinstance(name, str) or name not in tools:
         known = ", ".join(tools)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            return ToolCall("", {}, one_line(f"the call names no tool; there are: {known}"), identity)
-        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; there are: {known}"), identity)
+            return ToolCall("", {}, one_line(f"the call names no tool; available: {known}"), identity)
+        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; available: {known}"), identity)
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object", identity)
+        return ToolCall(name, {}, "the arguments are not a JSON object", identity)
     if untyped:
         properties = tools[name].get("properties", {})
         arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
@@ -288,7 +288,7 @@ def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> Tool
 
 
 def _typed(value: Any, schema: Any) -> Any:
-    """Return an argument of a format without types: a string if the tool takes one, else read as JSON."""
+    """Return an argument of an untyped format: the string if the schema allows one, else its value parsed as JSON."""
     if not isinstance(value, str) or argument_error({"properties": {"it": schema}}, {"it": value}) is None:
         return value
     try:

@@ -1,24 +1,24 @@
-"""Samples as ragged rows, rows as padded batches, the weight of every token, and the split into micro-batches.
+"""Convert samples to ragged rows and rows to padded batches; set loss weights; split rows into micro-batches.
 
-A response is one ragged row of a table (:mod:`sota_grpo.rl.table`). A prompt of two tokens and a response of three,
-sampled by version 7 while version 8 was loaded::
+A response is one ragged row of a table (:mod:`sota_grpo.rl.table`). For example, a prompt of two tokens and a response
+of three, during which the engine's weights were updated from version 7 to 8::
 
     tokens.full               p   p   a   a   a
     masks.all_assistant_mask  .   .   x   x   x
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
 
-In an episode of several turns the mask is False on tokens of other roles, log-probs are 0 there and versions -1.
+In multi-turn dialogs, tokens of other roles have mask False, log-prob 0 and version -1.
 
-Three rows in (``p`` prompt, ``a`` assistant) under ``token``, so that each of the six ``a`` weighs 1/6::
+Loss weights of three rows (``p`` prompt, ``a`` assistant) with the aggregation ``token``, 1/6 for each of six ``a``::
 
     row 0   p p a a          loss_weight   0   0  1/6 1/6
     row 1   p a a a          loss_weight   0  1/6 1/6 1/6
     row 2   p p a            loss_weight   0   0  1/6
 
-If rows 0 and 2 are siblings, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``: 5 packed
-tokens, the prompt once, and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the padding.
-The weights are set once for a whole optimizer step, so the sums over the micro-batches do not depend on the split.
+If rows 0 and 2 have the same prompt, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``, with 5
+packed tokens (the prompt counts once) and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the
+padding. The weights are set once per optimizer step, so sums over micro-batches do not depend on the split.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
     (keys.SUPPORT_COUNTS, 0),
-    (keys.SUPPORT_IDS, -1),  # in a width of its own
+    (keys.SUPPORT_IDS, -1),  # padded to a separate width
 )
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
 
 def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) -> dict[Key, Any]:
-    """Return the entries that a prompt ``[P]`` of this example, drawn as ``group_id``, has in each of its rows."""
+    """Return the entries that all rows of a prompt share: its texts, ``group_id`` and token ids ``[P]``."""
     return {
         keys.QUERY: example.query,
         keys.ANSWER: example.answer,
@@ -68,7 +68,7 @@ def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) ->
 
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
-    """Return the ``repeats`` sibling rows of one prompt before sampling; sibling ``i`` has ``sample_id = i``."""
+    """Return ``repeats`` rows of one prompt, without responses; row ``i`` has ``sample_id = i``."""
     table = _siblings(drawn_entries(group_id, example, prompt_ids), repeats)
     return row_list(table.stack())
 
@@ -79,15 +79,15 @@ def _siblings(drawn: Row, count: int) -> RowTable:
 
 
 def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTable:
-    """Return the rows of a sampled group: ids as they were sampled, masks, log-probs, versions, text, done.
+    """Return the rows of a sampled group: token ids, masks, log-probs, versions, response text and done flags.
 
-    The text is decoded for grading and reading only; in an episode of several turns it is that of the last one. Off the
-    assistant mask log-probs are 0 and versions -1.
+    The text is only for grading and display; in a multi-turn dialog it is that of the last turn. Where the assistant
+    mask is False, log-probs are 0 and versions -1.
 
     Args:
-        drawn: of :func:`drawn_entries`.
-        samples: responses ``[R_i]``; sample ``i`` becomes the row of ``sample_id = i``.
-        tokenizer: decodes the responses without ``Sample.text``.
+        drawn: entries of the prompt, from :func:`drawn_entries`.
+        samples: responses ``[R_i]``; sample ``i`` becomes the row with ``sample_id = i``.
+        tokenizer: decodes the responses that have no ``Sample.text``.
     """
     ids = drawn[keys.PROMPT_TOKENS]
     responses = [sample.token_ids for sample in samples]
@@ -128,7 +128,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
-    """Return the rows of :func:`group_table` as TensorDicts, for a row of :func:`prompt_rows`."""
+    """Return one TensorDict per sample: entries of ``prompt`` (from :func:`prompt_rows`) and :func:`group_table`."""
     (entries,) = RowTable.of([prompt]).rows()
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
@@ -136,7 +136,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
 
 
 def last_turn(sample: Sample) -> Tensor:
-    """Return the ids of the policy's last turn, which a grader reads."""
+    """Return the token ids of the policy's last turn, which graders read."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -144,32 +144,32 @@ def last_turn(sample: Sample) -> Tensor:
 
 
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """Return ``done``, ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
+    """Return ``done`` (True), ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
     return {name: flag.unsqueeze(1) for name, flag in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:
-    """Return the response ``[R]``: ``tokens.response``, else ``tokens.full`` past the prompt, else KeyError."""
+    """Return the response ``[R]``: ``tokens.response``, or ``tokens.full`` after the prompt; KeyError without both."""
     response = row.get(keys.RESPONSE_TOKENS, None)
     if response is not None:
         return response
     full = row.get(keys.FULL_TOKENS, None)
     if full is None:
-        raise KeyError("the policy wrote neither ('tokens', 'response') nor ('tokens', 'full'); the env grades tokens.")
+        raise KeyError("the policy wrote neither ('tokens', 'response') nor ('tokens', 'full'); use tokens mode.")
     return full[..., row.get(keys.PROMPT_TOKENS).shape[-1] :]
 
 
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
-    """Write the entries that TorchRL's collector and LLM wrappers leave out of their rows, in place.
+    """Add, in place, the entries that rows of TorchRL's collector and LLM wrappers lack; return the rows.
 
-    TorchRL's wrappers give ``log_probs.response`` and no assistant mask in tokens mode; :class:`GRPOLoss` and
-    ``collate`` read ``log_probs.full`` and ``masks.all_assistant_mask``. Use it as the collector's ``postproc``.
-    ``TransformersWrapper`` of torchrl 0.14.1 drops padding tokens that were sampled.
+    In tokens mode, TorchRL's wrappers write ``log_probs.response`` and no assistant mask; :class:`GRPOLoss` and this
+    module read ``log_probs.full`` and ``masks.all_assistant_mask``. Use it as the collector's ``postproc``. (A bug of
+    torchrl 0.14.1 remains: ``TransformersWrapper`` drops padding tokens that were sampled.)
 
     Args:
-        rows: of any batch shape, lazily stacked where they are ragged: the collector's ``[N]``, or ``[N, 1]`` of
-            ``env.rollout(1, policy)``, which the losses read after ``reshape(-1)``.
+        rows: any batch shape; ragged rows are lazily stacked. A collector gives ``[N]``, ``env.rollout(1, policy)``
+            ``[N, 1]``, which needs ``reshape(-1)`` before the losses.
 
     >>> row = TensorDict({"tokens": {"prompt": torch.tensor([1, 2]), "response": torch.tensor([3])},
     ...                   "log_probs": {"response": torch.tensor([-0.5])}}, [])
@@ -177,7 +177,7 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     ([0.0, 0.0, -0.5], [False, False, True])
     """
     if isinstance(rows, LazyStackedTensorDict):
-        for row in rows.tensordicts:  # what unbind gives may be copies
+        for row in rows.tensordicts:  # unbind may give copies
             complete_rows(row)
         return rows
     prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
@@ -194,10 +194,10 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
 
 
 def known_log_probs(sampled: Tensor) -> Tensor:
-    """Return log-probs ``[.., R]`` of responses from TorchRL's wrappers, with NaN for a first one that is exactly 0.
+    """Return log-probs ``[.., R]`` of TorchRL's wrappers, with NaN instead of an exact 0 at the first position.
 
-    ``TransformersWrapper`` of torchrl 0.14.1 writes that 0 whatever the token's probability. :class:`GRPOLoss`, like
-    TorchRL's own, and ``ReferenceKL`` leave out a token whose log-prob is NaN.
+    ``TransformersWrapper`` of torchrl 0.14.1 always writes 0 there, whatever the token's probability. :class:`GRPOLoss`
+    (like TorchRL's) and ``ReferenceKL`` ignore tokens whose log-prob is NaN.
     """
     is_first = torch.arange(sampled.shape[-1], device=sampled.device) == 0
     return sampled.masked_fill(is_first & (sampled == 0), torch.nan)
@@ -211,16 +211,16 @@ def set_loss_weights(
     max_response_tokens: int | None = None,
     drop_truncated: bool = False,
 ) -> None:
-    """Write ``loss_weight`` to the rows of one whole optimizer step, before any split; 0 off the assistant mask.
+    """Write ``loss_weight`` to all rows of an optimizer step, before they are split; 0 off the assistant mask.
 
     Args:
         rows: the rows of the step, ragged or dense, which are returned.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
-        drop_truncated: responses that the engine stopped for length weigh 0 and count as rows without a trainable
-            token (Yu et al. 2025, arXiv:2503.14476, section 3.4, overlong filtering).
+        drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
+            filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
 
     Raises:
-        ValueError: an unknown aggregation, or ``constant`` without ``max_response_tokens``.
+        ValueError: unknown aggregation, or ``constant`` without ``max_response_tokens``.
 
     >>> rows = [
     ...     TensorDict({"masks": {"all_assistant_mask": torch.tensor(m).bool()}})
@@ -239,29 +239,29 @@ def set_loss_weights(
 
 
 def graded_rows(rows: RowTable) -> Tensor:
-    """Whether a grader answered for each row, bool ``[N]``; True where the rows do not say."""
+    """Return bool ``[N]``: True for rows without a grader error, and for rows without ``reward_error``."""
     error = rows.get(keys.REWARD_ERROR, None)
     return torch.ones(len(rows), dtype=torch.bool) if error is None else ~error.flatten()
 
 
 def known_tokens(row: Row) -> Tensor:
-    """Return the trained tokens, bool ``[T]``: those that the policy sampled under a finite log-prob."""
+    """Return a bool mask ``[T]`` of the tokens to train on: sampled by the policy, with a finite log-prob."""
     mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
     return mask if log_probs is None else mask & log_probs.isfinite()
 
 
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
-    """Return the rows as one dense batch, right-padded to the longest, with the keys that a learner reads and no text.
+    """Return rows as one dense batch, right-padded to the longest, with the tensors that a learner reads.
 
     Args:
         rows: at least one row, each with ``("tokens", "full")`` ``[T_i]``.
-        pad_token_id: padding of the tokens; no mask covers it.
+        pad_token_id: token id of the padding, on which all masks are False.
 
     Returns:
-        TensorDict ``batch_size=[N]`` of ``[N, max T_i]`` sequences and of the rows' scalars.
+        TensorDict with ``batch_size=[N]``: sequences ``[N, max T_i]`` and scalars per row.
 
     Raises:
-        ValueError: there is no row, or only some rows have a key.
+        ValueError: there are no rows, or some rows lack a key that others have.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
     >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
@@ -286,7 +286,7 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
 
 
 def _padded(values: Sequence[Tensor], padding: float) -> Tensor:
-    """Sequences ``[T_i]`` as ``[N, max T_i]``; on the CPU by numpy, which takes a tenth of torch's time per row."""
+    """Pad sequences ``[T_i]`` to ``[N, max T_i]``; on the CPU with numpy, which is ten times faster than torch."""
     if any(value.is_cuda or value.dtype == torch.bfloat16 or value.dim() != 1 for value in values):
         return pad_sequence(list(values), batch_first=True, padding_value=padding)
     rows = [value.numpy() for value in values]
@@ -297,10 +297,10 @@ def _padded(values: Sequence[Tensor], padding: float) -> Tensor:
 
 
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
-    """Return the inverse of :func:`pad_rows`: a lazy stack of ragged rows, cut where ``all_attention_mask`` is False.
+    """Undo :func:`pad_rows`: return a lazy stack of rows without the positions where ``all_attention_mask`` is False.
 
-    Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")``, padded
-    to other widths, are left out.
+    Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")`` are
+    dropped, because they are padded to other widths.
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []
@@ -319,16 +319,16 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
 def micro_batches(
     rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budget: int, shared_prompt: bool = True
 ) -> list[list[TensorDictBase]]:
-    """Split rows into micro-batches of at most ``token_budget`` packed tokens, the heaviest first.
+    """Split rows into micro-batches of at most ``token_budget`` packed tokens, the largest first.
 
-    A prompt counts once for the siblings of a micro-batch, which stay together as far as the budget allows; see
-    :func:`~sota_grpo.functional.micro_batches.fill`. The heaviest comes first, so that a lack of memory shows at once.
-    A row above the budget is a micro-batch of its own.
+    A prompt counts once for all its rows in a micro-batch, and rows of a prompt stay together if the budget allows; see
+    :func:`~sota_grpo.functional.micro_batches.fill`. The largest comes first, so that out-of-memory errors occur early.
+    A row above the budget becomes a separate micro-batch.
 
     Args:
         rows: ragged rows.
-        token_budget: packed tokens of one micro-batch; below 1 it raises ``ValueError``.
-        shared_prompt: False for a model that computes padded rows: the budget is then ``n * max T_i`` for n rows.
+        token_budget: maximum number of packed tokens per micro-batch; below 1 raises ``ValueError``.
+        shared_prompt: False for a model that computes padded rows: ``n`` rows then count ``n * max T_i`` tokens.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
@@ -341,7 +341,7 @@ def micro_batches(
 def filled(
     prompts: Sequence[Prompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
 ) -> list[list[int]]:
-    """Return the indices of the rows of each of :func:`micro_batches`, of the rows that are ``chosen``."""
+    """Return the row indices of each micro-batch, like :func:`micro_batches` for the rows ``chosen``."""
     if shared_prompt:
         batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
@@ -351,9 +351,9 @@ def filled(
 
 
 class Prompt(NamedTuple):
-    """The tokens before a row's first assistant token; without an assistant token, the whole row.
+    """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``response`` tokens follow it, of which ``sampled`` are trained on (:func:`known_tokens`).
+    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens before, after and trained on.
     """
 
     text: bytes
@@ -367,7 +367,7 @@ class Prompt(NamedTuple):
 
 
 def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
-    """The prompt of each row."""
+    """Return the :class:`Prompt` of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
     listed: Any = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows
     prompts = []
@@ -380,7 +380,7 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
 
 
 def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
-    """Return the rows, or those that are ``chosen``, by the tokens of their prompt, in the order of their first."""
+    """Group the rows (or those ``chosen``) by prompt tokens; groups are in order of their first row."""
     members_of: dict[bytes, list[int]] = {}
     for index in range(len(prompts)) if chosen is None else chosen:
         members_of.setdefault(prompts[index].text, []).append(index)

@@ -1,7 +1,7 @@
 """``algorithm.objective`` and ``algorithm.baseline``: a built-in name, or ``FILE.py:FUNCTION``.
 
-A function in a file is checked by its parameters before the file is run, which happens at the first call. Imports no
-torch, because options are checked before torch is loaded.
+The parameters of a function in a file are checked by parsing; the file is executed at the first call. Does not import
+torch, because options are validated before torch is loaded.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ IN_FILES = (
     *("algorithm.objective", "algorithm.baseline", "train.sampler"),
     *("env.dataset", "env.tools", "env.environment", "env.transforms"),
 )
-#: What the parameters of a surrogate may name.
+#: Allowed parameters of a surrogate.
 TERMS = (*TENSORS, *OPTIONS)
-#: What the parameters of an advantage estimator may name (see :func:`estimator`).
+#: Allowed parameters of an advantage estimator (see :func:`estimator`).
 ESTIMATOR_TERMS = ("rewards", "group_ids", "lengths", "terms")
 
 
 class ObjectiveError(UserError, ValueError):
-    """An objective or an advantage estimator that does not exist or cannot be used; the message says what to change."""
+    """An objective or an advantage estimator does not exist or cannot be used; the message says what to change."""
 
 
 def file_reference(value: str) -> tuple[Path, str] | None:
-    """Return the file and the function of ``FILE.py:FUNCTION``; None for another value."""
+    """Return (file, function name) of ``FILE.py:FUNCTION``; None for any other value."""
     file, mark, function = value.rpartition(".py:")
     return (Path(f"{file}.py").expanduser(), function) if mark else None
 
 
 def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
-    """Return the declaration of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
+    """Return the :class:`Surrogate` of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
     Raises:
-        ObjectiveError: there is none of this name, or its function has a parameter that no surrogate has.
+        ObjectiveError: the objective does not exist, or its function has a parameter that is not in :data:`TERMS`.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]
@@ -58,14 +58,14 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
 
 def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """Return the advantage estimator of ``FILE.py:FUNCTION``, or the function itself; None for a built-in baseline.
+    """Return the advantage estimator ``FILE.py:FUNCTION`` (or a function, as it is); None for a built-in baseline.
 
-    It returns the advantages ``[N]`` of N responses, which ``algorithm.scale`` then divides. Its parameters are any of
-    ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths`` (int64 ``[N]``, sampled
-    tokens) and ``terms`` (reward terms by name, each ``[N]``, NaN where one does not apply).
+    An estimator returns the advantages ``[N]`` of N responses, which are then divided by ``algorithm.scale``. Its
+    parameters are any of ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths``
+    (int64 ``[N]``, sampled tokens) and ``terms`` (reward terms by name, each ``[N]``, NaN if a term does not apply).
 
     Raises:
-        ObjectiveError: there is no such function, or it has another parameter.
+        ObjectiveError: the function does not exist or has another parameter without a default value.
     """
     return _function("algorithm.baseline", baseline, ESTIMATOR_TERMS, ("rewards", "terms"))[0]
 
@@ -73,7 +73,7 @@ def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | Non
 def _function(
     option: str, value: str | Callable[..., Any], terms: tuple[str, ...], needed: tuple[str, str]
 ) -> tuple[Callable[..., Any] | None, str]:
-    """Return the user's function and its name, after checking its parameters; None for another value."""
+    """Return the user's function and its name, after checking its parameters; ``(None, value)`` for other values."""
     if callable(value):
         function, name = value, getattr(value, "__name__", option)
     elif (reference := file_reference(value)) is not None:
@@ -83,15 +83,15 @@ def _function(
     parameters = signature(function).parameters.values()
     missing = [p.name for p in parameters if p.name not in terms and p.default is p.empty]
     if missing or not {*needed} & {p.name for p in parameters}:
-        reads = f"requires {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
+        reads = f"has the parameters {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
         raise ObjectiveError(
-            f"{option}: the function {name} {reads}; its parameters are any of {', '.join(terms)}, or have a default."
+            f"{option}: the function {name} {reads}; parameters must be any of {', '.join(terms)}, or have a default."
         )
     return function, name
 
 
 class _Written:
-    """A function in a file. Its signature is parsed; the file is run at the first call."""
+    """A function in a file. The signature is parsed; the file is executed at the first call."""
 
     def __init__(self, option: str, path: Path, name: str) -> None:
         self._option, self._path, self._name = option, path, name
@@ -113,11 +113,11 @@ class _Written:
 
 
 def _parameters(option: str, path: Path, name: str) -> Signature:
-    """Return the parameters of the top-level function ``name`` of a file without running it."""
+    """Return the signature of the top-level function ``name`` of a file, without executing the file."""
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
-        raise ObjectiveError(f"There is no file {path}; correct {option} (now in {Path.cwd()}).") from error
+        raise ObjectiveError(f"There is no file {path}; correct {option} (relative to {Path.cwd()}).") from error
     except (SyntaxError, ValueError) as error:
         raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error
     functions = {n.name: n.args for n in tree.body if isinstance(n, ast.FunctionDef)}
@@ -137,14 +137,14 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
 
 
 def _without_gradient(loss: Callable[..., Any], **terms: Any) -> Tensor:
-    """Return True where a token has an advantage and ``loss`` gives its log-prob no gradient; bool ``[N, T]``."""
+    """Return the clipped tokens, bool ``[N, T]``: advantage not 0, but no gradient of ``loss`` in the log-prob."""
     import torch
 
     with torch.enable_grad():
         change = torch.zeros_like(terms["log_prob"], requires_grad=True)
         moved = {name: terms[name].detach() + change for name in ("log_prob", "log_ratio")}
         value = of_terms(loss, terms | moved).sum()
-        if not value.requires_grad:  # a mistake, which the gate names
+        if not value.requires_grad:  # a mistake, which the start-up checks report
             return terms["advantage"].expand_as(change) != 0
         (slope,) = torch.autograd.grad(value, change)
     return (slope == 0) & (terms["advantage"] != 0)

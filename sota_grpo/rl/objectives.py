@@ -1,7 +1,7 @@
-"""GRPO as a TorchRL ``LossModule``: rows in, ``loss_*`` entries and exactly additive diagnostics out.
+"""GRPO as a TorchRL ``LossModule``, with losses and diagnostics that add over micro-batches.
 
-Every reduction is ``sum(loss_weight * per_token)``, so losses, gradients and diagnostics of micro-batches *add up* to
-those of the whole optimizer step. Only entries named ``loss_*`` carry a gradient.
+Every reduction is ``sum(loss_weight * per_token)``, so losses, gradients and diagnostics of micro-batches add up to
+exactly those of the whole optimizer step. Only entries named ``loss_*`` carry a gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "ref_log_prob_padding_value": ((0.0,), "padding is masked, its value has no effect"),
 }
 
-_WRITTEN_BY: dict[Any, str] = {  # what TorchRL's wrappers and environments leave out
+_WRITTEN_BY: dict[Any, str] = {  # entries that TorchRL's wrappers and environments do not write
     **dict.fromkeys(
         (keys.ASSISTANT_MASK, keys.LOG_PROBS),
         ", which sota_grpo.envs.complete_rows writes on rows of TorchRL's wrappers",
@@ -54,9 +54,9 @@ _WRITTEN_BY: dict[Any, str] = {  # what TorchRL's wrappers and environments leav
 
 @dataclass(frozen=True)
 class LossTokens:
-    """One batch as the surrogates read it: all ``[N, T]``, the advantage possibly ``[N, 1]``; 0 off the mask.
+    """Inputs of the loss for one batch: all ``[N, T]`` (the advantage also ``[N, 1]``), 0 where ``mask`` is False.
 
-    ``kept`` marks the tokens that the surrogate keeps (None: all). ``log_prob`` and ``entropy`` carry a gradient.
+    ``kept`` marks the tokens with a surrogate loss (None: all). ``log_prob`` and ``entropy`` carry a gradient.
     """
 
     log_prob: Tensor
@@ -71,7 +71,7 @@ class LossTokens:
 
     @property
     def old(self) -> Tensor:
-        """Log-probs of the policy that the ratio is taken to."""
+        """Log-probs in the denominator of the ratio: proximal if the batch has them, else behaviour."""
         return self.behaviour if self.proximal is None else self.proximal
 
 
@@ -94,15 +94,15 @@ def _dotted(key: NestedKey) -> str:
 
 
 def _widen(value: Tensor, shape: torch.Size) -> Tensor:
-    """``[N, T]`` or ``[N, 1]``, in float32 at least."""
+    """Return a per-token entry as ``[N, T]`` or ``[N, 1]``, half precision cast to float32."""
     value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
     if value.shape != shape and value.shape != (shape[0], 1):
-        raise ValueError(f"a per-token entry is {list(value.shape)}, but the log-probs are {list(shape)}.")
+        raise ValueError(f"a per-token entry has the shape {list(value.shape)}, but the log-probs have {list(shape)}.")
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for a choice that does not exist, and for a keyword that would silently do nothing."""
+    """Raise ValueError for an unknown choice or a keyword that would have no effect."""
     for name, (accepted, reason) in _MEANINGLESS.items():
         if keywords.get(name, accepted[0]) not in accepted:
             raise ValueError(f"{name} is {keywords[name]!r}, which has no effect in this loss: {reason}; drop it.")
@@ -116,35 +116,35 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
-        raise ValueError(f"dual_clip is {keywords['dual_clip']} but the objective is {objective!r}; drop it.")
+        raise ValueError(f"dual_clip is {keywords['dual_clip']}, not read by the objective {objective!r}; drop it.")
     for name, value in (keywords.get("surrogate_options") or {}).items():
         if name in TENSORS or not chosen.reads(name):
-            raise ValueError(f"surrogate_options has {name}={value} but the objective is {objective!r}; drop it.")
+            raise ValueError(f"surrogate_options: {name}={value} is not read by the objective {objective!r}; drop it.")
     if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
         raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
     if keywords.get("correction") is not None and chosen.weighs_rows:
         raise ValueError(
-            f"correction is {keywords['correction']!r} but the objective is {objective!r}, which weighs whole rows "
-            "itself; drop it."
+            f"correction is {keywords['correction']!r} but the objective is {objective!r}, which already "
+            "weights whole rows; drop it."
         )
     if keywords.get("kl_unbiased") and keywords["kl_estimator"] == "k2":
-        raise ValueError("kl_unbiased needs kl_estimator 'k1' or 'k3': k2 times the ratio is not unbiased.")
+        raise ValueError("kl_unbiased does not work with kl_estimator 'k2', which is biased; use 'k1' or 'k3'.")
 
 
 _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Result of :class:`GRPOLoss`; an entry that was not computed is None and not among the keys.
+    """Output of :class:`GRPOLoss`; entries that were not computed are None and not among the keys.
 
-    ``loss_*`` are to be summed and differentiated; they add over micro-batches. ``sums`` holds the detached float64
-    sums of which the diagnostics are the means over this batch: add the ``sums`` of all micro-batches and ranks, then
-    :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` adds the squares of
-    ``d loss / d logp``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is the largest of one token.
+    The loss is the sum of the ``loss_*`` entries, which add over micro-batches. ``sums`` has detached float64 sums over
+    this batch's trained tokens, whose means are the diagnostics: add the ``sums`` of all micro-batches and ranks, then
+    :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` is the sum over tokens of
+    ``(d loss / d logp)^2``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is its maximum over tokens.
 
-    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, are the ``loss_*``, each
-    reduced over its own elements, added. TorchRL's own include the diagnostics.
+    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, reduce each ``loss_*`` entry
+    over its elements and add the results. (The methods of TorchRL's output would include the diagnostics.)
     """
 
     loss_objective: Tensor
@@ -175,14 +175,14 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, Tensor]:
-    """Return the diagnostics of a step, means over the trained tokens, from the added ``sums`` of its micro-batches.
+    """Return the diagnostics of a step, means over its trained tokens, from the added ``sums`` of its micro-batches.
 
-    ``clip_fraction``: tokens whose gradient the clip took. ``kl_approx``: ``logp_behaviour - logp``. ``mismatch_kl``:
-    k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``, ``entropy``: nats.
-    ``correction_fraction``: tokens whose correction weight exceeded the cap or fell below the floor.
-    ``off_policy_fraction``: tokens that ``off_policy_threshold`` left out, which do not count as clipped.
+    ``clip_fraction``: fraction of tokens whose gradient is 0 because of the clip. ``kl_approx``: ``logp_behaviour -
+    logp``. ``mismatch_kl``: k3 of KL(engine, trainer), see :class:`GRPOLoss`. ``kl_to_ref``, ``kl_to_inference``,
+    ``entropy``: nats. ``correction_fraction``: fraction of tokens whose correction weight was above the cap or below
+    the floor. ``off_policy_fraction``: fraction that ``off_policy_threshold`` masked; these do not count as clipped.
     ``reverse_kl``: ``logp_behaviour - logp_teacher``, k1 of KL(behaviour policy, teacher). ``ESS``: ``(sum w)^2 / (n
-    sum w^2)``, ``w = exp(logp - logp_behaviour)``, 1 when all weights are equal. Without a trained token each is NaN.
+    sum w^2)``, ``w = exp(logp - logp_behaviour)``, 1 if all weights are equal. Without trained tokens, each is NaN.
 
     >>> sums = {"tokens": torch.tensor(4.0), "clip_fraction": torch.tensor(1.0)}
     >>> sums |= {"ratio": torch.tensor(8.0), "ratio_squared": torch.tensor(32.0)}
@@ -195,13 +195,13 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
 
 
 class GRPOLoss(LossModule):
-    """Group-relative policy optimisation over sampled tokens; every named variant is a choice of terms.
+    """Group-relative policy optimisation over sampled tokens; its variants (DAPO, GSPO, ..) are choices of its options.
 
-    ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, ``logp_old`` the proximal
-    log-probs where the batch has them, else those it was sampled with; ``w`` the batch's ``loss_weight``, or weights
-    derived from its mask; ``c`` the correction weight from the proximal to the behaviour policy. KL and entropy use the
-    same ``w``; off the batch's ``objective_mask`` the surrogate alone is 0. Masked slots, NaN included, change neither
-    value nor gradient; a token whose behaviour log-prob is not finite is masked, too.
+    ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, where ``logp_old`` are the
+    proximal log-probs if the batch has them, else the sampling log-probs; ``w`` is the batch's ``loss_weight``, or
+    weights derived from its mask; ``c`` is the importance weight of the proximal over the behaviour policy. KL and
+    entropy use the same ``w``. Where the batch's ``objective_mask`` is False, only the surrogate is 0. Masked tokens,
+    NaN included, change neither value nor gradient; a token whose behaviour log-prob is not finite is masked too.
 
     ``actor_network`` is a transformers causal LM, which is wrapped in a
     :class:`~sota_grpo.policy.causal.CausalPolicy`; a module whose call on the right-padded batch returns
@@ -209,33 +209,33 @@ class GRPOLoss(LossModule):
     ``_get_sft_dist`` or ``get_dist``. The batch is dense ``[N, T]`` or a lazy stack of ragged rows; the advantage
     ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
 
-    ``mismatch_kl`` compares the engine's log-probs with the proximal ones where the batch has them, else with the
-    current ones. ``kl_to_ref`` is reported whenever reference log-probs are in the batch. As a loss k1 has a gradient
-    of mean 0: use k2 or k3 there.
+    ``mismatch_kl`` compares the engine's log-probs with the proximal log-probs if the batch has them, else with the
+    current ones. ``kl_to_ref`` is reported if the batch has reference log-probs. As a loss, k1 has a gradient of mean
+    0, so use k2 or k3.
 
     Args:
         actor_network: see above.
         clip_epsilon: clip width, or (low, high).
-        kl_mask_threshold: tokens with ``(logp - logp_behaviour)^2 / 2`` above it are left out.
+        kl_mask_threshold: tokens with ``(logp - logp_behaviour)^2 / 2`` above it are masked.
         aggregation: TorchRL's names: ``token_mean``, ``prompt_mean`` (per row, then over rows), ``none`` (per-token
             losses ``[N, T, 1]``, 0 off-mask, unweighted).
         entropy_bonus, entropy_coeff: ``loss_entropy = -entropy_coeff * entropy``.
-        kl_to_ref_coeff, kl_to_inference_coeff: coefficient of the divergence to the reference, to the behaviour policy.
-        device: where the batch is moved first; None leaves it.
+        kl_to_ref_coeff, kl_to_inference_coeff: coefficients of the KL to the reference and to the behaviour policy.
+        device: device to which the batch is moved; None: it is not moved.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
-        samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: at TorchRL's defaults only.
+        samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: only TorchRL's defaults are accepted.
         objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, or
             ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
-        dual_clip: largest ratio that counts for a negative advantage, and in ``kl_unbiased``; None: no bound.
-        surrogate_options: further options that the surrogate reads, by name: ``{"tau_positive": 1.0}`` of ``sapo``.
-        off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; the objective leaves these
-            tokens out, KL and entropy do not.
+        dual_clip: upper bound of the ratio for negative advantages, and in ``kl_unbiased``; None: no bound.
+        surrogate_options: further options of the surrogate, by name: ``{"tau_positive": 1.0}`` for ``sapo``.
+        off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; such tokens are masked in
+            the surrogate, but not in KL and entropy.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
-        kl_unbiased: the divergence to the reference times ``rho`` of the token, whose gradient counts: in expectation
-            that of KL(policy, reference), also where an older policy sampled (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
-        loss_aggregation: ``token``, ``sequence`` or ``constant``; takes the place of ``aggregation``. Like it, only
-            read where the batch has no ``loss_weight``.
+        kl_unbiased: multiply the KL to the reference by the token's ``rho``, with gradient. The expected gradient is
+            then that of KL(policy, reference), even for older samples (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+        loss_aggregation: ``token``, ``sequence`` or ``constant``; replaces ``aggregation``. Both are only used if the
+            batch has no ``loss_weight``.
         distill_coeff, advantage_coeff: weights of a teacher, whose log-probs are the batch's ``ref_log_probs``, and of
             the batch's advantage: see :func:`sota_grpo.functional.advantages.distilled_advantages`.
         max_response_tokens: divisor of ``constant``.
@@ -243,11 +243,11 @@ class GRPOLoss(LossModule):
             :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
-        ValueError: a choice that does not exist or has no effect here; from ``forward``, where the entropy that the
-            terms read is missing, or has no gradient.
-        ObjectiveError: from ``forward``, where your own objective returns another shape than ``[N, T]``, or a value
-            that cannot be differentiated.
-        KeyError: from ``forward``, where the batch lacks a key that the chosen terms read.
+        ValueError: an option is unknown or has no effect; in ``forward``: a required entropy is missing or has no
+            gradient.
+        ObjectiveError: in ``forward``: your objective returns another shape than ``[N, T]``, or a value without
+            gradient.
+        KeyError: in ``forward``: the batch lacks a key that the options need.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
 
@@ -345,7 +345,7 @@ class GRPOLoss(LossModule):
 
     @property
     def advantage_only(self) -> bool:
-        """Whether tokens whose advantage is 0 have no gradient: every term is a multiple of the advantage."""
+        """Whether tokens with advantage 0 have no gradient, because every term is a multiple of the advantage."""
         terms = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.distill_coeff)
         return self.surrogate.advantage_only and not any(terms)
 
@@ -353,14 +353,14 @@ class GRPOLoss(LossModule):
         """No-op: there is no value estimator, and ``set_keys`` calls this."""
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Losses and diagnostics of one (micro-)batch; see the class."""
+        """Return the losses and diagnostics of a (micro-)batch; see the class."""
         batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
         tokens, stale = self._read(batch), None
         used = tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
             stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
-            # a ratio of 1 and no gradient: what is left out must not overflow
+            # ratio 1 without gradient, so that masked tokens cannot overflow
             used = replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob))
         value, clipped = self._surrogate(used)
         sums = self._sums(tokens, clipped)
@@ -397,7 +397,7 @@ class GRPOLoss(LossModule):
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
         loss = torch.stack([value.sum() for value in reduced.values()]).sum()
         if tokens.log_prob.requires_grad and not loss.requires_grad:
-            raise ObjectiveError("algorithm.objective gives no log-prob a gradient: it detaches what it reads.")
+            raise ObjectiveError("the loss of algorithm.objective has no gradient; remove detach() or no_grad from it.")
         squares = derivative(loss, tokens.log_prob).double().square()
         sums["gradient_squared"] = squares.sum()
         means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
@@ -405,9 +405,9 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def coefficients(self, batch: TensorDictBase) -> Tensor:
-        """``-d loss_objective / d log_prob`` of each token ``[N, T]``: above 0 a step makes the token more likely.
+        """Return ``-d loss_objective / d log_prob`` per token ``[N, T]``: positive if a step makes the token likelier.
 
-        It is 0 off the trained tokens. The actor runs without a graph, so this costs one forward pass.
+        Masked tokens have 0. The actor runs without a graph, so this costs one forward pass.
         """
         tokens = self._read(batch)
         with torch.enable_grad():
@@ -416,7 +416,7 @@ class GRPOLoss(LossModule):
             return 0.0 - derivative(self._reduce(value, tokens), log_prob)  # no negative zeros
 
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """The loss of each token ``[N, T]``, and where the clip acts on it (bool)."""
+        """Return the surrogate loss of each token ``[N, T]`` and a bool mask of the clipped tokens."""
         log_ratio = tokens.log_prob - tokens.old
         if self.ratio == "sequence":
             log_ratio = sequence_log_ratio(tokens.log_prob, tokens.old, tokens.mask)
@@ -433,7 +433,7 @@ class GRPOLoss(LossModule):
         chosen = self.surrogate
         if chosen.reads("entropy"):
             if tokens.entropy is None:
-                raise ValueError("the objective reads the entropy but actor_network gives none under 'entropy'.")
+                raise ValueError("the objective reads the entropy, but actor_network does not write 'entropy'.")
             terms["entropy"] = tokens.entropy.detach()
         if chosen.reads("ref_log_prob"):
             terms["ref_log_prob"] = self._reference("the objective reads ref_log_prob", tokens)
@@ -441,8 +441,8 @@ class GRPOLoss(LossModule):
         value = of_terms(chosen.loss, terms)
         if value.shape != tokens.mask.shape:
             raise ObjectiveError(
-                f"algorithm.objective gives a loss of shape {list(value.shape)} where tokens are "
-                f"{list(tokens.mask.shape)}; return one number for each token, without a sum or a mean over them."
+                f"algorithm.objective returned a loss of shape {list(value.shape)}, but the tokens have "
+                f"{list(tokens.mask.shape)}; return one number per token, without a sum or a mean."
             )
         return (value, clipped) if tokens.kept is None else (value.where(tokens.kept, 0.0), clipped & tokens.kept)
 
@@ -455,13 +455,13 @@ class GRPOLoss(LossModule):
         return tokens.ref
 
     def _read(self, batch: TensorDictBase) -> LossTokens:
-        """Run the actor on the batch and read what the loss needs, 0 wherever the mask is False.
+        """Run the actor on the batch and return the inputs of the loss.
 
-        A module that writes log-probs itself is given the right-padded batch. A TorchRL wrapper is given ragged rows,
-        which it pads on the left, and we with it, or, with ``pad_output=True``, the padded batch.
+        A module that writes log-probs gets the right-padded batch. A TorchRL wrapper gets the padded batch if it
+        has ``pad_output=True``, else ragged rows, which it pads on the left; all entries are then padded on the left.
         """
         if batch.batch_dims > 1:
-            raise ValueError(f"the batch has the shape {list(batch.batch_size)}; give one of rows, batch.reshape(-1).")
+            raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
         fields = (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)
@@ -473,7 +473,7 @@ class GRPOLoss(LossModule):
                 )
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
-        # TorchRL writes NaN where the engine gave no log-prob for a token; such a token cannot be trained on
+        # NaN is TorchRL's mark of a token without a log-prob from the engine; it cannot be trained on
         mask = read.pop("mask") & read["behaviour"].isfinite()
         if self.kl_mask_threshold is not None:
             drift = 0.5 * (read["log_prob"].detach() - read["behaviour"]).square()
@@ -490,11 +490,11 @@ class GRPOLoss(LossModule):
     def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:
         if self.masking_strategy == "generic":
             raise ValueError(
-                "masking_strategy='generic' trains on prompt tokens too, but this actor_network gives log-probs of the "
+                "masking_strategy='generic' trains on prompt tokens too, but this actor_network gives log-probs of "
                 "assistant tokens only; use 'sft' or 'rlhf'."
             )
         mask = _required(batch, self.tensor_keys.mask, "right").bool()
-        # read first: a module that works in place overwrites the log-probs of the behaviour policy
+        # before the call, because an in-place module overwrites the behaviour log-probs
         stored = self._stored(batch, "right")
         ragged = isinstance(batch, LazyStackedTensorDict)
         out = self.actor_network(pad_rows(batch, pad_token_id=0) if ragged else batch.copy())
@@ -504,13 +504,13 @@ class GRPOLoss(LossModule):
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
         if keys.SUPPORT_COUNTS in batch.keys(include_nested=True):
             raise ValueError(
-                "The rows were sampled by top-p, top-k or min-p, and TorchRL's wrappers know no sampling "
-                "support, over which log-probs have to be; train a CausalPolicy on them."
+                "The rows were sampled by top-p, top-k or min-p, but TorchRL's wrappers cannot compute log-probs over "
+                "the sampling support; use a CausalPolicy as actor_network."
             )
         actor: Any = self.actor_network
         ragged = isinstance(batch, LazyStackedTensorDict)
         if getattr(actor, "pad_output", False):
-            # TorchRL stacks the assistant masks of such a wrapper's token input without padding them first
+            # for token input of such a wrapper, TorchRL stacks the assistant masks without padding
             tokens_in = getattr(actor, "input_mode", None) == "tokens"
             visible = pad_rows(batch, pad_token_id=0) if ragged and tokens_in else batch.copy()
             side = "left" if ragged and not tokens_in else "right"
@@ -519,7 +519,7 @@ class GRPOLoss(LossModule):
             visible, side = batch.copy(), "left"
         stored = self._stored(batch, side)
         if keys.ASSISTANT_MASK in visible.keys(include_nested=True):
-            # the wrapper would mask by the *padded* prompt's width, which is right only if all are equally long
+            # else the wrapper masks by the padded prompt length, which is wrong for shorter prompts
             visible = visible.exclude(keys.PROMPT_TOKENS)
         get_dist = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         dist = actor.get_dist(visible, logits_key="logits") if get_dist is None else get_dist(visible)
@@ -532,7 +532,7 @@ class GRPOLoss(LossModule):
         }
 
     def _stored(self, batch: TensorDictBase, side: str) -> dict[str, Any]:
-        """The entries that came with the batch, by field of :class:`LossTokens`."""
+        """Return the entries that the batch has, by field name of :class:`LossTokens`."""
         names = self.tensor_keys
         advantage = _required(batch, names.advantage, side)
         stored = {
@@ -552,7 +552,7 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def _sums(self, tokens: LossTokens, clipped: Tensor) -> dict[str, Tensor]:
-        """Sums over the trained tokens; a quantity that the batch does not allow to measure is left out."""
+        """Return sums over the trained tokens of all quantities that the batch's entries allow."""
         log_ratio = tokens.log_prob - tokens.behaviour
         weight = log_ratio.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         trainer = tokens.log_prob if tokens.proximal is None else tokens.proximal
@@ -576,13 +576,13 @@ class GRPOLoss(LossModule):
 
 
 def mismatch(gap: Tensor) -> Tensor:
-    """k3 of KL(engine, trainer), float64, from the trainer's minus the engine's log-probs; finite however far apart."""
+    """Return k3 of KL(engine, trainer) per token, float64; ``gap``: trainer minus engine log-probs, at most 300."""
     gap = gap.double().clamp(max=_MAX_LOG_RATIO)
     return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
 
 
 def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
-    """``d loss / d log_prob``; 0 where there is no graph. The graph remains for ``backward``."""
+    """Return ``d loss / d log_prob``, or zeros without a graph. The graph is kept for ``backward``."""
     if not (loss.requires_grad and log_prob.requires_grad):
         return torch.zeros_like(log_prob)
     (slope,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)

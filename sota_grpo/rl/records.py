@@ -1,4 +1,4 @@
-"""The records that cross a boundary between rooms: plain values, no behaviour (docs/design.md)."""
+"""Plain records that the packages exchange: examples, requests, samples, scores (docs/design.md)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # named in annotations only: a grader's process lives without torch
+if TYPE_CHECKING:  # annotations only: grading processes do not import torch
     import torch
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the raw question, the raw gold answer, and other inputs of the scorer (JSON-serialisable).
+    """One problem: question, gold answer, and further inputs of the scorer (``extra``, JSON-serialisable).
 
-    ``place`` names its file and row in messages.
+    ``place`` is the file and row, for messages.
     """
 
     query: str
@@ -25,22 +25,22 @@ class Example:
     place: str = field(default="", compare=False, repr=False)
 
 
-#: In ``Example.extra`` of a mixture of tasks: the name of the example's task.
+#: Key in ``Example.extra``: the name of the example's task in a mixture.
 TASK = "mixture/task"
-#: In ``Example.extra`` of a task that is several itself (reasoning-gym): the name of the one that made the example.
+#: Key in ``Example.extra``: the name of the subtask that made the example (reasoning-gym).
 SUBTASK = "mixture/subtask"
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_of_example(extra: Mapping[str, Any]) -> str | None:
-    """The task of a mixture that an example belongs to, by its ``extra``; None outside of mixtures."""
+    """Return the name of the example's task in a mixture from its ``extra``; None without a mixture."""
     return extra.get(TASK)
 
 
 def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the tasks that an example counts for in the metrics: its entry of a mixture, and its subtask.
+    """Return the names of the tasks whose metrics an example counts for: its task in a mixture, and its subtask.
 
-    A subtask whose name is no metric's name is left out: it comes from data.
+    A subtask is omitted if its name, which comes from the data, is not a valid metric name.
 
     >>> metric_tasks({TASK: "gym", SUBTASK: "chain_sum"}), metric_tasks({SUBTASK: "chain_sum"}), metric_tasks({})
     (('gym', 'gym/chain_sum'), ('chain_sum',), ())
@@ -52,20 +52,20 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     return names
 
 
-VERDICTS = ("success", "acc", "correct")  # fields of a reward function's result that say whether the response is right
-LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+VERDICTS = ("success", "acc", "correct")  # entries of a reward function's dict that decide success
+LARGEST = 3.4028234663852886e38  # largest float32, the dtype of stored rewards
 
 
 @dataclass(frozen=True)
 class Score:
-    """The graded response.
+    """The grade of a response.
 
     Args:
-        terms: reward terms by name; None is a term that does not apply to this response and weighs nothing.
+        terms: reward terms by name; None: the term does not apply to this response and does not count.
         success: whether the response is right.
-        error: why the grader failed, if it did.
-        info: further results (JSON-serialisable); numbers are logged as metrics, all of it is in the rollouts.
-        reply: the turn (``role``, ``content``) that answers the response where a dialog continues; None ends it.
+        error: why grading failed; None if it did not.
+        info: further results (JSON-serialisable), stored with the rollouts; numbers are logged as metrics.
+        reply: the turn (``role``, ``content``) that answers the response in a multi-turn dialog; None ends the dialog.
     """
 
     terms: Mapping[str, float | None]
@@ -76,7 +76,7 @@ class Score:
 
 
 def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """``sum_k weight_k * term_k`` over the terms that apply; 0 where none does.
+    """Return ``sum_k weight_k * term_k`` over the terms that apply; 0 if no term applies.
 
     >>> total_reward({"right": 1.0, "brief": None, "form": 0.5}, {"right": 2.0, "brief": 9.0, "form": -1.0})
     1.5
@@ -85,15 +85,15 @@ def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]
 
 
 def rewarded(score: Score) -> Score:
-    """The score; an error where no term applies, since a reward of 0 would be a verdict."""
+    """Return the score, with an error if no term applies: such a response must not count as reward 0."""
     reason = "NoReward: no term of the reward applies to the response (its functions returned None)"
     return replace(score, error=score.error or reason) if {*score.terms.values()} == {None} else score
 
 
 class SampledText(str):
-    """A response's text with the ids that it was decoded from, for a grader that counts tokens; else a plain text.
+    """A response's text as a ``str`` that also has its token ids, for graders that count tokens.
 
-    Of a dialog with tools it is the last turn, and ``record`` describes the whole (:class:`Sample`).
+    In a multi-turn dialog it is the last turn, and ``record`` describes the whole dialog (:class:`Sample`).
 
     >>> text = SampledText("4", [52, 2])
     >>> import pickle
@@ -117,15 +117,15 @@ class SampledText(str):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is drawn.
+    """Sampling parameters.
 
     Args:
-        max_tokens: most tokens of one response, EOS included.
-        temperature: logits are divided by it; 0 means greedy.
-        top_p: nucleus mass, 1 keeps every token.
-        top_k: number of most likely tokens kept, 0 keeps every token.
-        min_p: least probability of a token that is kept, as a share of that of the most likely one; 0 keeps every one.
-        ignore_eos: keep sampling to ``max_tokens`` even after EOS (benchmarks).
+        max_tokens: maximum number of tokens of a response, EOS included.
+        temperature: divisor of the logits; 0 means greedy decoding.
+        top_p: nucleus probability; 1 keeps all tokens.
+        top_k: number of most likely tokens kept; 0 keeps all tokens.
+        min_p: minimum probability of a kept token, relative to the most likely token; 0 keeps all tokens.
+        ignore_eos: continue to ``max_tokens`` after EOS (for benchmarks).
     """
 
     max_tokens: int
@@ -137,17 +137,16 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary; greedy is a choice of its own."""
+        """Whether top_p, top_k or min_p restricts the vocabulary; False for greedy decoding."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to be sampled ``num_samples`` times.
+    """Request for ``num_samples`` responses to one prompt.
 
-    Sample ``i`` is drawn from the random stream ``sample_seed(seed, first_sample + i)``, so that it depends on no other
-    request, and a group may be sampled in parts. ``example`` grades an episode between its turns; engines do not read
-    it.
+    Sample ``i`` uses the random stream ``sample_seed(seed, first_sample + i)``, so it does not depend on other requests
+    and a group can be sampled in several requests. ``example`` is for answering the turns of a dialog, not for engines.
     """
 
     group_id: int
@@ -158,22 +157,22 @@ class GroupRequest:
     first_sample: int = 0
 
 
-#: Most tokens of a sampling support, 4 KiB of ids: larger supports would take more than the rest of a sample.
+#: Maximum size of the sampling support of a token (4 KiB of ids), to limit memory per sample.
 MAX_SUPPORT = 1024
 
 
 class SamplingSupport(NamedTuple):
-    """The sampling support of each token of a response, where sampling was truncated.
+    """The sampling support of each token of a response: the tokens that top_p, top_k and min_p kept.
 
-    ``ids`` int32 ``[K]``, set after set, each with the token that was drawn; ``counts`` int32 ``[R]``, tokens of each
-    set, 0 for a token that the policy did not draw.
+    ``counts`` int32 ``[R]``: size of each support, 0 for a token that the policy did not sample. ``ids`` int32 ``[K]``,
+    ``K = sum(counts)``: the supports concatenated; each includes the sampled token.
     """
 
     ids: torch.Tensor
     counts: torch.Tensor
 
     def first(self, num_tokens: int) -> SamplingSupport:
-        """Those of the first tokens of the response."""
+        """Return the supports of the first ``num_tokens`` tokens."""
         counts = self.counts[:num_tokens].clone()
         return SamplingSupport(self.ids[: int(counts.sum())].clone(), counts)
 
@@ -182,13 +181,13 @@ class SamplingSupport(NamedTuple):
 class Sample:
     """One response: ids ``[R]`` (EOS included), log-probs ``[R]`` f32, policy version of each token ``[R]``.
 
-    ``truncated`` is True when the engine stopped for length, never inferred from the ids. In an episode of several
-    turns ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, of log-prob 0 and version -1; None
-    means that the policy produced every token. ``record`` (JSON-serialisable) is what an episode with tools passes to
-    its grader (:class:`~sota_grpo.envs.dialogs.ToolEpisode`); of another dialog of several turns it is ``replies``, the
-    environment's turns (``role``, ``content``). ``support`` is set where sampling was truncated and the engine reports
-    it; log-probs are then those over the supports. ``text`` is the response without end tokens and padding, where a
-    rollout worker has decoded it.
+    ``truncated``: the engine stopped at the length limit (reported by the engine, not inferred from the ids). In
+    multi-turn dialogs ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, which have log-prob 0
+    and version -1; None: the policy sampled every token. ``record`` (JSON-serialisable): with tools, see
+    :class:`~sota_grpo.envs.dialogs.ToolEpisode`; in other multi-turn dialogs, ``replies``, the turns (``role``,
+    ``content``) that answered the policy. ``support``: the sampling support, if top_p, top_k or min_p restrict sampling
+    and the engine returns it; the log-probs are then normalised over it. ``text``: the decoded response without end
+    tokens and padding, if a rollout worker has decoded it.
     """
 
     token_ids: torch.Tensor
@@ -203,9 +202,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """The finished group: ``samples[i]`` is sample ``first_sample + i`` of the request.
+    """The responses to a request: ``samples[i]`` is sample ``first_sample + i``.
 
-    ``prompt_ids`` is what its samples follow, None where that is the request's.
+    ``prompt_ids`` is the prompt that the samples continue; None: the request's.
     """
 
     group_id: int
@@ -213,7 +212,7 @@ class GroupOutput:
     prompt_ids: tuple[int, ...] | None = None
 
 
-TURNS = "turns"  #: How a dialog with tools ends whose last turn (``env.max_steps``) still called
+TURNS = "turns"  #: ``ended`` of a dialog whose last allowed turn (``env.max_steps``) called a tool
 
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -221,9 +220,9 @@ _MASK_64 = (1 << 64) - 1
 
 
 def sample_seed(*numbers: int) -> int:
-    """Mix integers into one 62-bit seed (splitmix64's finaliser over each part in turn; Steele et al. 2014).
+    """Hash integers to one 62-bit seed (splitmix64's finaliser over each in turn; Steele et al. 2014).
 
-    Deterministic, order-sensitive, and without collisions on small inputs.
+    Deterministic, sensitive to order, and free of collisions on small inputs.
 
     >>> sample_seed(0, 7, 1) == sample_seed(0, 7, 1), sample_seed(0, 7, 1) == sample_seed(0, 1, 7)
     (True, False)
@@ -238,9 +237,9 @@ def sample_seed(*numbers: int) -> int:
 
 
 class GradientGap(NamedTuple):
-    """Two gradients of the same rows: the norm of the first, and of their difference over it.
+    """Difference of two gradients g, h of the same rows: ``norm`` = |g|, ``relative`` = |h - g| / |g|.
 
-    ``single``: both were computed in float32.
+    ``single``: both were computed in float32 (single precision).
     """
 
     norm: float

@@ -1,14 +1,14 @@
-"""Rows of samples as columns: one tensor per entry for all rows, however long each of them is.
+"""A columnar table of sample rows: one tensor per entry for all rows, ragged or not.
 
-Two rows of a prompt, whose responses have one token and three, and of which only the second has a record::
+Example: two rows of one prompt, with responses of one and three tokens; only the second row has a ``dialog``::
 
     ("tokens", "full")   values [5 6 1 5 6 2 3 4]   lengths [3, 5]
     ("next", "reward")   values [[1.] [0.]]
     "query"              values ["a?", "a?"]
     "dialog"             values ["{..}"]            rows [1]
 
-A TensorDict per response costs a hundred microseconds and some fifty objects. TorchRL's interfaces take TensorDicts
-(:meth:`RowTable.stack`); :meth:`RowTable.of` reads them.
+(One TensorDict per response would cost about 100 microseconds and 50 objects.) :meth:`RowTable.stack` converts a table
+to TensorDicts for TorchRL, :meth:`RowTable.of` converts back.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from sota_grpo.policy.weight_pack import readable
 
 P = ParamSpec("P")
 Key = str | tuple[str, ...]
-Row = Mapping[Key, Any]  # of a sample: a TensorDict, or a dict of its entries
+Row = Mapping[Key, Any]  # one sample: a TensorDict, or a dict of entries
 
 
 class Column(NamedTuple):
-    """One entry of the rows that have it.
+    """The values of one entry, for the rows that have the entry.
 
     Args:
-        values: ``[n, ..]``, a value per row; or ``[sum of lengths]``, the rows' values concatenated; or a list, of
-        values
-            that are no tensors or differ in more than their length.
-        lengths: of the rows' values; None: each row has one item of ``values``.
-        rows: indices of the rows that have the entry, ascending; None: all.
+        values: tensor ``[n, ..]`` with one item per row; or ``[sum of lengths]``, the rows' values concatenated; or a
+            list of values, if they are not tensors or differ in more than their length.
+        lengths: length of each row's value in a concatenated tensor; else None.
+        rows: ascending indices of the rows that have the entry; None: all rows.
     """
 
     values: Any
@@ -57,7 +56,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
-        """A column of the values of single rows."""
+        """Return a column of one value per row."""
         kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
         if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
@@ -68,13 +67,13 @@ class Column(NamedTuple):
         return cls(torch.cat(list(values)), list(map(len, values)), rows)
 
     def cells(self) -> Sequence[Any]:
-        """The values, one per row that has the entry; views."""
+        """Return the values as views, one per row that has the entry."""
         if self.lengths is not None:
             return self.values.split(self.lengths)
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
 
     def at(self, row: int) -> Any:
-        """Return the value of the ``row``-th row that has the entry; a view."""
+        """Return, as a view, the value of the ``row``-th of the rows that have the entry."""
         if self.lengths is None:
             return self.values[row]
         start = sum(self.lengths[:row])
@@ -85,14 +84,14 @@ class Column(NamedTuple):
         return range(num_rows) if self.rows is None else self.rows
 
     def flat(self) -> Column:
-        """Return the same column with lengths."""
+        """Return the column in concatenated form, with ``lengths``."""
         if self.lengths is not None:
             return self
         sizes = [self.values.shape[1:].numel()] * len(self.values)
         return self._replace(values=self.values.flatten(), lengths=sizes)
 
     def take(self, indices: Sequence[int]) -> Column:
-        """Return the column of the rows ``indices``, in this order."""
+        """Return the column of a table with the rows ``indices``, in this order."""
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
             rows = [new for new, index in enumerate(indices) if index in known]
@@ -111,7 +110,7 @@ class Column(NamedTuple):
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together, as ``(first, last + 1)``."""
+    """Yield runs of consecutive indices as ``(first, last + 1)``."""
     start = 0
     for end in range(1, len(indices) + 1):
         if end == len(indices) or indices[end] != indices[end - 1] + 1:
@@ -120,7 +119,7 @@ def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
-    """Return the concatenated values, and their lengths."""
+    """Return the concatenated values of the columns and their lengths (None if not ragged)."""
     kinds = {(c.values.dtype, c.values.device) if isinstance(c.values, Tensor) else None for c in columns}
     alike = None not in kinds and len(kinds) == 1
     if alike and len({None if column.lengths is not None else column.values.shape[1:] for column in columns}) > 1:
@@ -133,9 +132,9 @@ def _joined(columns: Sequence[Column]) -> tuple[Any, list[int] | None]:
 
 
 class RowTable(Sequence[Row]):
-    """Rows of samples, one column per entry (:mod:`sota_grpo.keys`).
+    """Sample rows with one :class:`Column` per entry (:mod:`sota_grpo.keys`).
 
-    Columns are never written into, but replaced, so tables may share them; rows are dicts of views of them.
+    Columns are replaced, never modified, so tables can share them. A row is a dict of views of the columns.
 
     >>> table = RowTable(2, {"group_id": Column(torch.tensor([7, 7])), "x": Column(torch.arange(3), [1, 2])})
     >>> [row["x"].tolist() for row in table.rows()], table.get("group_id").tolist()
@@ -147,7 +146,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of(cls, rows: RowTable | TensorDictBase | Sequence[Row]) -> RowTable:
-        """Return the table of TensorDicts, lazily stacked, dense or listed, or of dicts; a table as it is."""
+        """Return the table of rows given as TensorDicts (lazy, dense or a list) or dicts; a table is returned as is."""
         if isinstance(rows, RowTable):
             return rows
         if isinstance(rows, TensorDictBase) and _is_dense(rows):
@@ -165,7 +164,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def cat(cls, tables: Sequence[RowTable]) -> RowTable:
-        """Return the rows of all tables, concatenated; an entry may be missing in some."""
+        """Concatenate the rows of tables; an entry may be missing in some tables."""
         *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table.columns):
@@ -198,11 +197,11 @@ class RowTable(Sequence[Row]):
         return iter(self.rows())
 
     def has(self, key: Key) -> bool:
-        """Whether any row has the entry."""
+        """Return whether any row has the entry."""
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return the entry of all rows, ``[N, ..]``; ``default`` where none has it; ValueError where some lack it."""
+        """Return the entry of all rows ``[N, ..]``; ``default`` if no row has it; ValueError if only some have it."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
@@ -211,11 +210,11 @@ class RowTable(Sequence[Row]):
         if lengths is None:
             return values
         if len(set(lengths)) > 1:
-            raise ValueError(f"{key} has rows of unlike lengths; read its column.")
+            raise ValueError(f"{key} has a different length in each row; use flat, parts or columns.")
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Write an entry: a tensor ``[N, ..]``; or a value per row, where None leaves the row without it."""
+        """Write an entry: a tensor ``[N, ..]``, or one value per row, where None means that the row lacks the entry."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
             return
@@ -224,26 +223,26 @@ class RowTable(Sequence[Row]):
             self.columns[key] = Column.of([values[row] for row in rows], rows if len(rows) < len(self) else None)
 
     def names(self, prefix: tuple[str, ...]) -> list[str]:
-        """Return the names of the entries one level below ``prefix``."""
+        """Return the last name of the entries directly below ``prefix``."""
         return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
 
     def flat(self, key: Key) -> Tensor:
-        """Return the values of all rows, concatenated."""
+        """Return the values of an entry, concatenated over the rows."""
         return self.columns[key].flat().values
 
     def lengths(self, key: Key) -> list[int]:
-        """Of the rows' values, which all have the entry."""
+        """Return the length of each row's value; all rows must have the entry."""
         return self.columns[key].flat().lengths or []
 
     def sums(self, key: Key) -> Tensor:
-        """Return the number of True values of a mask in each row, int64 ``[N]``."""
+        """Return the number of True values of a mask entry in each row, int64 ``[N]``."""
         column = self.columns[key].flat()
         ends = torch.tensor([0, *column.lengths], device=column.values.device).cumsum(0)  # type: ignore[misc]
         counted = torch.cat([ends[:1], column.values.cumsum(0)])
         return counted[ends].diff()
 
     def cells(self, key: Key) -> Sequence[Any]:
-        """The entry of each row, None where it has none; views."""
+        """Return each row's value as a view, None for rows without the entry."""
         column = self.columns[key]
         if column.rows is None:
             return column.cells()
@@ -262,7 +261,7 @@ class RowTable(Sequence[Row]):
         return self.only(key for key in self.columns if key not in names)
 
     def split(self, counts: Iterable[int]) -> list[RowTable]:
-        """The first ``counts[0]`` rows, the next ``counts[1]``, and so on."""
+        """Split into consecutive tables of ``counts`` rows each; further rows are dropped."""
         ends, rows = list(accumulate(counts, initial=0)), self.rows()
         return [RowTable.of(rows[start:end]) for start, end in pairwise(ends)]
 
@@ -271,7 +270,7 @@ class RowTable(Sequence[Row]):
         return RowTable(len(self), {key: self.columns[key] for key in names if key in self.columns})
 
     def rows(self, *names: Key) -> list[dict[Key, Any]]:
-        """Return each row's entries, or those of ``names``; views that must not be written into."""
+        """Return each row as a dict of its entries, or those in ``names``; the values are read-only views."""
         rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
         for key in names or self.columns:
             if (column := self.columns.get(key)) is not None:
@@ -285,7 +284,7 @@ class RowTable(Sequence[Row]):
         return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors and plain values, for a checkpoint."""
+        """Return the table as tensors and plain values, for a checkpoint."""
         columns = []
         for key, (values, lengths, rows) in self.columns.items():
             indices = torch.tensor(rows if rows is not None else range(len(self)), dtype=torch.int64)
@@ -302,7 +301,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
-        """Return the table of a :meth:`state_dict`; ValueError if it is damaged."""
+        """Return the table of a :meth:`state_dict`; raise ValueError if the state is corrupt."""
         table = cls(state["num_rows"], {})
         for saved in state["columns"]:
             key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
@@ -310,7 +309,7 @@ class RowTable(Sequence[Row]):
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors as arrays, which pickle's protocol 5 moves by reference."""
+        """Pickle tensors as NumPy arrays, which pickle protocol 5 can transfer without a copy."""
         columns = [
             (key, values.detach().cpu().numpy() if isinstance(values, Tensor) else values, *others)
             for key, (values, *others) in self.columns.items()
@@ -322,14 +321,14 @@ def _read_column(saved: Mapping[str, Any], num_rows: int) -> Column:
     indices = saved["rows"].tolist()
     rows = None if len(indices) == num_rows else indices
     if any(not 0 <= index < num_rows for index in indices) or any(one >= other for one, other in pairwise(indices)):
-        raise ValueError(f"{saved['path']} is of rows that are not there")
+        raise ValueError(f"{saved['path']} has invalid row numbers for {num_rows} rows: corrupt state")
     if "plain" in saved:
         if len(saved["plain"]) != len(indices):
-            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(indices)} rows")
+            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(indices)} rows: corrupt state")
         return Column(saved["plain"], None, rows)
     shapes, values = saved["shapes"].tolist(), saved["values"]
     if len(shapes) != len(indices) or sum(map(prod, shapes)) != len(values):
-        raise ValueError(f"{saved['path']} has {len(values)} values for {len(indices)} rows of {len(shapes)} shapes")
+        raise ValueError(f"{saved['path']} has {len(values)} values for {len(indices)} rows with {len(shapes)} shapes")
     if shapes and all(shape == shapes[0] for shape in shapes):
         return Column(values.view(len(shapes), *shapes[0]), None, rows)
     return Column(values, [length for (length,) in shapes], rows)
@@ -341,10 +340,10 @@ def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """Let ``write(table, ..)`` accept rows of any form and batch shape; TensorDicts are written in place and returned.
+    """Decorator: let ``write(table, ..)`` accept TensorDicts of any form, which are modified in place and returned.
 
     Raises:
-        ValueError: dense rows, where every row has every key, would lack one.
+        ValueError: an entry is written to some rows only, but the TensorDict is dense.
     """
 
     @wraps(write)
@@ -361,7 +360,7 @@ def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., A
 
 
 def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequence[Any]) -> None:
-    """Set an entry of each of the single rows; None leaves one as it is."""
+    """Set an entry in each row; rows whose value is None are not changed."""
     if not isinstance(rows, TensorDictBase):
         for row, value in zip(rows, values, strict=True):
             _put(row, key, [value])
@@ -382,16 +381,16 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
 
 
 def _missing(key: Key, missing: int, count: int) -> str:
-    return f"{key} is missing in {missing} of {count} rows; stack TensorDicts lazily, so that a row may lack it."
+    return f"{key} is missing in {missing} of {count} rows; use a lazy stack of TensorDicts, which allows it."
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:
-    """The rows of a batch, one by one; those of a lazy stack are its own, so writing to them writes to it."""
+    """Return the rows of a batch as a list; writing to rows of a lazy stack modifies the stack."""
     return list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
 
 
 def _plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
-    """The entries of each row: of a list, or of the innermost of a TensorDict of any batch shape."""
+    """Return each row as a dict; a TensorDict with several batch dimensions is flattened."""
     if not isinstance(rows, TensorDictBase):
         return [dict(row if isinstance(row, dict) else _entries(row)) for row in rows]
     if rows.batch_size == torch.Size([]):
@@ -400,7 +399,7 @@ def _plain_rows(rows: Sequence[Any] | TensorDictBase) -> list[dict[Key, Any]]:
 
 
 def _is_dense(rows: TensorDictBase) -> bool:
-    """Whether every entry is one tensor, or one list, over the single rows of a batch of one dimension."""
+    """Return whether the batch has one dimension and every entry is one tensor or list over its rows."""
     lazy = isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows)
     children = () if lazy else (value for value in rows.values() if is_tensor_collection(value))
     dense = (is_non_tensor(child) or _is_dense(_plain(child)) for child in children)
@@ -408,7 +407,7 @@ def _is_dense(rows: TensorDictBase) -> bool:
 
 
 def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[Key, Any]]:
-    """Tensors and plain values of a row, or of dense ones."""
+    """Yield ``(key, value)`` of the tensors and plain values of a row or of dense rows."""
     for name, value in rows.items():
         if is_non_tensor(value):
             yield (*path, name) if path else name, value.tolist()
@@ -419,5 +418,5 @@ def _entries(rows: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _plain(rows: Any) -> TensorDictBase:
-    """Return the TensorDict inside a class of tensors, which TorchRL's LLM wrappers write."""
+    """Return the TensorDict inside a TensorClass, which TorchRL's LLM wrappers write."""
     return rows if isinstance(rows, TensorDictBase) else rows._tensordict

@@ -1,4 +1,4 @@
-"""What a task is; imports neither torch nor TorchRL, so that a grader's process is small and starts at once."""
+"""The protocol of tasks. Imports neither torch nor TorchRL, so that grading processes start fast and stay small."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ Scorer = Callable[[str, Example], Score]
 
 @runtime_checkable
 class Task(Protocol):
-    """The protocol that envs, the gate and the evaluator rely on.
+    """The protocol of a task, used by environments, start-up checks and evaluation.
 
-    ``term_weights`` gives the weight of each reward term: reward = sum(weight * term). ``score`` is pure (it reads
-    its arguments and the task's settings, never its examples) and the task is picklable, so that grading can move to a
-    worker process (:func:`scorer_of`). ``gold_response`` is a response that must earn the full reward, or None where
-    the task knows none. ``read_row`` makes an example of a row (of the task's data, or of ``sota-grpo score``), whose
-    question may be missing where the score does not read it; ``place`` names the row in its ``DatasetError``.
+    ``train`` and ``heldout`` are the examples of the splits. ``term_weights``: weight of each reward term; reward =
+    sum(weight * term). ``messages`` returns the prompt of an example as chat messages. ``score`` grades a response; it
+    only reads its arguments and the task's settings, never the examples, and the task must be picklable, so that
+    worker processes can grade (:func:`scorer_of`). ``gold_response`` returns a response that earns the full reward, or
+    None. ``read_row`` converts a dataset row to an example; the question may be missing if ``score`` does not read it;
+    ``place`` names the row in ``DatasetError``.
 
-    Optional: ``counts(score, example)``, hits and trials of the benchmark's own accuracies by name
-    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` and ``group_size(example)``, None where they
-    are the run's (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
+    Optional: ``counts(score, example)`` returns (successes, trials) of a benchmark's accuracies by name
+    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` and ``group_size(example)`` override the
+    run's options (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str
@@ -41,7 +42,7 @@ class Task(Protocol):
 
 
 def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
-    """A system turn, unless it is empty, and the question as a user turn.
+    """Return the system turn, unless it is empty, and the question as a user turn.
 
     >>> chat("", "2 + 2?")
     [{'role': 'user', 'content': '2 + 2?'}]
@@ -51,19 +52,19 @@ def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """``task.score`` of the task without its examples, which a grader's process does not need."""
+    """Return ``task.score`` of a copy without examples, for pickling to grading processes."""
     return without_examples(task).score
 
 
 def without_examples(task: Task) -> Task:
-    """A copy of the task that has none; its scores are the same."""
+    """Return a copy of the task without examples; it gives the same scores."""
     bare = copy.copy(task)
     bare.train = bare.heldout = ()
     return bare
 
 
 def prepare(score: Scorer) -> None:
-    """Let a grader that has a method ``prepare()`` get ready now: no response's deadline should pay for it."""
-    grader = getattr(score, "__self__", score)  # a task's method, or a grader by itself
+    """Call the grader's ``prepare()``, if it has one, so that no response's time limit includes the set-up."""
+    grader = getattr(score, "__self__", score)  # the task of a bound method, else the scorer
     if hasattr(grader, "prepare"):
         grader.prepare()

@@ -1,4 +1,4 @@
-"""Tools as JSON schemas, a policy's calls of them, and the check of their arguments.
+"""JSON schemas of tools, records of the policy's tool calls, and validation of their arguments.
 
 Only :func:`function_schemas` imports torch and transformers.
 """
@@ -35,9 +35,10 @@ class ToolCall:
     """A tool call of the policy.
 
     Args:
-        name, arguments: of the tool, JSON-serialisable; empty where they could not be read.
-        error: why it cannot be called, as one line; None where it can.
-        id: the policy's own, in nine letters and digits; empty where it gave none.
+        name: name of the tool; empty if it could not be parsed.
+        arguments: JSON-serialisable arguments by name; empty if they could not be parsed.
+        error: one line that says why the call cannot be executed; None for a valid call.
+        id: the call id that the policy wrote, if it is nine letters and digits; else empty.
     """
 
     name: str
@@ -47,20 +48,20 @@ class ToolCall:
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call without one: nine letters and digits, as Mistral's templates require."""
+    """Return an id for call ``number``: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """The JSON schemas of plain functions, as ``apply_chat_template(tools=..)`` takes them.
+    """Return the JSON schemas of Python functions, in the form of ``apply_chat_template(tools=..)``.
 
     Args:
-        functions: each has a name of its own, a docstring in Google's style that describes every argument, and type
-            hints that JSON has values for (``int``, ``float``, ``str``, ``bool``, ``None``, ``list``, ``tuple``,
-            ``dict``, ``Literal``, ``Any`` and unions of them).
+        functions: each with a unique name, a Google-style docstring that describes every argument, and type hints
+            that JSON can represent (``int``, ``float``, ``str``, ``bool``, ``None``, ``list``, ``tuple``, ``dict``,
+            ``Literal``, ``Any`` and unions of them).
 
     Raises:
-        UserError: a function has not; the sentence names it, and what to write.
+        UserError: a function lacks one of these; the message names the function and the fix.
 
     >>> def divide(dividend: int, divisor: int) -> str:
     ...     '''Divide two numbers.
@@ -75,46 +76,46 @@ def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, 
     """
     schemas = list(map(_schema, functions))
     if schemas:
-        parameters_by_name(schemas)  # refuses two of one name
+        parameters_by_name(schemas)  # refuses duplicate names
     return schemas
 
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema  # a second, and torch once it is called
+    from transformers.utils import get_json_schema  # imports torch, and takes a second
 
     name = getattr(function, "__name__", type(function).__name__)
     if not (inspect.isfunction(function) or inspect.ismethod(function)) or not NAME.fullmatch(name):
         raise UserError(
-            f"the tool {name!r} has no name that a call could give; define it with def, under a name of letters, "
-            "digits and underscores"
+            f"the tool {name!r} cannot be called by name; define it with def, under a name of letters, digits and "
+            "underscores"
         )
     if not inspect.getdoc(function):
-        raise UserError(f"the tool {name} has no docstring; write one that says what it does, with Args: if it has any")
+        raise UserError(f"the tool {name} has no docstring; write one, with its arguments, if any, under Args:")
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise UserError(
-                f"the tool {name} takes {argument}, which no call can give; write out its arguments by name"
+                f"the tool {name} takes {argument}, which a JSON call cannot pass; declare each argument by name"
             )
         if argument.annotation is argument.empty:
             raise UserError(
                 f"the argument {argument.name!r} of the tool {name} has no type hint; write {argument.name}: str, or "
-                "what it is"
+                "another type"
             )
     try:
         annotations = get_type_hints(function)
         schema = get_json_schema(function)
-    except Exception as error:  # a name in a hint, a docstring that cannot be read: transformers says which
+    except Exception as error:  # such as an undefined name in a hint
         reason = first_line(error)
         if "no description for the argument" in reason:
             reason = f"its docstring does not describe {reason.rpartition(' ')[2]}"
         raise UserError(
-            f"the tool {name} makes no JSON schema ({reason}); hint types that JSON has, and describe every argument "
-            "under Args: in its docstring, as in 'city: Where to look.'"
+            f"the tool {name} cannot be described by a JSON schema ({reason}); use type hints that JSON has, and "
+            "describe every argument under Args: in its docstring, as in 'city: Where to look.'"
         ) from error
     for label, annotation in annotations.items():
         if label != "return" and not _is_json(annotation):
             raise UserError(
-                f"the argument {label!r} of the tool {name} has the type {annotation!r}, which JSON has no values for; "
+                f"the argument {label!r} of the tool {name} has the type {annotation!r}, which JSON does not have; "
                 "use int, float, str, bool, list, dict, Literal or a union of them"
             )
     return schema
@@ -130,20 +131,20 @@ def _is_json(annotation: Any) -> bool:
 
 
 def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each schema, in the form of :func:`function_schemas` or of its ``function``, by name.
+    """Return ``{tool name: parameters}`` of schemas of :func:`function_schemas` or of their ``function`` entries.
 
     Raises:
-        UserError: none at all, one without a name or arguments, two of one name.
+        UserError: there is no schema, one has no name or no parameters object, or two have the same name.
     """
     parameters_of: dict[str, Mapping[str, Any]] = {}
     for number, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"the schema of tool {number} has no name that a call could give; write a name of letters")
+            raise UserError(f"the schema of tool {number} is named {name!r:.60}; use letters, digits and underscores")
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
-            raise UserError(f"the schema of the tool {name} has no object of parameters; make it with function_schemas")
+            raise UserError(f"the schema of the tool {name} has no parameters object; use function_schemas")
         if name in parameters_of:
             raise UserError(f"two tools are called {name!r}; rename one")
         parameters_of[name] = parameters
@@ -153,15 +154,15 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
 
 
 def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Why the arguments do not fit the schema, as one line; None where they do.
+    """Return one line that says why the arguments do not fit the schema; None if they fit.
 
-    Read of the schema are ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``,
-    ``prefixItems``, ``properties``, ``required`` and ``additionalProperties``. Nothing is coerced: ``"7"`` and ``7.0``
-    are no integers, ``true`` is no number, ``7`` is a number.
+    The check reads ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``, ``prefixItems``,
+    ``properties``, ``required`` and ``additionalProperties``. Nothing is coerced: ``"7"`` and ``7.0`` are not integers,
+    ``true`` is not a number, ``7`` is a number.
 
     Args:
-        parameters: the schema of a tool's arguments.
-        arguments: by name, as JSON gave them.
+        parameters: the schema of the tool's arguments.
+        arguments: JSON values by argument name.
     """
     properties = parameters.get("properties", {})
     for name in parameters.get("required", ()):
@@ -173,26 +174,26 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
         elif parameters.get("additionalProperties"):
             reason = _misfit(parameters["additionalProperties"], value)
         else:
-            return f"there is no argument {quoted(name)}; there are: {', '.join(properties) or 'none'}"
+            return f"there is no argument {quoted(name)}; available: {', '.join(properties) or 'none'}"
         if reason is not None:
             return f"the argument {quoted(name)} {reason}"
     return None
 
 
 def quoted(text: str) -> str:
-    """What a model wrote, on one line and short."""
+    """Return untrusted text as one quoted line of at most 40 characters."""
     return f"'{one_line(text[:40], None)}{'..' if len(text) > 40 else ''}'"
 
 
 def _misfit(schema: Any, value: Any) -> str | None:
-    """Why ``value`` does not fit, as what follows the name of an argument."""
-    if not isinstance(schema, Mapping):  # true is everything, false nothing
+    """Return why ``value`` does not fit the schema, as a phrase that follows the argument's name; None if it fits."""
+    if not isinstance(schema, Mapping):  # true allows every value, false none
         return None if schema else "is not allowed"
     if value is None and schema.get("nullable"):
         return None
     for union in ("anyOf", "oneOf"):
         if union in schema and all(_misfit(choice, value) is not None for choice in schema[union]):
-            return f"is {_kind(value)}, which fits none of the types that it may have"
+            return f"is {_kind(value)}, which fits none of the allowed types"
     types_of = schema.get("type", ())
     allowed = [types_of] if isinstance(types_of, str) else [*types_of]
     if allowed and not any(_is_a(name, value) for name in allowed):

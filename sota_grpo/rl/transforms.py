@@ -1,10 +1,10 @@
-"""TorchRL transforms over rows of finished responses: their reward, the reference's log-probs, their advantage.
+"""TorchRL transforms of rows of finished responses: rewards, reference log-probs, penalties and advantages.
 
-Each is a :class:`torchrl.envs.transforms.Transform` over whole rows: a table, or TensorDicts, lazily stacked (ragged)
-or dense. Called on a batch it writes in place, and it *writes once*: rows that already have its out key pass
-unchanged. So in a ``ReplayBuffer`` :class:`GroupAdvantage` computes when the rows are written, where groups are whole,
-and leaves a random subset alone. Those that write under ``"next"`` also run on an env's step (``TransformedEnv``);
-entries other than the reward are then not in the env's specs.
+Each is a :class:`torchrl.envs.transforms.Transform` over rows: a table, or TensorDicts, lazily stacked (ragged) or
+dense. It writes in place, and only once: rows that already have its output key pass unchanged. So in a
+``ReplayBuffer``, :class:`GroupAdvantage` is computed when whole groups are added, and not again for sampled subsets.
+Transforms that write under ``"next"`` also work on the steps of an env (``TransformedEnv``); of their entries, only the
+reward is then in the env's specs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
 
 def _checked(advantages: Any, rewards: Tensor) -> Tensor:
-    """Return what an own estimator computed, if it is one finite number per response."""
+    """Return the advantages of a user's estimator; raise ``ObjectiveError`` unless finite, one per response."""
     if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
         returned = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
         raise ObjectiveError(
-            f"algorithm.baseline returned {returned} for {len(rewards)} responses; return a tensor of one advantage "
-            f"for each, of shape {list(rewards.shape)}."
+            f"algorithm.baseline returned {returned} for {len(rewards)} responses; return a tensor of shape "
+            f"{list(rewards.shape)}, one advantage per response."
         )
     if len(bad := (~advantages.isfinite()).nonzero()):
         row = int(bad[0])
@@ -59,14 +59,14 @@ def _checked(advantages: Any, rewards: Tensor) -> Tensor:
 
 
 def _first(rows: RowTable | TensorDictBase) -> RowTable:
-    """A row that shows which entries there are; of a table all."""
+    """Return a table to look entries up in: the first row, or the table itself."""
     if isinstance(rows, RowTable):
         return rows
     return RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1])
 
 
 class RowTransform(Transform):
-    """``_write(rows)`` on every batch whose rows lack ``written_key``."""
+    """Base class: calls ``_write(rows)`` on a batch unless its rows already have ``written_key``."""
 
     written_key: NestedKey
 
@@ -77,7 +77,7 @@ class RowTransform(Transform):
         return tensordict if _first(tensordict).has(self.written_key) else in_place(self._write)(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, where rows arrive
+        return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, for added rows
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset
@@ -85,16 +85,16 @@ class RowTransform(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
         if keys.ASSISTANT_MASK in self.in_keys and not _first(rows).has(keys.ASSISTANT_MASK):
-            complete_rows(rows)  # TorchRL's wrapper has just written it
+            complete_rows(rows)  # with the response that TorchRL's wrapper has just written
         in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
 
     def transform_output_spec(self, output_spec: Any) -> Any:
-        return output_spec  # rewards keep their spec; the rest exists after a step only, never after a reset
+        return output_spec  # rewards keep their spec; other entries exist only after a step, not after a reset
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """Return the response's text and the example of each finished row; siblings share one example."""
+    """Return ``(response text, example)`` of each finished row; adjacent rows of one prompt share the example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
@@ -110,11 +110,11 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
     """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), its terms and its info.
 
-    A term that is None adds nothing to the reward, and its key is missing in that row. A response to which no term
-    applies has no reward, like one whose grader failed.
+    A term that is None adds nothing to the reward, and its key is missing in that row. If no term applies to a
+    response, the row gets a reward error, as after a grader error.
 
     Raises:
-        ValueError: the rows are dense, where every row has every key, and a term does not apply to one of them.
+        ValueError: a term does not apply to some row, but the rows are dense, so that all must have the same keys.
     """
     scores = [*map(rewarded, scores)]
     for name in term_weights:
@@ -135,22 +135,22 @@ def _text(value: Any) -> str:
 
 
 class ReferenceKL(RowTransform):
-    """Write the log-probs of the sampled tokens under the reference and, with a coefficient, the KL into the reward.
+    """Writes the reference's log-probs of the sampled tokens and, with a coefficient, adds a KL penalty to the reward.
 
     Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
-    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, k1 of the assistant tokens, ``logp`` of the behaviour policy
-    (tokens for which it is NaN add 0); the reward term ``kl`` has the subtracted value.
+    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, the k1 estimate over the assistant tokens, where ``logp`` is
+    of the behaviour policy (a token with NaN adds 0). The reward term ``kl`` is ``-coeff * sum_t (logp_t - ref_t)``.
 
     Args:
-        reference: right-padded rows in (:func:`sota_grpo.rl.collate.pad_rows`), log-probs ``[N, T]`` out, no gradient;
-            or rows with ``("log_probs", "full")``, as TorchRL's LLM wrappers return. A transformers model becomes a
-            :class:`~sota_grpo.policy.causal.FrozenReference`.
-        in_reward_coeff: None leaves the reward alone.
-        pad_token_id: padding of the tokens.
+        reference: function from right-padded rows (:func:`sota_grpo.rl.collate.pad_rows`) to log-probs ``[N, T]``, or
+            to rows with ``("log_probs", "full")`` like TorchRL's LLM wrappers; runs without gradient. A transformers
+            model is wrapped in a :class:`~sota_grpo.policy.causal.FrozenReference`.
+        in_reward_coeff: coefficient of the KL penalty; None does not change the reward.
+        pad_token_id: token that pads the rows.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
 
     Raises:
-        UnusableValues: the reference gives a log-prob that is not finite for a trainable token.
+        UnusableValues: the reference gives a non-finite log-prob for a trainable token.
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -204,13 +204,13 @@ def reference_log_probs(
     token_budget: int,
     shared_prompt: bool = True,
 ) -> list[Tensor]:
-    """Return the log-probs of each row, f32 ``[T_i]``, 0 off the mask; arguments as in :class:`ReferenceKL`."""
+    """Return the reference's log-probs of each row, f32 ``[T_i]``, 0 off the mask; see :class:`ReferenceKL`."""
     log_probs_of: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
-    fix = "use a smaller train.micro_batch_tokens (of which the reference computes up to four times as many at once)"
-    with memory_for(f"the reference's passes of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
-        computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # fetched at the end
+    fix = "use a smaller train.micro_batch_tokens (the reference computes up to four times as many at once)"
+    with memory_for(f"the reference's micro-batches of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
+        computed = [reference(pad_rows(micro, pad_token_id=pad_token_id)) for micro in micros]  # copied later
     for micro, scored in zip(micros, computed):
         log_probs = scored.get(keys.LOG_PROBS) if isinstance(scored, TensorDictBase) else scored
         fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
@@ -222,11 +222,11 @@ def reference_log_probs(
 
 @in_place
 def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
-    """Write the reference's log-probs, one ``[T_i]`` per row, and what follows from them: see :class:`ReferenceKL`."""
+    """Write the reference's log-probs, one ``[T_i]`` per row, and the KL penalty: see :class:`ReferenceKL`."""
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
         raise UnusableValues(
-            "the reference gave a log-prob that is not finite for a trainable token; check its weights."
+            "the reference gave a log-prob that is not finite for a trainable token; check the reference model."
         )
     rows.columns[keys.REF_LOG_PROBS] = column
     if in_reward_coeff is None:
@@ -243,11 +243,11 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
 
 
 class OverlongPenalty(RowTransform):
-    """DAPO's soft length penalty, added to the reward.
+    """Adds DAPO's soft length penalty to the reward.
 
-    0 up to ``max_tokens - buffer_tokens`` response tokens, then linearly to ``-weight`` at ``max_tokens``. Writes
-    ``("next", "reward_terms", "overlong")``, in [-1, 0]. A buffer that is not 1 to ``max_tokens`` tokens raises
-    ``ValueError``.
+    The penalty is 0 up to ``max_tokens - buffer_tokens`` response tokens, then decreases linearly to ``-weight`` at
+    ``max_tokens``. Writes the unweighted term ``("next", "reward_terms", "overlong")``, in [-1, 0]. Raises
+    ``ValueError`` unless ``1 <= buffer_tokens <= max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -262,7 +262,7 @@ class OverlongPenalty(RowTransform):
 
     def __init__(self, max_tokens: int, buffer_tokens: int, *, weight: float = 1.0) -> None:
         super().__init__(in_keys=[keys.ASSISTANT_MASK, keys.REWARD], out_keys=[keys.REWARD, self.written_key])
-        soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # refuse impossible numbers at once
+        soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # raises for invalid numbers
         self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
 
     def _write(self, rows: RowTable) -> None:
@@ -274,10 +274,10 @@ class OverlongPenalty(RowTransform):
 
 
 def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
-    """Return reward terms ``[N, K]``, NaN where one does not apply, and their weights ``[K]``, ordered by name."""
+    """Return reward terms ``[N, K]`` (NaN if a term does not apply) and their weights ``[K]``, sorted by name."""
     names = sorted(rows.names(keys.REWARD_TERMS))
     if weights is None and not rows.names(keys.TERM_WEIGHTS):
-        raise ValueError("decouple_terms needs the weights of the terms: give term_weights, the rows have none.")
+        raise ValueError("decouple_terms needs the weights of the terms, but the rows have none; pass term_weights.")
     for name in names if weights is not None else ():
         term = rows.columns[*keys.REWARD_TERMS, name]
         values = torch.full_like(term.values, (weights or {}).get(name, 1.0))
@@ -285,11 +285,11 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
 
     terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name)) for name in names], dim=-1)
     of_rows = torch.stack([_scalars(rows, (*keys.TERM_WEIGHTS, name)) for name in names])
-    return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 where no row has the term
+    return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 if no row has the term
 
 
 def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
-    """An entry of one number per row ``[N]``, NaN in the rows that lack it."""
+    """Return an entry with one number per row as ``[N]``; NaN for rows without the entry."""
     values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
     if rows.has(key):
         column = rows.columns[key]
@@ -298,40 +298,40 @@ def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
 
 
 def _values(rows: RowTable, key: Any) -> list[Any]:
-    """An entry of all rows as numbers or texts."""
+    """Return an entry of all rows as a list of numbers or texts."""
     values = rows.get(key)
     return values.flatten().tolist() if isinstance(values, Tensor) else [_text(value) for value in values]
 
 
 class GroupAdvantage(RowTransform):
-    """Advantage of every response over its siblings: ``A_i = (r_i - b_i) / s_i``, exactly 0 in a constant group.
+    """Writes the advantage of each response in its group: ``A_i = (r_i - b_i) / s_i``, exactly 0 if rewards are equal.
 
-    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and under ``length_weighted`` the assistant mask;
-    writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: as a collector's ``postproc``, or as a ``ReplayBuffer``
-    transform, where with a ``group_size`` siblings may come one by one and are written when the group is complete.
+    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and for ``length_weighted`` the assistant mask;
+    writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: use it as a collector's ``postproc`` or as a
+    ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added separately; they
+    are written once the group is complete.
 
-    Where the KL is part of the reward, a group whose graded rewards are all equal is not divided by its own scale. A
-    response whose grader failed (``("next", "reward_error")``) is in no baseline and no scale; its advantage is 0.
+    If the reward includes a KL penalty, a group whose graded rewards are all equal is not divided by its scale. A
+    response with a grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:
-        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. The baseline may also be
+        baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. ``baseline`` may also be
             your own estimator, a function or ``FILE.py:FUNCTION`` (:func:`sota_grpo.rl.custom_objectives.estimator`),
             whose advantages are divided by the scale.
-        decouple_terms: compare every term (``("next", "reward_terms")``) within the group before they are added (GDPO):
-            :func:`sota_grpo.functional.advantages.decoupled_rewards`.
-        term_weights: weight of each term, by name, written to ``("next", "term_weights")``; others (penalties) weigh 1.
-            None: the rows have them.
-        group_size: of every group; another number waits for more in a buffer, and is refused elsewhere. None accepts
-        any.
-        in_keys: reward, and an entry that siblings have in common: a number or a text, such as ``query``.
+        decouple_terms: standardise each term (``("next", "reward_terms")``) in the group before the weighted sum
+            (GDPO): :func:`sota_grpo.functional.advantages.decoupled_rewards`.
+        term_weights: weight of each term, by name, written to ``("next", "term_weights")``; unnamed terms (penalties)
+            weigh 1. None: the rows have the weights.
+        group_size: size of every group. A buffer waits for incomplete groups; elsewhere they raise. None: any size.
+        in_keys: reward, and an entry that identifies the group: a number or a text, such as ``query``.
         out_keys: advantage.
 
     Raises:
         KeyError: the rows lack a key.
-        ValueError: a group that is not ``group_size`` long or answers several questions, responses without a sibling in
-            the batch, and as ``group_advantages``.
-        ObjectiveError: the own estimator returns another shape than ``[N]``, or a value that is not finite.
-        RuntimeError: inside an env, which sees one step and not the groups.
+        ValueError: a group has another size than ``group_size`` or several questions, no response has another of its
+            group in the batch, or an error of ``group_advantages``.
+        ObjectiveError: your estimator returns another shape than ``[N]``, or a non-finite value.
+        RuntimeError: used inside an env, where groups are not known.
 
     Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
 
@@ -358,7 +358,7 @@ class GroupAdvantage(RowTransform):
         self.baseline: Any = "none" if self.estimator else baseline
         self.scale, self.eps, self.group_size = scale, eps, group_size
         self.decouple_terms, self.term_weights = decouple_terms, term_weights
-        self._waiting: dict[Any, list[TensorDictBase]] = {}  # siblings whose group is not whole
+        self._waiting: dict[Any, list[TensorDictBase]] = {}  # rows of incomplete groups
 
     @property
     def written_key(self) -> NestedKey:  # type: ignore[override]
@@ -372,7 +372,7 @@ class GroupAdvantage(RowTransform):
         if not used.all() and self.baseline in ("leave_one_out", "best_of_others"):
             _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
             left = torch.zeros_like(counts).index_add(0, index, used.to(counts.dtype))
-            used = used & ((left > 1) | (counts == 1))[index]  # who never had a sibling is refused below
+            used = used & ((left > 1) | (counts == 1))[index]  # a response without siblings raises below
         ids = group_ids[used]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights)
@@ -386,14 +386,14 @@ class GroupAdvantage(RowTransform):
             terms_of = {"rewards": reward[used], "group_ids": ids, "lengths": lengths, "terms": by_name}
             try:
                 advantages = of_terms(self.estimator, terms_of)
-            except Exception as error:  # of the user's function
+            except Exception as error:  # from the user's function
                 raise ObjectiveError(f"algorithm.baseline failed: {type(error).__name__}: {error}.") from error
             options["baseline"] = _checked(advantages, reward[used])
         values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
         if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
-            # Divided by their own scale, differences of the KL alone would become full-size advantages, however small:
-            # at the first step, where the policy is the reference, out of rounding.
+            # Else tiny differences of the KL would be scaled up to full-size advantages: at the first step, where the
+            # policy is the reference, even rounding errors.
             unscaled = group_advantages(reward[used], ids, scale="none", **options)
             values = torch.where(zero_advantage_mask(graded.reshape(-1)[used], ids), unscaled, values)
         advantage = torch.zeros_like(reward, dtype=values.dtype)
@@ -401,16 +401,14 @@ class GroupAdvantage(RowTransform):
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
     def _names(self, rows: RowTable) -> list[Any]:
-        """The name of each row's group, once the rows have all that is read."""
+        """Return the group identifier of each row; raise ``KeyError`` if the rows lack an input key."""
         for key in self.in_keys:
             if not rows.has(key):
-                raise KeyError(
-                    f"the rows have no {key}; give in_keys=(reward, what siblings have alike), as in the rows."
-                )
+                raise KeyError(f"the rows have no {key}; set in_keys=(reward, group) to entries of the rows.")
         return _values(rows, self.in_keys[1])
 
     def _group_ids(self, rows: RowTable) -> Tensor:
-        """The group of each row, numbered in the order of their first, int64 ``[N]``."""
+        """Return the group number of each row, in order of first appearance, int64 ``[N]``; check the groups."""
         names = self._names(rows)
         members: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
@@ -426,7 +424,7 @@ class GroupAdvantage(RowTransform):
                 first, second, *_ = prompts
                 raise ValueError(
                     f"the responses of group {name} answer several questions ({first!r:.60}, {second!r:.60}); their "
-                    "baseline would be wrong, so give the groups of each environment names of their own."
+                    "baseline would be wrong, so make group ids unique across environments."
                 )
         numbers = dict(zip(members, range(len(members))))
         return torch.tensor([numbers[name] for name in names])
@@ -437,17 +435,17 @@ class GroupAdvantage(RowTransform):
             names = self._names(RowTable.of(tensordict))
             if names and len(set(names)) == len(names):
                 raise ValueError(
-                    f"none of the {len(names)} responses has a sibling in this batch, so each advantage would be 0; "
-                    "pass whole groups, or, in a replay buffer, give group_size: siblings then wait for each other."
+                    f"each of the {len(names)} responses is alone in its group, so each advantage would be 0; pass "
+                    "whole groups, or set group_size in a replay buffer, which then waits for complete groups."
                 )
         return super().forward(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """What a buffer is given to write: the rows of whole groups with their advantage, None without any."""
+        """Return the rows that a buffer writes: those of complete groups, with advantages; None if there are none."""
         if self.group_size is None or _first(tensordict).has(self.written_key):
             return self.forward(tensordict)
         if not tensordict.batch_dims:
-            raise ValueError("a group is written at once; give its rows to the buffer's extend instead of add.")
+            raise ValueError("with group_size, rows are added in batches; use the buffer's extend instead of add.")
         rows, whole = tensordict.reshape(-1), []
         for name, row in zip(self._names(RowTable.of(rows)), rows.unbind(0)):
             siblings = self._waiting.setdefault(name, [])

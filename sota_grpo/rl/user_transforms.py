@@ -1,4 +1,4 @@
-"""``env.transforms``: the user's own TorchRL transforms of a prompt group, applied once its rewards are known.
+"""``env.transforms``: TorchRL transforms of the user, applied to each prompt group after grading.
 
 :func:`load_instances` also loads the replay buffer's sampler (``train.sampler``).
 """
@@ -19,25 +19,25 @@ from sota_grpo.files import error_line, load_python
 from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.table import Column, Key, RowTable
 
-#: Entries that a transform may read but not change, besides those below ``tokens``, ``log_probs`` and ``kept``.
+#: Entries that a transform must not change, in addition to those under ``tokens``, ``log_probs`` and ``kept``.
 FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
 _FIXED_GROUPS = ("tokens", "log_probs", "kept")
 T = TypeVar("T")
 
 
 def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
-    """Load the objects that an option names as ``FILE.py:NAME``; each file is run once.
+    """Load the objects that an option names as ``FILE.py:NAME``; each file is executed once.
 
     Args:
         name: the option, such as ``env.transforms``.
-        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that makes one without
-            arguments.
+        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that returns one when called
+            without arguments.
 
     Returns:
-        ``OPTION=VALUE``, for messages, and the instance, of each value.
+        ``(OPTION=VALUE, instance)`` of each value.
 
     Raises:
-        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
+        UserError: the file or name does not exist, the file cannot be imported, or the name gives no instance of ``base``.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []
@@ -47,7 +47,7 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
         if path not in modules:
             modules[path] = load_python(path, option, UserError)
         if attribute not in modules[path]:
-            raise UserError(f"{option} names {attribute}, which the file does not define; correct the name.")
+            raise UserError(f"{option}: the file does not define {attribute}; correct the name.")
         made = modules[path][attribute]
         if not isinstance(made, base) and callable(made):
             try:
@@ -55,7 +55,8 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
             except Exception as error:
                 line = error_line(path, error)
                 location = "" if line is None else f" (line {line})"
-                raise UserError(f"{option} cannot be made{location}: {type(error).__name__}: {error}.") from error
+                fault = f"{type(error).__name__}: {error}."
+                raise UserError(f"{option}: calling {attribute} failed{location}: {fault}") from error
         if not isinstance(made, base):
             raise UserError(
                 f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
@@ -66,14 +67,14 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
 
 
 class UserTransforms:
-    """Apply the user's transforms to the rows of one prompt group, in place and in order.
+    """Applies the user's transforms to the rows of one prompt group, in place and in order.
 
-    Each transform gets the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response, whose tensors are
-    copies. It may change the reward, its terms and all other entries under ``next``, clear positions of the assistant
-    mask, and add entries of its own.
+    Each transform gets a copy of the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response. It may
+    change the reward, its terms and all other entries under ``next``, set positions of the assistant mask to False, and
+    add entries.
 
     Args:
-        transforms: each with its option for messages, as :func:`load_instances` returns them.
+        transforms: result of :func:`load_instances`.
 
     Raises:
         RunFailed: a transform raises, changes tokens, log-probs, group ids or the number of rows, adds tokens to the
@@ -88,7 +89,7 @@ class UserTransforms:
         for name, transform in self.transforms:
             try:
                 after = RowTable.of(transform(rows.stack().clone()))
-            except Exception as error:  # of the user's program
+            except Exception as error:  # in the user's code
                 value = name.partition("=")[2]
                 path = (file_reference(value) or (Path(value),))[0]
                 line = error_line(path, error)
@@ -105,24 +106,24 @@ def _is_fixed(key: Key) -> bool:
 
 
 def _fault(before: RowTable, after: RowTable) -> str | None:
-    """Say what the transform must not have done; None where all is well."""
+    """Return a message if the transform made a forbidden change, else None."""
     if len(after) != len(before):
         return f"returned {len(after)} rows for a prompt group of {len(before)}; set a reward instead of removing rows"
     missing = [key for key in before.columns if key not in after.columns]
     if missing:
-        return f"removed {missing[0]}; return the rows that it was given, with its entries added"
+        return f"removed {missing[0]}; return the input rows with all their entries"
     added = [key for key in after.columns if _is_fixed(key) and key not in before.columns]
     changed = [key for key in before.columns if _is_fixed(key) and not _equal(before.columns[key], after.columns[key])]
     if added or changed:
-        return f"changed {(added + changed)[0]}, which is as it was sampled; write to an entry of another name"
+        return f"changed {(added + changed)[0]}, which is read-only; write to an entry of another name"
     mask, other = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
     is_mask = other.values.dtype == torch.bool and other.lengths == mask.lengths
     if not is_mask or bool((other.values & ~mask.values).any()):
-        return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; it can only be cleared"
+        return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; only set positions to False"
     reward = after.columns[keys.REWARD]
     shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
     if shape != (len(before), 1) or not reward.values.is_floating_point() or not bool(reward.values.isfinite().all()):
-        return f"gave a {keys.REWARD} that is not a finite float of shape [1] in each row"
+        return f"wrote a {keys.REWARD} that is not a finite float of shape [1] in each row; correct the transform"
     return None
 
 

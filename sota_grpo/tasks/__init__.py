@@ -1,9 +1,9 @@
 """Tasks by name; a task is imported when its name is first used.
 
-A task reads those options of ``env`` and ``reward`` that are parameters of its class or of its ``load``
-(:data:`sota_grpo.config.mixture.READERS`). Three attributes of the class are optional: ``hub_name``, the dataset that
-it loads by default; ``replies``, its scores may answer a response; ``calls_tools``, a response may call a tool.
-No task imports torch, because options are validated before torch is imported.
+The options of ``env`` and ``reward`` that a task reads are the parameters of its class and of its ``load``
+(:data:`sota_grpo.config.mixture.READERS`). A class may have three optional attributes: ``hub_name``, its default
+dataset; ``replies``, True if its scores may have a ``reply``; ``calls_tools``, True if a response may call a tool.
+Tasks do not import torch, because options are validated before torch is imported.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _OWN = {
     "calculator": "procedural:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
-_METHODS = ("messages", "score", "gold_response", "read_row")  # of the protocol
+_METHODS = ("messages", "score", "gold_response", "read_row")  # required methods
 
 
 class TaskFileError(UserError, ValueError):
-    """``env.dataset=FILE.py:CLASS`` names no task; the message says why and what to change."""
+    """``env.dataset=FILE.py:CLASS`` is not a task; the message says why and what to change."""
 
 
 class Tasks(Registry[Any]):
-    """Task classes by name: built-in ones, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user's."""
+    """Task classes by name: built-in tasks, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user."""
 
     def __getitem__(self, name: str) -> Any:
         reference = file_reference(name)
         if reference is None:
             return super().__getitem__(name)
-        path, member = reference[0].resolve(), reference[1]  # a grader's process may have another working directory
+        path, member = reference[0].resolve(), reference[1]  # a grading process may have another working directory
         return _class_of_file(path, member, path.read_bytes() if path.is_file() else b"")
 
     def __contains__(self, name: object) -> bool:
@@ -59,7 +59,7 @@ TASKS = Tasks("sota_grpo.tasks", {name: f"{__name__}.{target}" for name, target 
 
 @cache
 def _class_of_file(path: Path, name: str, content: bytes) -> Any:
-    """Run a user's file, once for each ``content``, and return its task class ``name``."""
+    """Execute a user's file, once per ``content``, and return its task class ``name``."""
     members = load_python(path, "env.dataset", TaskFileError)
     kind = members.get(name)
     if not isclass(kind):
@@ -73,7 +73,7 @@ def _class_of_file(path: Path, name: str, content: bytes) -> Any:
             f"{path}: {name} has no {', '.join(missing)}; derive it from sota_grpo.tasks.dataset.FileTask, or define "
             "these methods."
         )
-    # by its place, because the module of a user's file cannot be imported by its name
+    # pickled as FILE.py:CLASS, because a user's file cannot be imported as a module
     copyreg.pickle(kind, partial(_reduced, f"{path}:{name}"))
     return kind
 
@@ -83,19 +83,19 @@ def _reduced(path: str, task: Any) -> tuple[Any, ...]:
 
 
 def _blank(path: str) -> Any:
-    """Return an object of the class ``FILE.py:CLASS`` without attributes, in whichever process this is."""
+    """Return an instance of the class ``FILE.py:CLASS`` without attributes, for unpickling."""
     return object.__new__(TASKS[path])
 
 
 def task_class(name: str) -> Any:
-    """Return the class of a task; ``ValueError`` for an unknown name, or a file that holds no such task."""
+    """Return the class of a task; raise ``ValueError`` if the name is unknown or the file has no such task."""
     if name not in TASKS:
         raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
     return TASKS[name]
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """Build a task with its data: by the ``load`` of its class, or by the class itself where problems are drawn.
+    """Return a task with its data, from the ``load`` of its class, or from the class if it has no ``load``.
 
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
@@ -105,7 +105,7 @@ def make_task(name: str, **kwargs: Any) -> Task:
 
 
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
-    """Return the parameters of a task's class and, unless ``bare``, of its ``load``."""
+    """Return the parameter names of a task's class and, unless ``bare``, of its ``load``."""
     kind = task_class(name)
     loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
     return frozenset(signature(kind).parameters) | loaded
@@ -118,12 +118,12 @@ def make_scorer(
     reward_path: str | None = None,
     reward_names: list[str] | None = None,
 ) -> Task:
-    """Build a task without data, to read rows and score responses.
+    """Return a task without data, to convert rows and score responses.
 
     Args:
-        answer_format: where the answer is in a response; None is the task's own.
-        reward_path: Python file with reward functions that replace the task's own reward.
-        reward_names: the functions in it; None is ``compute_score``.
+        answer_format: where a response gives the answer; None is the task's default.
+        reward_path: Python file with reward functions that replace the task's reward.
+        reward_names: functions in that file; None is ``compute_score``.
 
     >>> task = make_scorer("gsm8k", answer_format="any")
     >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success
@@ -131,7 +131,7 @@ def make_scorer(
     """
     options: dict[str, Any] = {} if answer_format is None else {"answer_format": answer_format}
     if options and "answer_format" not in parameters(name):
-        raise UserError(f"the task {name} has no answer format to choose.")
+        raise UserError(f"the task {name} has no option answer_format; remove it.")
     if reward_path is not None and "builtin" not in (reward_names or ()) and "answer_required" in parameters(name):
         options["answer_required"] = False
     task = task_class(name)(**options)

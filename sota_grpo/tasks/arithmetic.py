@@ -1,11 +1,11 @@
-"""Seeded word problems in GSM8K's form: one to five steps, a worked solution that ends in ``#### N``.
+"""Generated word problems in GSM8K's format: one to five steps, a solution that ends in ``#### N``.
 
-The training and held-out splits share no problem, for any two seeds: a hash of a problem's template and numbers (names
-and items are decoration) decides its side.
+The training and held-out splits share no problem, for any two seeds: the split of a problem is a hash of its template
+and numbers (names of people and items do not count).
 
-A row of the table of templates has a name, a question, the ranges of its numbers and its solution, a list of binary
-steps. Operands are a number of the question (``a`` to ``e``), the value of an earlier step (``p``, ``q``, ``r``, ``s``
-for the first four) or a literal.
+A row of the table of templates has a name, a question, the ranges of its numbers, and its solution as binary steps. An
+operand is a number of the question (``a`` to ``e``), the result of an earlier step (``p``, ``q``, ``r``, ``s`` for the
+first four) or a literal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sota_grpo.rl.records import Example
 from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 LARGEST_VALUE = 200
-_RESULT_NAMES = "pqrst"  # of the first to the fifth step
+_RESULT_NAMES = "pqrst"  # results of the first to the fifth step
 
 
 @dataclass(frozen=True)
 class Template:
-    """One kind of problem; ``ranges[name]`` is the inclusive range of that number, ``steps`` are in order."""
+    """A problem template. ``ranges``: (lowest, highest) of each number; ``steps``: (left, operator, right) in order."""
 
     name: str
     question: str
@@ -124,7 +124,7 @@ _OPERATIONS: Mapping[str, Callable[[int, int], int | Fraction]] = {
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
-    """Work the steps out, each as ``(expression, value)``; None where a value is not whole, positive and small."""
+    """Return ``(expression, value)`` of each step; None if a value is not an integer in 1 to ``LARGEST_VALUE``."""
     values = dict(numbers)
     worked: list[tuple[str, int]] = []
     for result_name, (left, sign, right) in zip(_RESULT_NAMES, steps):
@@ -141,13 +141,13 @@ LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 
 
 class ArithmeticTask(ProceduralTask):
-    """Word problems that a policy of a million parameters can master; graded by exact match of the final number.
+    """Word problems that a model with a million parameters can learn; graded by the final number.
 
-    ``reward = 1`` where the one number after the last ``####`` equals the gold one, else 0.
+    ``reward = 1`` if the only number after the last ``####`` equals the gold number, else 0.
 
     Args:
         seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
-        max_steps: most steps of a problem, 1 to 5.
+        max_steps: maximum number of steps of a problem, 1 to 5.
 
     >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
     >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms
@@ -160,14 +160,14 @@ class ArithmeticTask(ProceduralTask):
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
-            raise ValueError(f"max_steps={max_steps} must lie between 1 and {LARGEST_NUM_STEPS}")
+            raise ValueError(f"max_steps={max_steps} must be between 1 and {LARGEST_NUM_STEPS}")
         super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences
         self._max_steps = max_steps
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Draw a problem of this side by rejection: its template first, so that rejection does not favour a template.
+        """Sample a problem of the requested split; the number of steps is uniform on ``1..max_steps``.
 
-        The number of steps is uniform on ``1..max_steps``.
+        The template is chosen before the numbers are rejection-sampled, so templates stay equally likely.
         """
         num_steps = rng.randint(1, self._max_steps)
         template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])

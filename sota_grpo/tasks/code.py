@@ -1,4 +1,4 @@
-"""Programs that are graded by tests: rows of a prompt and its tests; model text runs in a sandbox only."""
+"""A task whose responses are programs, graded by unit tests that run in a sandbox."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 
 
 class CodeTask(FileTask):
-    """Prompts whose responses are Python programs, graded by the unit tests of their rows.
+    """Prompts whose responses are Python programs, graded by the unit tests of the dataset row.
 
-    ``reward = tests``, the share of the tests that pass; the success is that all do. The program is the last closed
-    code block outside the thinking; a response without one has 0. It runs in a sandbox
-    (:mod:`sota_grpo.rewards.sandbox`); a failure of the sandbox is an error of the grader.
+    ``reward = tests``, the fraction of tests that pass; success means all pass. The program is the last closed code
+    block outside the thinking; a response without one has reward 0. The program runs in a sandbox
+    (:mod:`sota_grpo.rewards.sandbox`); a sandbox failure counts as a grader error, not as a wrong program.
 
     Args:
         train, heldout, system_prompt: see :class:`~sota_grpo.tasks.dataset.BaseTask`.
@@ -46,7 +46,7 @@ class CodeTask(FileTask):
         self._runner = make_runner(sandbox)
 
     def score(self, response: str, example: Example) -> Score:
-        """Run the tests; ``info`` has their number and how many pass."""
+        """Run the program and its tests; ``info`` has ``num_tests`` and ``num_passed``."""
         tests = example.extra["tests"]
         program = last_code_block(without_thinking(response))
         if program is None:
@@ -56,11 +56,11 @@ class CodeTask(FileTask):
         return Score({"tests": share}, success=all(passes), info={"num_tests": len(passes), "num_passed": sum(passes)})
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the row's own program, if it has one."""
+        """Return the row's reference program as a code block; None if the row has none."""
         return f"```python\n{example.answer}\n```" if example.answer else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read ``tests`` and, if they are there, ``prompt`` and ``answer`` (a right program).
+        """Return the example of a row: ``tests``, and optional ``prompt`` and ``answer`` (a reference program).
 
         ``tests`` is Python code, or a list of such code and of ``{"stdin", "stdout"}`` pairs; see
         :func:`sota_grpo.rewards.sandbox.run_tests`.
@@ -75,13 +75,13 @@ class CodeTask(FileTask):
                     f"{{'stdin', 'stdout'}} pairs, found {str(test)[:60]!r}."
                 )
         if not tests:
-            raise DatasetError(f"{location}: there are no tests; give one at least.")
+            raise DatasetError(f"{location}: tests is an empty list; give at least one test.")
         copied = [dict(test) if isinstance(test, Mapping) else test for test in tests]
         return Example(optional_text(row, ["prompt"]), optional_text(row, ["answer"]), {"tests": copied})
 
 
 def _is_code(text: str) -> bool:
-    """Return whether a text is Python with a statement; it is parsed, not run."""
+    """Return whether a text is Python code with at least one statement; it is parsed, not executed."""
     import ast
 
     try:

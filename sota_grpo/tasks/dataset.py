@@ -1,6 +1,6 @@
-"""Rows of a file or of a dataset on the hub, split into training and held-out examples; the base classes of tasks.
+"""Load rows of a file or hub dataset, split them into training and held-out examples; base classes of tasks.
 
-Every fault of a file or row is one :class:`DatasetError`, which names the file and the row.
+A bad file or row raises :class:`DatasetError`, whose message names the file and the row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
-_ENCODING = "utf-8-sig"  # UTF-8 with or without the byte order mark that spreadsheets write
-_PARQUET_ROWS = 64  # read at once
+_ENCODING = "utf-8-sig"  # UTF-8, with or without a byte order mark
+_PARQUET_ROWS = 64  # per batch
 _MOST_HELD_OUT = 512
-_PLAIN_SIZE = 1 << 26  # characters that a parquet file of any size may unpack to
-_MOST_COMPRESSED = 200  # times its size: of 10,000 rows with one prompt of 5,000 characters it is about 50
+_PLAIN_SIZE = 1 << 26  # characters that any Parquet file may decompress to
+_MOST_COMPRESSED = 200  # characters per byte of file; 10,000 rows with one prompt of 5,000 characters have about 50
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ class DatasetError(UserError, ValueError):
 
 
 def load_rows(name: str, *, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
-    """Return all rows, in order and by column name, of a local file or of a dataset on the hub.
+    """Return the rows of a local file or a hub dataset, in order, each a dict by column name.
 
     Raises:
-        DatasetError: no such file, an unknown ending, a broken line (with its number), a hub that does not answer, or
-            no rows.
+        DatasetError: the file is missing, empty or of unknown format, a line (named) cannot be parsed, or the hub
+            request fails.
 
     Example::
 
@@ -54,7 +54,7 @@ def load_rows(name: str, *, split: str = "train", config: str | None = None) -> 
         try:
             rows = _READERS[file.suffix](file)
         except UnicodeDecodeError as error:
-            raise DatasetError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+            raise DatasetError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
     else:
         import datasets
 
@@ -71,29 +71,29 @@ def load_rows(name: str, *, split: str = "train", config: str | None = None) -> 
 
 
 def present(value: Any) -> Any:
-    """Return the value, or None where it is missing: NaN, as pandas and some writers of JSON have it."""
+    """Return ``value``, or None if it is a missing-value marker (NaN, NaT, pandas.NA)."""
     is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
-    return None if is_missing or type(value).__name__ == "NAType" else value  # of pandas
+    return None if is_missing or type(value).__name__ == "NAType" else value  # pandas.NA
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is that of a local file, and not of a dataset on the hub.
+    """Return whether ``name`` is a local file rather than a dataset on the hub.
 
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)
     """
     path = Path(name)
-    is_path = name.startswith(("/", "./", "../", "~")) and not path.is_dir()  # a folder is what the hub's library reads
+    is_path = name.startswith(("/", "./", "../", "~")) and not path.is_dir()  # datasets.load_dataset reads folders
     return is_path or path.suffix in SUFFIXES or path.is_file()
 
 
 def optional_text(row: Row, columns: Iterable[str]) -> str:
-    """Return the first of ``columns`` that holds text in one row; empty where none does."""
+    """Return the text of the first of ``columns`` that holds text; an empty string if none does."""
     return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
 
 
 def text_of(row: Row, column: str, location: str) -> str:
-    """Return the text in a column of one row; ``DatasetError`` names the place and the columns of the row.
+    """Return the text in ``column``; raise ``DatasetError`` (with ``place``) if the column is missing or is not text.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
@@ -101,13 +101,13 @@ def text_of(row: Row, column: str, location: str) -> str:
     if column not in row:
         raise DatasetError(f"{location}: column {column!r} is missing; {_columns(row)}.")
     if not isinstance(row[column], str):
-        hint = " (env.dataset=table reads chats)" if isinstance(row[column], list) else ""
+        hint = " (use env.dataset=table for chat messages)" if isinstance(row[column], list) else ""
         raise DatasetError(f"{location}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
     return row[column]
 
 
 def first_text(row: Row, columns: Sequence[str], location: str) -> str:
-    """Return the text or number, as text, in the first of ``columns`` that has a value; see :func:`text_of`.
+    """Return the first value among ``columns`` as text; raise ``DatasetError`` unless it is text or a number.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
@@ -118,7 +118,7 @@ def first_text(row: Row, columns: Sequence[str], location: str) -> str:
             return str(value)
         if value is not None:
             return text_of(row, column, location)
-    raise DatasetError(f"{location}: there is no column {' or '.join(map(repr, columns))}; {_columns(row)}.")
+    raise DatasetError(f"{location}: no column {' or '.join(map(repr, columns))} has a value; {_columns(row)}.")
 
 
 def _columns(row: Row) -> str:
@@ -126,11 +126,11 @@ def _columns(row: Row) -> str:
 
 
 def require_file(path: Path) -> None:
-    """Raise ``DatasetError`` unless ``path`` is a file of a format that can be read."""
+    """Raise ``DatasetError`` unless ``path`` is an existing file of a supported format."""
     if path.suffix not in _READERS:
-        raise DatasetError(f"{path} ends in {path.suffix!r}; give one of {', '.join(_READERS)}.")
+        raise DatasetError(f"{path} ends in {path.suffix!r}; give a file that ends in one of {', '.join(_READERS)}.")
     if not path.is_file():
-        raise DatasetError(f"there is no file {path}; correct env.dataset_path or env.eval_path (now in {Path.cwd()}).")
+        raise DatasetError(f"there is no file {path} (in {Path.cwd()}); correct env.dataset_path or env.eval_path.")
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
             row = _json(line, f"{path}, line {number}")
             if not isinstance(row, dict):
                 kind = type(row).__name__
-                raise DatasetError(f"{path}, line {number}: holds {kind}, not an object with the columns of a row.")
+                raise DatasetError(f"{path}, line {number}: holds {kind}; write one JSON object per line.")
             rows.append(row)
     return rows
 
@@ -152,8 +152,8 @@ def _json(text: str, location: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DatasetError(f"{location}: not valid JSON ({error.msg} at character {error.pos}).") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets as deep
-        raise DatasetError(f"{location}: not JSON that can be read ({sentence(error)}).") from error
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deep nesting
+        raise DatasetError(f"{location}: the JSON cannot be parsed ({sentence(error)}).") from error
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
@@ -164,18 +164,18 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    csv.field_size_limit(_PLAIN_SIZE)  # of a cell; Python's limit is 131,072 characters
+    csv.field_size_limit(_PLAIN_SIZE)  # per cell; Python's default is 131,072 characters
     rows: list[dict[str, Any]] = []
     with path.open(encoding=_ENCODING, newline="") as file:
-        reader = csv.reader(file, strict=True)  # so that an unclosed quotation mark is an error
+        reader = csv.reader(file, strict=True)  # an unclosed quotation mark is an error
         try:
             names = next(reader, [])
             if len(set(names)) < len(names):
-                raise DatasetError(f"{path}: two columns have one name ({', '.join(map(repr, names))}); rename one.")
+                raise DatasetError(f"{path}: two columns have equal names: {', '.join(map(repr, names))}; rename one.")
             for cells in filter(None, reader):
                 if len(cells) != len(names):
                     raise DatasetError(
-                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): has {len(cells)} cells where the "
+                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): has {len(cells)} cells, but the "
                         f"header has {len(names)}; put cells that hold a comma or a line break in quotation marks."
                     )
                 rows.append(dict(zip(names, cells, strict=True)))
@@ -195,18 +195,18 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(_PARQUET_ROWS):
             rows += batch.to_pylist()
             read += _size(rows[-len(batch) :])
-            if read > most:  # a thousand rows of one text have it once in the file
+            if read > most:  # a text that many rows repeat is stored once
                 raise DatasetError(
-                    f"{path} has {path.stat().st_size} bytes and unpacks to more than {most} letters; no data set is "
-                    "so repetitive: mend it, or give it as .jsonl."
+                    f"{path} has {path.stat().st_size} bytes and decompresses to more than {most} characters, which no "
+                    "real dataset does; correct the file, or give it as .jsonl."
                 )
         return rows
     except (ArrowException, OSError) as error:
-        raise DatasetError(f"{path} is not a readable parquet file ({first_line(error)}).") from error
+        raise DatasetError(f"{path} is not a readable Parquet file ({first_line(error)}); replace it.") from error
 
 
 def _size(value: Any) -> int:
-    """Return the number of characters and other values in nested lists and dictionaries."""
+    """Return the number of characters in nested values; a number counts as 1."""
     if isinstance(value, (list, dict)):
         return sum(map(_size, value.values() if isinstance(value, dict) else value))
     return max(1, len(value)) if isinstance(value, (str, bytes)) else 1
@@ -218,18 +218,18 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
     ".parquet": _read_parquet,
     ".csv": _read_csv,
 }
-SUFFIXES = tuple(_READERS)  # of local files that can be read
+SUFFIXES = tuple(_READERS)  # of supported local files
 
 
 def normalised(question: str) -> str:
-    """Return the question without letter case and spacing, for comparison."""
+    """Return the question in lower case with single spaces, for comparison."""
     return " ".join(question.casefold().split())
 
 
 def unique_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples that differ from every earlier one in what a reward can read.
+    """Return the examples without duplicates: equal question, answer and other columns; the first one is kept.
 
-    Letter case and spacing of the prompt are no difference; of the answer and all other columns they are.
+    Letter case and spacing are ignored in the question, but not in the answer and the other columns.
     """
     unique: dict[tuple[str, ...], Example] = {}
     for example in examples:
@@ -256,19 +256,19 @@ def two_sides(
     data_seed: int,
     source: str,
 ) -> tuple[list[Example], list[Example]]:
-    """Return the training and the held-out examples, each row once; a question on both sides is held out.
+    """Return the training and the held-out split, without duplicates; a question in both splits is only held out.
 
-    Without ``heldout``, the rows of the questions with the smallest hash are held out until there are ``num_heldout``
-    (None: a tenth of the rows, 512 at most). So the choice depends on the questions and ``data_seed``, not on their
-    order. Training examples keep the file's order; held-out ones have that of :func:`hash_ordered`.
+    If ``heldout`` is None, questions are held out in order of their hash until ``num_heldout`` rows are (None: a tenth
+    of the rows, at most 512). So the choice depends on the questions and ``data_seed``, not on the order of the rows.
+    Training examples keep the file's order; held-out examples are sorted by :func:`hash_ordered`.
 
     Raises:
-        DatasetError: nothing is left to train on.
+        DatasetError: no training example is left.
     """
     num_read, train = len(train), unique_examples(train)
     if len(train) < num_read:
         logger.info(
-            "%d of %d rows of %s equal an earlier row and are left out.", num_read - len(train), num_read, source
+            "%d of %d rows of %s equal an earlier row and are skipped.", num_read - len(train), num_read, source
         )
     if heldout is None:
         count = min(_MOST_HELD_OUT, max(1, len(train) // 10)) if num_heldout is None else num_heldout
@@ -281,9 +281,9 @@ def two_sides(
         if count and len(chosen) == len(rows):
             fewer = f"env.num_heldout={max(1, len(rows) // 10)}, " if len(rows) > 1 else ""
             raise DatasetError(
-                f"{source} has {len(train)} rows with {len(rows)} different questions, and one that is held out is not "
-                f"trained on, so env.num_heldout={count} leaves none; give {fewer}other rows to evaluate on "
-                "(env.eval_path), or none (env.num_heldout=0 eval.mode=off)."
+                f"{source} has {len(train)} rows with {len(rows)} different questions; env.num_heldout={count} leaves "
+                f"none for training. Use {fewer}other problems for evaluation (env.eval_path=FILE), or no evaluation "
+                "(env.num_heldout=0 eval.mode=off)."
             )
         heldout = [example for example in train if normalised(example.query) in chosen]
         logger.info("%d of %d rows of %s are held out for evaluation.", len(heldout), len(train), source)
@@ -291,23 +291,23 @@ def two_sides(
     taken = {normalised(example.query) for example in heldout}
     remaining = [example for example in train if normalised(example.query) not in taken]
     if not remaining:
-        raise DatasetError(f"every question of {source} is held out; give other problems to train on.")
+        raise DatasetError(f"every question of {source} is in the held-out split; give other problems to train on.")
     return remaining, heldout
 
 
 def require_not_negative(**values: float) -> None:
-    """Raise ``ValueError``, which names the first value that is negative."""
+    """Raise ``ValueError`` that names the first negative value, if there is one."""
     for name, value in values.items():
         if value < 0:
             raise ValueError(f"{name}={value} must not be negative.")
 
 
 class BaseTask:
-    """A task (:class:`~sota_grpo.rl.task.Task`) that asks a question after a system prompt, if there is one.
+    """Base class of tasks (:class:`~sota_grpo.rl.task.Task`): an optional system prompt, then the question.
 
     Args:
-        train, heldout: examples to train on, and to evaluate on.
-        system_prompt: replaces ``default_prompt``; an empty text leaves the system turn out.
+        train, heldout: examples for training and for evaluation.
+        system_prompt: replaces ``default_prompt``; with an empty text there is no system turn.
     """
 
     name: str
@@ -321,28 +321,28 @@ class BaseTask:
         self.system_prompt: str | None = self.default_prompt if system_prompt is None else system_prompt
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """Return a system turn, unless the system prompt is empty, and the question as a user turn."""
+        """Return the system turn (unless the system prompt is empty) and the question as a user turn."""
         return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
-        """Grade a response; see the class for the terms."""
+        """Grade a response; the class documents the reward terms."""
         raise NotImplementedError
 
     def gold_response(self, example: Example) -> str | None:
-        """Return a response that earns the full reward, or None where the task knows none."""
+        """Return a response that earns the full reward, or None if the task has none."""
         return None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row, whose question may be missing; ``location`` names the row in errors."""
+        """Return the example of a dataset row, whose question may be missing; ``location`` names the row in errors."""
         raise NotImplementedError
 
 
 class FileTask(BaseTask):
-    """A task whose rows are in a file or in a dataset on the hub.
+    """Base class of tasks whose rows are in a file or in a hub dataset.
 
-    A subclass has a ``name`` and defines ``score`` and ``read_row``. ``question_columns`` are where the question is. A
-    task with a dataset of its own names it (``hub_name``, ``hub_config``) and says whether its test split is held out.
-    ``max_broken`` is the share of a hub dataset's rows that may be unreadable, because its user cannot mend them.
+    A subclass sets ``name`` and defines ``score`` and ``read_row``. The question is in the first of
+    ``question_columns`` that has a value. ``hub_name`` and ``hub_config`` name the default dataset; ``has_test_split``:
+    its test split is held out. ``max_broken``: fraction of unreadable rows of a hub dataset that are skipped.
     """
 
     hub_name: str
@@ -352,14 +352,14 @@ class FileTask(BaseTask):
     max_broken = 0.0
 
     def _problem(self, row: Row, location: str) -> Example:
-        """Return the example of a row that must have a question."""
+        """Return the example of a row; raise ``DatasetError`` if its question is missing or empty."""
         question = first_text(row, self.question_columns, location)
         if not question.strip():
             raise DatasetError(f"{location}: the question is empty; mend or remove the row.")
         return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, split: str = "train") -> list[Example]:
-        """Return the examples of a file or of a dataset on the hub; ``DatasetError`` names a row that is broken."""
+        """Return the examples of a file or of a hub dataset; raise ``DatasetError`` that names an unreadable row."""
         rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
         for number, row in enumerate(rows, start=1):
             try:
@@ -371,11 +371,11 @@ class FileTask(BaseTask):
         if len(broken) > self.max_broken * len(rows):
             raise DatasetError(f"{len(broken)} of {len(rows)} rows of {name} cannot be used; the first: {broken[0]}")
         if broken:
-            logger.warning("%d of %d rows of %s are left out; the first: %s", len(broken), len(rows), name, broken[0])
+            logger.warning("%d of %d rows of %s are skipped; the first: %s", len(broken), len(rows), name, broken[0])
         return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """Return the examples of ``name``, and the held-out ones if another file or split holds them."""
+        """Return the examples of ``name``, and those of a separate held-out file or split (None without one)."""
         train = self.read(name)
         if eval_path is not None:
             return train, self.read(eval_path)
@@ -392,21 +392,21 @@ class FileTask(BaseTask):
         data_seed: int = 0,
         **options: Any,
     ) -> Self:
-        """Build the task with its rows; options are checked before anything is loaded.
+        """Return the task with its dataset loaded; ``options`` are checked before anything is loaded.
 
-        Equal rows are kept once, and a question is never on both sides (:func:`two_sides`).
+        Duplicate rows are dropped, and no question is in both splits (:func:`two_sides`).
 
         Args:
-            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a name on the hub; None is the task's own dataset.
-            eval_path: the same for the held-out problems; None holds out the test split of a dataset that has one, else
-                ``num_heldout`` rows of ``path``.
-            num_heldout: None is a tenth of the rows, 512 at most.
-            max_samples: train on the first so many examples only.
-            data_seed: of the choice of the held-out rows, and of their order.
-            options: of the class.
+            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default dataset.
+            eval_path: file or hub name of the held-out problems; None holds out the test split of the default dataset
+                if it has one, else ``num_heldout`` rows of ``path``.
+            num_heldout: number of held-out rows; None is a tenth of the rows, at most 512.
+            max_samples: train on the first ``max_samples`` examples only.
+            data_seed: seed of the choice and order of the held-out rows.
+            options: keywords of the class.
 
         Raises:
-            DatasetError: rows that cannot be used, with their number, or too few of them.
+            DatasetError: a row (named) cannot be used, or too few rows are left.
         """
         task, name = cls(**options), path or cls.hub_name
         train, heldout = task._sides(name, eval_path)

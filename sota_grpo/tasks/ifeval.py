@@ -1,12 +1,12 @@
 """IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911).
 
-``ifeval`` trains on RLVR-IFeval, ``instructions`` on prompts that are drawn here. A drawn prompt is a request (a form
-and a topic) and one to three of the 25 instructions, in words of our own (``instructions.yaml``). Each request belongs
-to one side of the split, for every seed.
+``ifeval`` trains on RLVR-IFeval, ``instructions`` on generated prompts. A generated prompt is a request (a form and a
+topic) and one to three of the 25 instructions, worded by templates of this package (``instructions.yaml``). Each
+request belongs to one split, for every seed.
 
-Instructions that contradict each other are not drawn together. Each *decides* some aspects of a response (its start,
-its case, its layout, ..) and *relies* on others: an end phrase decides the end, and relies on English and on its own
-letters. Two are drawn together where neither decides what the other decides or relies on.
+Contradictory instructions are never combined. Each instruction *decides* some aspects of a response (its start, case,
+layout, ..) and *relies* on others: an end phrase decides the end, and relies on English and on its letters. Two
+instructions can be combined if neither decides an aspect that the other decides or relies on.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ logger = logging.getLogger(__name__)
 
 
 class IFEvalTask(FileTask):
-    """Prompts with instructions; trained on RLVR-IFeval, evaluated on IFEval.
+    """Prompts with checkable instructions; trained on RLVR-IFeval, evaluated on IFEval.
 
-    ``reward = instructions + all_weight * all``: ``instructions`` is the share of instructions that are followed
-    strictly, ``all`` is 1 when all are, which is also the success. The share is the default reward, because groups that
-    never follow all instructions still have better and worse responses.
+    ``reward = instructions + all_weight * all``: ``instructions`` is the fraction of instructions that are strictly
+    followed, ``all`` is 1 if all are, which is also the success. By default only the fraction counts, because it gives
+    a group different rewards even if no response follows all instructions.
 
-    The last ``<answer>`` block is graded if there is one, else all text but the thinking. Each instruction is checked
-    strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); both lists, and the four accuracies of the
-    benchmark, are in the score's ``info``.
+    The text of the last ``<answer>`` block is graded, or without one the whole response except its thinking. Each
+    instruction is checked strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); ``info`` of the score
+    has both lists and the four accuracies of the benchmark.
 
     Args:
-        train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
-        system_prompt: of the prompt; None or an empty text is no system turn, as in the benchmark.
-        all_weight: weight of ``all``, added to that of ``instructions``, which is 1.
-        nltk_data: folder of NLTK's data; None searches NLTK's own folders. Without Punkt's data sentences are split by
-            rules with nearly the same outcome.
+        train, heldout: examples for training and for evaluation, made by :meth:`read_row`.
+        system_prompt: text of the system turn; None or an empty text is no system turn, as in the benchmark.
+        all_weight: weight of ``all``; ``instructions`` has weight 1.
+        nltk_data: directory of NLTK's data; None uses NLTK's default directories. Without the Punkt data, rules split
+            sentences, with nearly the same result.
 
     Raises:
-        ValueError: a negative weight.
-        UserError: ``nltk_data`` does not hold Punkt's data.
+        ValueError: ``all_weight`` is negative.
+        UserError: ``nltk_data`` does not contain the Punkt data.
     """
 
     name = "ifeval"
@@ -90,11 +90,11 @@ class IFEvalTask(FileTask):
         self.term_weights = {"instructions": 1.0, "all": all_weight}
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """Return the training examples, and those of IFEval or of another file that replaces it."""
+        """Return the training examples and the held-out ones: ``eval_path``, or IFEval for a hub dataset."""
         if name.casefold() == EVAL_HUB_NAME.casefold():
             raise DatasetError(
-                f"{name} is what IFEval is evaluated on, so training on it would make the results meaningless; train "
-                f"on {self.hub_name} (env.dataset_path=null) or on a file of your own."
+                f"{name} is the test set of IFEval, so training on it would make the evaluation meaningless; train on "
+                f"{self.hub_name} (env.dataset_path=null) or on a file of your own."
             )
         if eval_path is None and not is_file(name):
             eval_path = EVAL_HUB_NAME
@@ -103,7 +103,7 @@ class IFEvalTask(FileTask):
         shared = [example.query for example in distinct if normalised(example.query) in taken]
         if shared:
             raise DatasetError(
-                f"{len(shared)} of the {len(distinct)} training prompts of {name} are in {eval_path} too, so "
+                f"{len(shared)} of the {len(distinct)} training prompts of {name} are also in {eval_path}, so "
                 f"training on them would make the evaluation meaningless; remove them from {name}, or evaluate on "
                 f"another file (env.eval_path). The first begins with {shared[0][:80]!r}."
             )
@@ -111,12 +111,12 @@ class IFEvalTask(FileTask):
         return train, heldout
 
     def prepare(self) -> None:
-        """Import the libraries of the checks before the deadline of the first response begins."""
+        """Import the libraries of the checks, so that the first response's time limit does not include that."""
         checks.capital_word_count("One word. Another.", "at least", 1, self.nltk_data)
         checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
-        """Check each instruction."""
+        """Return the terms ``instructions`` and ``all``; ``info`` has the result of each check."""
         ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
         strict, loose = follow_lists(answer_text(response), ids, kwargs, self.nltk_data)
         share, everything = sum(strict) / len(strict), float(all(strict))
@@ -131,15 +131,15 @@ class IFEvalTask(FileTask):
         return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return the benchmark's four accuracies: prompts and instructions that are followed, strictly and loosely."""
+        """Return (followed, total) of the benchmark's four accuracies: prompts and instructions, strict and loose."""
         num_instructions = len(example.extra["instruction_id_list"])
         lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
-        # a grader that failed has left no lists, and nothing counts as followed
+        # a failed grader gives no lists; then nothing counts as followed
         prompts = {f"prompt_{way}": (int(sum(followed) == num_instructions), 1) for way, followed in lists.items()}
         return prompts | {f"instruction_{way}": (sum(followed), num_instructions) for way, followed in lists.items()}
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read a row of either dataset; the prompt may be missing.
+        """Return the example of a row of IFEval or RLVR-IFeval; the prompt may be missing.
 
         IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
         ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
@@ -159,15 +159,15 @@ class IFEvalTask(FileTask):
     def _warn_without_punkt(self, ids: Iterable[str]) -> None:
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
             logger.warning(
-                "NLTK's Punkt data are not there, so sentences are split by rules with the same outcome in more than "
-                "99 of 100 cases; for all of them run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
+                "NLTK's Punkt data are not installed, so rules split sentences, with the same result in over 99 of "
+                "100 cases; for identical results run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
             )
 
 
 class InstructionsTask(IFEvalTask):
-    """Prompts that are drawn, graded as those of IFEval are, with the same options."""
+    """Generated prompts with instructions, graded like :class:`IFEvalTask` and with the same options."""
 
-    name, hub_name = "instructions", ""  # its problems are drawn
+    name, hub_name = "instructions", ""  # no dataset
 
     @classmethod
     def load(  # type: ignore[override]
@@ -180,14 +180,14 @@ class InstructionsTask(IFEvalTask):
         data_seed: int = 0,
         **options: Any,
     ) -> InstructionsTask:
-        """Draw both splits from the seed; with ``eval_path``, hold out its prompts instead and never train on them.
+        """Return the task with generated splits; with ``eval_path``, its prompts are the held-out split.
 
         Args:
-            seed: of the draw; which requests are held out is the same for every seed.
-            num_train, num_heldout: lengths of the splits.
-            eval_path: a local file or a name on the hub, in the format of IFEval or of RLVR-IFeval.
-            data_seed: of the order of its rows.
-            options: of the class.
+            seed: seed of the prompts; which requests are held out does not depend on it.
+            num_train, num_heldout: number of examples of the splits.
+            eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval, whose prompts are never trained on.
+            data_seed: seed of the order of the rows of ``eval_path``.
+            options: keywords of the class.
         """
         task = cls(**options)
         examples = [] if eval_path is None else hash_ordered(unique_examples(task.read(eval_path)), data_seed)
@@ -200,7 +200,7 @@ class InstructionsTask(IFEvalTask):
 
 @cache
 def texts() -> dict[str, Any]:
-    """Return the words that prompts are made of, as ``instructions.yaml`` has them; lists of single words are split."""
+    """Return the contents of ``instructions.yaml``, with lists of single words split."""
     import yaml
 
     with Path(__file__).with_name("instructions.yaml").open(encoding="utf-8") as file:
@@ -211,8 +211,8 @@ def texts() -> dict[str, Any]:
 
 
 _CHOICE, _REPEAT = "detectable_format:constrained_response", "combination:repeat_prompt"
-_NUM_INSTRUCTIONS = {1: 3, 2: 2, 3: 1}  # with their weights, near to the benchmark's
-# Ranges of n, whose values fit into a hundred words.
+_NUM_INSTRUCTIONS = {1: 3, 2: 2, 3: 1}  # number of instructions: weight, similar to the benchmark
+# Ranges of n are chosen for responses of about a hundred words.
 _RELATIONS = {  # kwargs of the relation and of n, ranges of n for "at least" and for "less than"
     "keywords:frequency": ("relation", "frequency", (2, 4), (3, 4)),
     "keywords:letter_frequency": ("let_relation", "let_frequency", (5, 15), (3, 8)),
@@ -230,7 +230,7 @@ Kwargs = dict[str, Any]
 
 
 def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
-    """Draw an example of one side of the split whose prompt is not ``taken``."""
+    """Return a random example of the held-out or the training split whose prompt is not in ``taken``."""
     while True:
         request, chosen = _draw_instructions(rng, heldout)
         sentences = [_say(rng, name, kwargs) for name, kwargs in chosen.items()]
@@ -242,7 +242,7 @@ def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
 
 
 def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str, Kwargs]]:
-    """Draw a request, and the kwargs of each of its instructions by name."""
+    """Return a random request of the split and ``{instruction: kwargs}`` of instructions that can be combined."""
     words_of, order = texts(), rng.sample(list(texts()["instructions"]), len(texts()["instructions"]))
     is_question = order[0] == _CHOICE
     forms = words_of["questions" if is_question else "requests"]
@@ -267,14 +267,14 @@ def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str
 
 
 def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
-    """Return the aspects that an instruction decides, and those that it relies on."""
+    """Return the sets of aspects that an instruction decides and relies on."""
     one, requires_few = texts()["instructions"][name], "less than" in kwargs.values()
     decided = {aspect.rstrip("?") for aspect in one["decides"].split() if requires_few or aspect[-1] != "?"}
     return decided, set(one["relies"].split())
 
 
 def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) -> Kwargs:
-    """Draw all kwargs of an instruction; ``words`` are the unused ones of the topic, and those used are removed."""
+    """Return random kwargs of an instruction; the topic's words that it uses are removed from ``words``."""
     if name in _RELATIONS:
         relation_kwarg, count_kwarg, at_least, less_than = _RELATIONS[name]
         relation = rng.choice(("at least", "less than"))
@@ -312,7 +312,7 @@ def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) 
 
 
 def _say(rng: random.Random, name: str, kwargs: Kwargs) -> str:
-    """Return the instruction in one of its wordings."""
+    """Return the text of the instruction, by one of its templates."""
     numerals, amounts = texts()["numerals"], texts()["amounts"]
 
     def written(number: int) -> str:
@@ -341,7 +341,7 @@ def _say(rng: random.Random, name: str, kwargs: Kwargs) -> str:
 
 
 def _arrange(rng: random.Random, request: str, sentences: Sequence[str], request_first: bool) -> str:
-    """Return the request and its instructions as one text, by lines, as a list, or in reverse order."""
+    """Return a prompt with the request and its instructions: as a paragraph, lines, a list, or in reverse order."""
     as_text = f"{request} {' '.join(sentences)}"
     by_lines = "\n".join([request, "", *sentences])
     as_list = "\n".join([request, "", "Keep to these rules:", *(f"- {sentence}" for sentence in sentences)])

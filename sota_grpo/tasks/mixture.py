@@ -1,7 +1,7 @@
-"""Several tasks as one: the order of their prompts, and the grader of each response.
+"""A mixture of tasks: the order of prompts, and a grader that dispatches by task.
 
-The task of a draw depends on the weights and the number of the draw alone; the example, on the seed and the number of
-earlier draws of that task. So a run can resume at any draw, and the order is independent of the other tasks' data.
+The task of draw ``n`` depends only on the weights and ``n``; its example only on the seed and the number of earlier
+draws of that task. So a run can resume at any draw, and a task's order does not depend on the other tasks' data.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sota_grpo.tasks.dataset import DatasetError
 
 
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
-    """Return the task of draw ``draw``, and the number of earlier draws of that task, in time of order ``T``.
+    """Return (index of the task of draw ``draw``, number of earlier draws of that task), in time O(T).
 
-    The first task leaves the share ``r = 1 - w_0 / sum(w)`` of the draws to the others: of the first ``n`` that is
-    ``R(n) = floor(r n + 1/2)``. So draw ``n`` is left to them where ``R(n + 1) = R(n) + 1``, as number ``R(n)`` of
-    theirs, and so on among them; else it is draw ``n - R(n)`` of the first task. ``R`` never steps by more than 1, so
-    nothing is left out and nothing comes twice, and each rounding is off by at most 1/2: after ``n`` draws a task of
-    ``T`` has had ``n w / sum(w)`` to within ``(T - 1) / 2``. A batch is therefore mixed as its weights say.
+    The tasks after the first get the fraction ``r = 1 - w_0 / sum(w)`` of the draws: ``R(n) = floor(r n + 1/2)`` of the
+    first ``n``. If ``R(n + 1) = R(n) + 1``, draw ``n`` is draw ``R(n)`` of the remaining tasks, which are split in the
+    same way; else it is draw ``n - R(n)`` of the first task. ``R`` never increases by more than 1, so the draws of each
+    task are numbered without gaps. Each rounding is off by at most 1/2, so after ``n`` draws a task has had
+    ``n w / sum(w)`` to within ``(T - 1) / 2``, and every batch has nearly the mixture of the weights.
 
     Args:
-        weights: of the ``T`` tasks, above 0; only their ratios count.
-        draw: counted from 0.
+        weights: weights of the ``T`` tasks, above 0; only their ratios count.
+        draw: number of the draw, from 0.
 
     >>> [task_of_draw([Fraction(2), Fraction(1)], draw) for draw in range(6)]
     [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
@@ -47,7 +47,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 
 
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the part of element ``index`` and its index there, where parts take turns until they are used up.
+    """Return (part, index in that part) of element ``index`` of parts with these sizes, interleaved round-robin.
 
     >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
@@ -60,13 +60,13 @@ def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
             turn, which = divmod(index, len(waiting))
             return waiting[which], rounds + turn
         index, rounds = index - here, size
-    raise IndexError(f"there are {sum(sizes)} elements.")
+    raise IndexError(f"the index is outside a sequence of {sum(sizes)} elements.")
 
 
 class MixedExamples(Sequence[Example]):
-    """The examples of several tasks (``parts``), tagged with their task's name; as a sequence the tasks take turns.
+    """The examples of several tasks (``parts``), each tagged with its task's name, interleaved round-robin.
 
-    So the first examples, which are evaluated, checked or shown, are of all tasks alike.
+    So a prefix of the sequence, as evaluation, checks and reports use it, has examples of all tasks.
     """
 
     def __init__(self, examples_of: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
@@ -85,41 +85,41 @@ class MixedExamples(Sequence[Example]):
         return self.example(self._names[which], position_of_task)
 
     def example(self, name: str, index: int) -> Example:
-        """Return example ``index`` of the task called ``name``."""
+        """Return example ``index`` of the task ``name``, tagged."""
         example = self.examples_of[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 
     def only(self, examples: Iterable[Example], *, may_be_empty: bool) -> MixedExamples:
-        """Return a mixture of these of its examples alone.
+        """Return the mixture restricted to ``examples``.
 
         Raises:
-            DatasetError: none of a task is among them, and ``may_be_empty`` does not allow that.
+            DatasetError: a task has no example left, unless ``may_be_empty``.
         """
         examples_of: dict[str, list[Example]] = {name: [] for name in self.examples_of}
         for example in examples:
             name, untagged = _untagged(example)
             examples_of[name].append(untagged)
         for name in () if may_be_empty else [name for name, remaining in examples_of.items() if not remaining]:
-            raise DatasetError(f"No problem of env.mixture.{name} is left to train on; mend its data or leave it out.")
+            raise DatasetError(f"No training problem of env.mixture.{name} is left; correct its data or remove it.")
         return MixedExamples(examples_of, self.weights)
 
     def drawn(self, draw: int) -> tuple[str, int]:
-        """Return the name of the task of draw ``draw``, and the number of earlier draws of that task."""
+        """Return (task name of draw ``draw``, number of earlier draws of that task)."""
         which, count = task_of_draw(list(self.weights.values()), draw)
         return self._names[which], count
 
 
 class MixtureTask:
-    """Several tasks in one run; each example is tagged with its task.
+    """A mixture of several tasks; each example is tagged with the name of its task.
 
-    A term ``correct`` of the task ``maths`` is ``maths/correct``, with the same weight; it does not apply to responses
-    of other tasks.
+    The reward term ``correct`` of a task ``maths`` becomes ``maths/correct``, with the same weight; it does not apply
+    to responses of other tasks.
 
     Args:
-        tasks: by name; metrics have this name.
-        weights: relative frequencies; None: all alike.
-        max_tokens: most tokens of a response, of the tasks with a limit of their own.
-        group_sizes: responses to a prompt, of the tasks with a number of their own.
+        tasks: tasks by name; the names also prefix their metrics.
+        weights: sampling weights by name; None: equal weights.
+        max_tokens: maximum response length by name, for tasks that override the run's limit.
+        group_sizes: group size by name, for tasks that override the run's group size.
     """
 
     name = "mixture"
@@ -131,7 +131,7 @@ class MixtureTask:
         max_tokens: Mapping[str, int] | None = None,
         group_sizes: Mapping[str, int] | None = None,
     ) -> None:
-        names = sorted(tasks)  # for any order in a file or command
+        names = sorted(tasks)  # independent of the order in a file or command
         shares = dict.fromkeys(names, Fraction(1)) | dict(weights or {})
         self._set_tasks({name: without_examples(tasks[name]) for name in names})
         self.train: Sequence[Example] = MixedExamples({name: tasks[name].train for name in names}, shares)
@@ -146,36 +146,36 @@ class MixtureTask:
         self.score = MixtureScorer(self.tasks, self.term_weights)
 
     def with_tasks(self, change: Callable[[str, Task], Task]) -> MixtureTask:
-        """Return a copy with ``change(name, task)`` for each task, and the same examples in the same order."""
+        """Return a copy with every task replaced by ``change(name, task)``; the examples and their order stay."""
         changed = copy.copy(self)
         changed._set_tasks({name: change(name, task) for name, task in self.tasks.items()})
         return changed
 
     def resolve(self, example: Example) -> tuple[str, Task, Example]:
-        """Return name and task of an example, and the example as that task made it."""
+        """Return (task name, task, the example without its tag)."""
         name, untagged = _untagged(example)
         return name, self.tasks[name], untagged
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """Return the chat of the example's task."""
+        """Return the messages that the example's task makes of it."""
         _, task, untagged = self.resolve(example)
         return task.messages(untagged)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return that of the example's task."""
+        """Return the gold response that the example's task gives, or None."""
         _, task, untagged = self.resolve(example)
         return task.gold_response(untagged)
 
     def max_tokens(self, example: Example) -> int | float:
-        """Return the most tokens of a response; infinity where the task has no limit of its own."""
+        """Return the maximum response length of the example's task; infinity if the task does not set one."""
         return self._max_tokens.get(self.resolve(example)[0], math.inf)
 
     def group_size(self, example: Example) -> int | None:
-        """Return the number of responses; None where the task has no number of its own."""
+        """Return the group size of the example's task; None if the task does not set one."""
         return self._group_sizes.get(self.resolve(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return hits and trials of the example's task by its name, and those of its benchmark below it."""
+        """Return ``{task: (successes, trials)}`` of the example's task, and its benchmark counts as ``task/name``."""
         name, task, example = self.resolve(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
@@ -183,7 +183,7 @@ class MixtureTask:
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], location: str) -> Example:
-        """Read a row by the task in its column ``mixture/task``."""
+        """Return the example that the task in the row's column ``mixture/task`` makes of the row."""
         name = row.get(TASK)
         if name not in self.tasks:
             raise DatasetError(f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend the row.")
@@ -197,7 +197,7 @@ def _untagged(example: Example) -> tuple[str, Example]:
 
 
 class MixtureScorer:
-    """The scorer of :class:`MixtureTask`; it has ``score_group`` where one of the tasks has."""
+    """The scorer of :class:`MixtureTask`; it has ``score_group`` if a task's scorer has."""
 
     def __init__(self, tasks: Mapping[str, Task], term_names: Iterable[str]) -> None:
         self._tasks, self._term_names = dict(tasks), tuple(term_names)
@@ -209,7 +209,7 @@ class MixtureScorer:
         return self._joined(name, self._tasks[name].score(response, untagged))
 
     def prepare(self) -> None:
-        """Prepare the scorers of the tasks."""
+        """Prepare the scorers of all tasks."""
         for task in self._tasks.values():
             prepare(task.score)
 

@@ -1,11 +1,11 @@
-"""Tasks whose problems are drawn when they are needed; two of them answer a response.
+"""Procedurally generated tasks, with two that support multi-turn dialogs: Countdown and a calculator.
 
-Countdown requires an expression of given numbers with a given value; its reply names the mistake. The
-rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets; its rows
-(columns ``nums`` and ``target``) can be read.
+Countdown asks for an expression of given numbers that has a given value, and replies to a wrong response with the
+mistake. The rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets.
+TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
 
-The calculator is the example of a task with a tool: ``<calc>347 * 28</calc>`` at the end of a turn is answered by a
-tool turn with the result, and the policy continues. Values are exact, and no model text is executed
+The calculator is an example of a task with a tool: after ``<calc>347 * 28</calc>`` at the end of a turn, a tool turn
+gives the result, and the policy continues. Arithmetic is exact, and no model text is executed
 (:mod:`sota_grpo.rewards.expressions`).
 """
 
@@ -28,23 +28,24 @@ HELDOUT_SHARE = 8  # one problem in eight is held out
 
 
 def is_heldout(problem: object) -> bool:
-    """Return whether a problem is held out: ``hash(str(problem)) mod 8 == 0``, for every seed."""
+    """Return whether a problem is in the held-out split: ``hash(str(problem)) mod 8 == 0``, for every seed."""
     digest = hashlib.blake2b(str(problem).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
 
 @dataclass(frozen=True)
 class DrawnExamples(Sequence[Example]):
-    """A sequence whose example ``i`` is ``draw(rng, heldout)``, its random numbers from ``(seed, heldout, i)``.
+    """A split whose example ``i`` is ``draw(rng, heldout)``, with ``rng`` seeded by ``(seed, heldout, i)``.
 
-    So a longer sequence begins with the shorter one, and an example may be repeated.
+    A longer split begins with the shorter one. Examples may repeat.
 
     Args:
-        draws: picklable functions that draw a problem of one side; several take turns, each with its own ``i``.
-        heldout: the side.
+        draws: picklable functions that draw a problem; of ``n`` functions, ``i mod n`` draws example ``i``, seeded by
+            ``i div n``.
+        heldout: True for the held-out split, False for the training split.
 
     Raises:
-        ValueError: no examples to train on.
+        ValueError: ``num_examples`` is below 1 for training or negative for held-out.
         IndexError: the index is outside ``[-num_examples, num_examples)``.
     """
 
@@ -72,12 +73,12 @@ class DrawnExamples(Sequence[Example]):
 
 
 class ProceduralTask(BaseTask):
-    """A task that draws both splits; the answer ends in ``#### N``. A subclass says how to :meth:`draw` a problem.
+    """Base class of generated tasks whose answers end in ``#### N``; a subclass defines :meth:`draw`.
 
     Args:
-        seed: of the draws; the split is the same for every seed.
-        num_train, num_heldout: lengths of the splits.
-        system_prompt: replaces the task's own, where it has one; an empty text is no system turn.
+        seed: seed of the problems; which problems are held out does not depend on it.
+        num_train, num_heldout: number of examples of the splits.
+        system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
     """
 
     def __init__(
@@ -90,22 +91,22 @@ class ProceduralTask(BaseTask):
         super().__init__(train, heldout, system_prompt=system_prompt)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Draw a problem of one side of the split."""
+        """Return a random problem of the held-out or the training split."""
         raise NotImplementedError
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the number after the last ``####`` of the response with the gold one."""
+        """Return ``correct``: 1 if the number after the last ``####`` equals the gold number, else 0."""
         answer = extract_answer(response, "hash")
         gold = extract_answer(example.answer, "hash") or example.answer
         success = answer is not None and numbers_equal(answer, gold)
         return Score({"correct": float(success)}, success)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the worked answer."""
+        """Return the gold solution."""
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read ``answer`` (a number, alone or after ``####``) and, if it is there, ``question``."""
+        """Return the example of a row: ``answer`` (a number, alone or after ``####``) and optional ``question``."""
         return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", location))
 
 
@@ -117,19 +118,19 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": ope
 
 
 class CountdownTask(ProceduralTask):
-    """Countdown problems; the two splits share no problem, whatever their seeds.
+    """Countdown problems; the two splits share no problem, whatever the seeds.
 
-    ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 when the last ``<answer>`` outside the thinking
-    is an expression with a value that uses each number exactly once; ``correct`` is 1 when that value is the target,
-    too. A wrong response is answered by a user turn that says what is wrong.
+    ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 if the last ``<answer>`` outside the thinking
+    is a valid expression that uses each number exactly once; ``correct`` is 1 if, in addition, its value is the target.
+    The reply to a wrong response is a user turn that describes the mistake.
 
     Args:
         seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
-        num_numbers: the possible counts of numbers in a problem, at least 2 each.
+        num_numbers: possible counts of numbers in a problem, each at least 2.
         format_weight: weight of ``format``.
 
     Raises:
-        ValueError: fewer than two numbers, or a negative weight.
+        ValueError: a count below 2, no count, or a negative weight.
 
     >>> task = CountdownTask()
     >>> example = task.read_row({"nums": [3, 5, 7], "target": 26}, "demo, row 1")
@@ -142,7 +143,7 @@ class CountdownTask(ProceduralTask):
     """
 
     name = "countdown"
-    replies = True  # a score answers the response
+    replies = True  # scores have replies
     default_prompt = (
         "Find an arithmetic expression that has the target as its value. It must use every given number exactly once, "
         "and may use +, -, *, / and brackets. Give it between <answer> and </answer>, for example "
@@ -160,14 +161,14 @@ class CountdownTask(ProceduralTask):
         format_weight: float = 0.1,
     ):
         if not num_numbers or min(num_numbers) < 2:
-            raise ValueError(f"num_numbers={tuple(num_numbers)} must name counts of at least 2 numbers.")
+            raise ValueError(f"num_numbers={tuple(num_numbers)} must be counts of at least 2, such as (3, 4).")
         require_not_negative(format_weight=format_weight)
         super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
         self.term_weights = {"correct": 1.0, "format": format_weight}
         self._counts = tuple(num_numbers)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Draw numbers and an expression until its value is a target and the problem is of this side."""
+        """Sample numbers and an expression until its value is in ``TARGETS`` and the problem in the requested split."""
         count = rng.choice(self._counts)
         while True:
             numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
@@ -176,7 +177,7 @@ class CountdownTask(ProceduralTask):
                 return _example(numbers, target, solution)
 
     def score(self, response: str, example: Example) -> Score:
-        """Evaluate the answer."""
+        """Return ``correct`` and ``format``, and for a wrong response the reply."""
         numbers, target = example.extra["numbers"], example.extra["target"]
         answer = extract_answer(response, "tags")
         if answer is None:
@@ -192,17 +193,17 @@ class CountdownTask(ProceduralTask):
         return Score({"correct": 1.0, "format": 1.0}, success=True)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the solution by which the problem was made; None for a row without one."""
+        """Return the solution from which the problem was generated; None for a dataset row without ``answer``."""
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read ``target`` and ``nums`` (or ``numbers``), and ``answer``, a solution, if it is there."""
+        """Return the example of a row: ``target``, ``nums`` (or ``numbers``) and optional ``answer`` (a solution)."""
         numbers: Any = row.get("nums", row.get("numbers"))
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
         if not several or not all(type(value) is int and value > 0 for value in (*numbers, target)):
             raise DatasetError(
-                f"{location}: nums must be a list of at least two positive integers and target one, "
+                f"{location}: nums must be a list of at least two positive integers and target a positive one, "
                 f"found nums={str(numbers)[:40]} and target={str(target)[:40]}."
             )
         return _example(numbers, target, str(row.get("answer") or ""))
@@ -223,7 +224,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
-    """Join two numbers at random until one is left, by a sign that keeps every value a positive integer."""
+    """Return (value, expression): random pairs joined until one is left; all values are positive integers."""
     operands = [(number, str(number)) for number in numbers]
     while len(operands) > 1:
         pair = sorted((operands.pop(rng.randrange(len(operands))) for _ in range(2)), reverse=True)
@@ -235,7 +236,7 @@ def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
 
 
 LARGEST_RESULT = 10**18
-FORMS = (  # of the questions; every letter is a number of two or three digits
+FORMS = (  # of the questions; each letter is a number with two or three digits
     *("a * b", "a * b + c", "a * b - c", "(a + b) * c", "(a - b) * c", "a * b + c * d", "a * b - c * d"),
 )
 _TAG = re.compile(r"<(/?)calc>")
@@ -245,9 +246,9 @@ _LETTER = re.compile("[a-d]")
 class CalculatorTask(ProceduralTask):
     """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
 
-    ``reward = 1`` where that number is the right one, else 0. A response without such a number whose last complete
-    ``<calc>`` is outside the thinking gets the calculator's result, or its error, as the turn of a tool; any other
-    response ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the tool.
+    ``reward = 1`` if that number is right, else 0. If a response has no such number, but a complete ``<calc>`` outside
+    the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other response
+    ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
@@ -258,24 +259,24 @@ class CalculatorTask(ProceduralTask):
     """
 
     name = "calculator"
-    replies = True  # a score answers the response
-    calls_tools = True  # so that a response is not the last turn
+    replies = True  # scores have replies
+    calls_tools = True  # needs env.max_steps of 2 or more
     default_prompt = (
         "You have a calculator for +, -, *, / and brackets: write <calc>expression</calc> and end your turn, and you "
         "are given its result. Give the final answer on a last line of the form '#### <number>'."
     )
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Draw a form, then numbers until the result is positive and the problem is of this side."""
+        """Sample a form, then numbers until the result is positive and the problem is in the requested split."""
         form = rng.choice(FORMS)
         while True:
             question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
             value = parse_expression(question).value
-            if value > 0 and is_heldout((form, value)) == heldout:  # a * b is on the side of b * a
+            if value > 0 and is_heldout((form, value)) == heldout:  # a * b and b * a are in the same split
                 return Example(query=f"What is {question}?", answer=f"#### {value}")
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the answer, or answer the call."""
+        """Return ``correct``, and for a response that calls the calculator the reply."""
         if extract_answer(response, "hash") is not None:
             return replace(super().score(response, example), info={"tool_calls": 0})
         call = last_tagged(without_thinking(response), _TAG)
@@ -284,7 +285,7 @@ class CalculatorTask(ProceduralTask):
 
 
 def calculate(expression: str) -> str:
-    """Return the value as text, with 12 significant digits where it is no integer, or the error.
+    """Return the value of an expression as text (12 significant digits if it is not an integer), or the error.
 
     >>> calculate("347 * 28"), calculate("10 / 4"), calculate("2 / 3"), calculate("1 / 0")
     ('9716', '2.5', '0.666666666667', 'error: division by zero')

@@ -1,6 +1,6 @@
-"""Questions with an answer in a given format: GSM8K, MATH, and reasoning in tags.
+"""Tasks whose responses give the answer in a fixed format: GSM8K, MATH, and reasoning in tags.
 
-Model text is untrusted: it is searched with regular expressions of linear time, and never evaluated.
+Model text is untrusted: it is searched with linear-time regular expressions, and never executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sota_grpo.tasks.dataset import (
     require_not_negative,
 )
 
-_FORMS = {  # the request of the system prompt, and the last line of a response
+_FORMS = {  # instruction in the system prompt, and last line of a response
     "hash": ("on a last line of the form '#### <{}>'", "#### {}"),
     "boxed": ("in the form \\boxed{{<{}>}}", "The answer is \\boxed{{{}}}."),
     "tags": ("in the form <answer><{}></answer>", "<answer>{}</answer>"),
@@ -49,20 +49,20 @@ def answering(answer_format: str, answer: str) -> str:
 
 
 class QuestionTask(FileTask):
-    """Problems of a data set, each graded by an answer in a format.
+    """Base class of tasks that grade the answer which a response gives in a fixed format.
 
-    A subclass declares its ``default_format``; ``any_format``, which the prompt requests under ``answer_format=any``;
-    ``right_term``, the name of the term for the answer; ``default_weight``, of the term ``format``; and ``what`` the
-    prompt requires.
+    A subclass sets ``default_format``; ``any_format``, the format that the prompt requests if ``answer_format=any``;
+    ``right_term``, the name of the reward term for the answer; ``default_weight``, the weight of the term ``format``;
+    and ``what``, the word for the answer in the prompt.
 
     Args:
-        train, heldout: examples to train on, and to evaluate on.
-        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is the task's own.
-        system_prompt: replaces the task's own; an empty text leaves the system turn out.
-        format_weight: weight of ``format``; at 0 it is still reported. None is the task's own.
+        train, heldout: examples for training and for evaluation.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is the class's ``default_format``.
+        system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
+        format_weight: weight of ``format``; at 0 it is still reported. None is the class's ``default_weight``.
 
     Raises:
-        ValueError: an unknown answer format, or a negative weight.
+        ValueError: unknown answer format, or negative weight.
     """
 
     has_test_split = True
@@ -82,7 +82,7 @@ class QuestionTask(FileTask):
     ):
         super().__init__(train, heldout, system_prompt=system_prompt)
         self.answer_format = self.default_format if answer_format is None else answer_format
-        extract_answer("", self.answer_format)  # refuses an unknown one
+        extract_answer("", self.answer_format)  # raises if it is unknown
         self._requested_format = self.any_format if self.answer_format == "any" else self.answer_format
         if system_prompt is None and not self.default_prompt:
             where = _FORMS[self._requested_format][0].format(self.what)
@@ -96,8 +96,8 @@ class GSM8KTask(QuestionTask):
     """Grade-school word problems, graded by the final number alone (Cobbe et al. 2021, arXiv:2110.14168).
 
     ``reward = 1.0 * correct + format_weight * format``: ``correct`` is 1 when the answer equals the gold number
-    exactly; ``format`` is 1 when there is a number in the place of the answer. So a gold response earns the most and
-    an empty one 0. Arguments: :class:`QuestionTask`.
+    exactly; ``format`` is 1 when the response gives a number in the answer format. A gold response earns the full
+    reward, an empty one 0. Arguments: :class:`QuestionTask`.
 
     >>> task = GSM8KTask([Example("What is 9 times 2?", "9*2=18\\n#### 18")], [])
     >>> task.score("Nine twice is 18.\\n#### 18.00", task.train[0]).terms
@@ -111,20 +111,20 @@ class GSM8KTask(QuestionTask):
     what = "number"
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the number in the response with the gold one."""
+        """Return ``correct`` and ``format``; see the class."""
         answer = extract_answer(response, self.answer_format)
         is_answer = answer is not None and parse_number(answer) is not None
         correct = answer is not None and numbers_equal(answer, _gold_number(example.answer))
         return Score(terms={"correct": float(correct), "format": float(is_answer)}, success=correct)
 
     def gold_response(self, example: Example) -> str:
-        """Return the worked gold answer without its calculator annotations, its number in the requested format."""
+        """Return the gold solution without calculator annotations, its final number in the requested format."""
         steps = CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
         last_line = answering(self._requested_format, _gold_number(example.answer))
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read ``answer`` (worked, or the number alone) and, if it is there, ``question``."""
+        """Return the example of a row: ``answer`` (a solution that ends in ``#### N``, or N), optional ``question``."""
         answer = first_text(row, ["answer"], location)
         if parse_number(_gold_number(answer)) is None:
             raise DatasetError(
@@ -135,24 +135,24 @@ class GSM8KTask(QuestionTask):
 
 
 def _gold_number(answer: str) -> str:
-    """Return what follows the last ``####`` of a gold answer, or all of it where there is none."""
+    """Return the text after the last ``####`` of a gold answer, or the whole answer without ``####``."""
     return extract_answer(answer, "hash") or answer
 
 
 class MathTask(QuestionTask):
-    """Competition problems with any expression as answer (MATH, Hendrycks et al. 2021, arXiv:2103.03874).
+    """Competition problems whose answer is any expression (MATH, Hendrycks et al. 2021, arXiv:2103.03874).
 
-    ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` where the answer of the response
-    equals the gold one (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` where there is none, else
-    ``wrong``; ``format`` is 1 where there is an answer. Further arguments: :class:`QuestionTask`.
+    ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` if the response's answer equals the
+    gold answer (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` if the response has no answer, else
+    ``wrong``; ``format`` is 1 if the response has an answer. Further arguments: :class:`QuestionTask`.
 
     Args:
-        correct: reward of a right answer, greater than the others.
+        correct: reward of a right answer, greater than the other two.
         wrong: reward of a wrong answer.
         no_answer: reward of a response without an answer.
 
     Raises:
-        ValueError: an unknown answer format, a negative weight, or a right answer that does not earn the most.
+        ValueError: unknown answer format, negative weight, or ``correct`` is not the greatest reward.
 
     >>> task = MathTask([Example("Solve 2x = 1.", "\\\\frac{1}{2}")], [])
     >>> [task.score(response, task.train[0]).terms["answer"] for response in ("\\\\boxed{0.5}", "\\\\boxed{2}", "0.5")]
@@ -187,7 +187,7 @@ class MathTask(QuestionTask):
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the answer in the response with the gold one."""
+        """Return ``answer`` and ``format``; ``info`` has the start of the extracted answer."""
         answer = extract_answer(response, self.answer_format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
@@ -196,14 +196,14 @@ class MathTask(QuestionTask):
         return Score({"answer": value, "format": 1.0}, success=right, info={"extracted": answer[:_MAX_INFO_CHARS]})
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the gold answer in the requested format; None where it does not fit: words as ``last_number``."""
+        """Return the gold answer in the requested format; None if it cannot be given so (text as ``last_number``)."""
         response = answering(self._requested_format, " ".join(example.answer.split()))
         return response if self.score(response, example).success else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read the first of ``ground_truth``, ``answer`` and ``solution``, and the question if it is there.
+        """Return the example of a row: the first of ``ground_truth``, ``answer``, ``solution``, optional question.
 
-        The gold answer may be bare (text or a number), in dollars, or in the last box of a worked solution.
+        The gold answer may be text, a number, ``$...$``, or in the last ``\\boxed{}`` of a solution.
         """
         text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")
@@ -218,7 +218,7 @@ class MathTask(QuestionTask):
         return Example(query=optional_text(row, self.question_columns), answer=gold)
 
 
-TAG = re.compile(r"</?(?:think|answer)>")  # as the prompt requests them: in lower case, without spaces
+TAG = re.compile(r"</?(?:think|answer)>")  # lower case without spaces, as the prompt requests
 _ANY_TAG = re.compile(TAG.pattern, re.IGNORECASE)
 _SHAPE = ["<think>", "</think>", "<answer>", "</answer>"]
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # scripts without spaces between words
@@ -226,9 +226,9 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
 class ParsedResponse(NamedTuple):
-    """The text between the think tags of a response, that between its answer tags, and whether nothing else is there.
+    """The texts between a response's think tags and answer tags; ``exact``: the response has nothing else.
 
-    A text is None where there is not exactly one pair of its tags with text in it.
+    ``thinking`` and ``answer`` are None unless there is exactly one pair of their tags, and not empty.
     """
 
     thinking: str | None
@@ -237,10 +237,10 @@ class ParsedResponse(NamedTuple):
 
 
 def parse_response(response: str) -> ParsedResponse:
-    """Return the two parts of a response.
+    """Parse the thinking and the answer of a response by their tags.
 
-    A tag that is repeated, in the wrong order or without its counterpart makes no part; tags inside a part make the
-    form inexact. Only ``<think>`` may be missing, because chat templates of reasoning models end the prompt with it.
+    Repeated, misplaced or unpaired tags give no part; tags inside a part make ``exact`` False. Only ``<think>`` may be
+    missing, because the prompts of reasoning models end with it.
 
     >>> parse_response("<think>9 + 9</think> <answer>18</answer>")
     ParsedResponse(thinking='9 + 9', answer='18', exact=True)
@@ -263,33 +263,33 @@ def parse_response(response: str) -> ParsedResponse:
 
 
 def format_term(parsed: ParsedResponse) -> float:
-    """Return 1 for the exact form, else 0.25 for each part that is there: a model does not learn both at once."""
+    """Return 1 for the exact form, else 0.25 for each of the two parts that is present."""
     return 1.0 if parsed.exact else 0.25 * ((parsed.thinking is not None) + (parsed.answer is not None))
 
 
 def count_words(text: str) -> int:
-    """Return the number of words and numbers; a Chinese or Japanese character is a word."""
+    """Return the number of words and numbers; each Chinese or Japanese character counts as a word."""
     return sum(1 for _ in _WORD.finditer(text))
 
 
 class ReasoningTask(QuestionTask):
-    """Problems with a number or a short text as answer, rewarded for form, thinking and answer.
+    """Problems whose answer is a number or a short text, with rewards for answer, format and thinking.
 
-    The form is ``<think>`` worked steps ``</think>``, then ``<answer>`` the answer alone ``</answer>``.
+    The requested format is ``<think>`` steps ``</think>`` and then ``<answer>`` only the answer ``</answer>``.
 
     ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: ``answer`` is
     :func:`~sota_grpo.rewards.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1]; ``thinking`` is
-    ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is that of the last complete answer tags after the
-    thinking, whatever the rest of the form; success is a right answer. With ``format_weight + thinking_weight < 1``
-    every right answer earns more than every wrong one. Further arguments: :class:`QuestionTask`; ``answer_format`` is
-    for responses to another prompt, and the requested form stays that of the tags.
+    ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is in the last complete answer tags after the
+    thinking, even if the rest of the format is wrong; success is a right answer. If
+    ``format_weight + thinking_weight < 1``, every right answer earns more than every wrong one. Further arguments:
+    :class:`QuestionTask`; ``answer_format`` only changes how the answer is extracted, for use with a custom prompt.
 
     Args:
         thinking_weight: weight of ``thinking``.
-        min_think_words: words of thinking without a penalty; 0 is no penalty for any.
+        min_think_words: number of words of thinking from which there is no penalty; 0 disables the penalty.
 
     Raises:
-        ValueError: an unknown answer format, or a negative weight or number of words.
+        ValueError: unknown answer format, negative weight or negative ``min_think_words``.
 
     >>> task = ReasoningTask(min_think_words=4)
     >>> task.score("<think>Twice 9 is 18.</think><answer>18</answer>", Example("9 * 2?", "#### 18")).terms
@@ -326,7 +326,7 @@ class ReasoningTask(QuestionTask):
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the three terms; ``info`` has the words of thinking and the beginning of the answer."""
+        """Return the three terms; ``info`` has the number of thinking words and the start of the answer."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)
@@ -339,9 +339,9 @@ class ReasoningTask(QuestionTask):
         return Score(terms, success=right, info=info)
 
     def gold_response(self, example: Example) -> str:
-        """Return enough thinking (the worked answer, else the question restated), then the answer.
+        """Return a response that earns the full reward: at least ``min_think_words`` of thinking, then the answer.
 
-        It earns the full reward whatever the question holds: tags in it become brackets.
+        The thinking is the gold solution, or the question repeated; tags in it are replaced by brackets.
         """
         steps, gold = split_gold(example.answer)
         thinking = CALCULATION.sub("", steps) or f"I am asked: {example.query}"
@@ -351,20 +351,20 @@ class ReasoningTask(QuestionTask):
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read the first of ``answer``, ``ground_truth`` and ``completion``, and the question if it is there."""
+        """Return the example of a row: the first of ``answer``, ``ground_truth``, ``completion``, optional question."""
         answer = first_text(row, ("answer", "ground_truth", "completion"), location)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):
             ends = f"is empty (it ends in {answer[-40:]!r})"
-            reason = f"{gold[:40]!r} holds one of the tags that end an answer" if gold else ends
-            raise DatasetError(f"{location}: the right answer {reason}; mend or remove the row.")
+            reason = f"{gold[:40]!r} contains a think or answer tag" if gold else ends
+            raise DatasetError(f"{location}: the gold answer {reason}; mend or remove the row.")
         return Example(query=optional_text(row, self.question_columns), answer=answer)
 
 
 def split_gold(answer: str) -> tuple[str, str]:
-    """Return the worked steps of a gold answer, empty where it has none, and the answer alone.
+    """Split a gold answer into ``(solution steps, final answer)``; steps are empty if it has none.
 
-    The answer is the content of its answer tags, else what follows ``####`` on its last line, else all of it.
+    The final answer is the content of answer tags, else the text after ``####`` on the last line, else the whole text.
 
     >>> split_gold("9*2=18\\n#### 18"), split_gold("<think>9*2</think><answer>18</answer>"), split_gold(" Paris ")
     (('9*2=18', '18'), ('9*2', '18'), ('', 'Paris'))

@@ -1,8 +1,8 @@
-"""Adapters to tool servers: an MCP server's tools, or an OpenEnv server's actions, are the policy's tools.
+"""Adapters that give the policy the tools of an MCP server, or the actions of an OpenEnv server as tools.
 
-Every sample has a session of its own. An adapter is loaded by name (:class:`~.servers.ToolServer`) in an environment
-worker. The protocol of OpenEnv is that of version 0.10, whose package is not needed here: ``GET /schema`` describes the
-actions, and a connection to the WebSocket ``/ws`` is a session, with one answer to each message::
+Every sample has a separate session. Environment workers load an adapter by name (:class:`~.servers.ToolServer`). The
+OpenEnv protocol is that of version 0.10; its package is not needed: ``GET /schema`` describes the actions, and a
+connection to the WebSocket ``/ws`` is a session, with one response to each message::
 
     > {"type": "reset", "data": {"seed": 3, "ground_truth": "42"}}
     < {"type": "observation", "data": {"observation": {"text": "0 to 99?"}, "reward": null, "done": false}}
@@ -27,7 +27,7 @@ from sota_grpo.tasks.servers import KEY, content_text, headers_of
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceLost
 
-# ToolServer.require says what is missing
+# ToolServer.require reports a missing package
 with suppress(ImportError):
     import httpx2
     import mcp
@@ -40,37 +40,37 @@ with suppress(ImportError):
 
 
 class ToolFailed(Exception):
-    """The server answered a call with an error, which is the message."""
+    """A tool call failed; the message is the server's."""
 
 
 class McpTools:
-    """A session with an MCP server, open from the beginning.
+    """A session with an MCP server, which is opened at construction.
 
-    It begins with the handshake of the protocol before 2026-07-28, under which a server over HTTP knows the session of
-    a call and can keep a state for it; a server that refuses it is used without sessions.
+    The handshake is that of the protocol before 2026-07-28, with which an HTTP server can keep state per session; a
+    server that rejects it is used without sessions.
 
     Args:
-        command: starts a server that uses stdin and stdout, in the directory and with the stderr of the run, and with
-            ``HOME``, ``PATH`` and the like as its only environment variables.
-        url: of a running server, over streamable HTTP. The key and the headers of the environment
-            (:func:`~.servers.headers_of`) are sent to it, and not to another server after a redirect.
+        command: command that starts a server on stdin and stdout, in the run's directory and with its stderr; of the
+            environment variables it only gets ``HOME``, ``PATH`` and similar ones.
+        url: URL of a running server, for streamable HTTP. The headers of :func:`~.servers.headers_of` are sent to it,
+            but not to another server after a redirect.
 
     Raises:
-        InstanceLost: there is no such server, or it cannot be started.
+        InstanceLost: the server does not answer or cannot be started.
     """
 
     def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
         self._command, self._url = command, url
-        self._refused = 0  # the HTTP status of a server that requires a key
+        self._refused = 0  # HTTP status 401 or 403 of a server that requires a key
         with ExitStack() as opened:
-            # one task of one event loop enters the session and leaves it, as anyio asks
+            # anyio requires that the same task enters and leaves the session
             self._portal = opened.enter_context(start_blocking_portal())
             try:
                 self._client = self._connected(opened)
             except Exception as error:
                 where, cause = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
-                    cause = f"it refuses us, HTTP status {self._refused}: set {KEY}"
+                    cause = f"it rejects the request with HTTP status {self._refused}: set {KEY} to a valid key"
                 raise InstanceLost(f"no MCP server answers at {where} ({cause})") from error
             self._opened = opened.pop_all()
 
@@ -85,7 +85,7 @@ class McpTools:
 
     @asynccontextmanager
     async def _over_http(self) -> AsyncIterator[Any]:
-        """Yield the transport, whose redirects stay on the server; its timeouts are those of MCP's own client."""
+        """Yield the HTTP transport; redirects stay on the server, and the timeouts are those of MCP's client."""
 
         async def look(response: Any) -> None:
             if response.status_code in (401, 403):
@@ -106,7 +106,7 @@ class McpTools:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools that the server lists."""
+        """Return the JSON schemas of the tools that the server lists."""
         tools: list[Any] = []
         cursor = None
         while True:
@@ -120,75 +120,75 @@ class McpTools:
         """No-op: the session is new."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the text of a tool's result, or its data where it has no text."""
+        """Call a tool; return the text of its result, or its structured content if it has no text."""
         try:
             result = self._portal.call(self._client.call_tool, name, dict(arguments))
         except Exception as error:
             cause = _cause(error)
             if isinstance(cause, mcp.MCPError) and cause.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolFailed(joined(str(cause))) from error
-            raise InstanceLost(f"the MCP server is gone ({sentence(cause)})") from error
+            raise InstanceLost(f"the connection to the MCP server failed ({sentence(cause)})") from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))
         return text if result.content or result.structured_content is None else result.structured_content
 
     def close(self) -> None:
-        """End the session, and the server that was started for it."""
-        with suppress(Exception):  # the server may be gone
+        """Close the session, and stop the server if it was started for it."""
+        with suppress(Exception):  # the server may have exited
             self._opened.close()
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first error of tasks that ended together."""
+    """Return the first exception in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-_MOST_BYTES = 1 << 24  # of one answer
-_ROOM_WITHIN_S = 5.0  # longest wait for a session that ends to make room for one that begins
+_MOST_BYTES = 1 << 24  # of one response
+_ROOM_WITHIN_S = 5.0  # how long a new session waits for the server's capacity
 _LOOK_EVERY_S = 0.1
-_LEAVE_S = 1.0  # longest for the goodbye
-_MCP_ACTIONS = ("call_tool", "list_tools")  # what an action's field "type" says where the server lists tools
+_LEAVE_S = 1.0  # timeout of closing a session
+_MCP_ACTIONS = ("call_tool", "list_tools")  # values of an action's field "type" if the server lists tools
 
 
 def function_schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool in the form of chat templates."""
+    """Return the JSON schema of a tool in the form that chat templates expect."""
     function = {"name": name, "description": description or "", "parameters": dict(parameters)}
     return {"type": "function", "function": function}
 
 
 def joined(text: str) -> str:
-    """Return the lines as one: only the first line of an exception reaches the policy."""
+    """Join lines to one line, because the policy gets only the first line of an exception."""
     return " ".join(text.split())
 
 
 class ActionFailed(Exception):
-    """The server refused an action, or failed at it, with this message."""
+    """The server rejected an action or failed to execute it; the message is the server's."""
 
 
 class EpisodeOver(Exception):
-    """An action after the last one."""
+    """An action was called after the end of the episode."""
 
 
 class OpenEnv:
-    """A session with an OpenEnv server, which begins at :meth:`reset`.
+    """A session with an OpenEnv server, which is opened by :meth:`reset`.
 
     Args:
-        url: of the server, without ``/ws``; key and headers as in :class:`McpTools`.
+        url: URL of the server, without ``/ws``; headers are sent as in :class:`McpTools`.
     """
 
     def __init__(self, url: str) -> None:
-        self.seed = random.getrandbits(31)  # of the next reset; the same for all samples of a group
+        self.seed = random.getrandbits(31)  # of the next reset; equal for all samples of a group
         self._url = url.rstrip("/")
         self._connection: Any = None
-        self._opened = ExitStack()  # of the connection
+        self._opened = ExitStack()  # closes the connection
         self._reward, self._is_over = 0.0, False
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools: one for each type of action, or those that the server lists."""
+        """Return the JSON schemas of the tools: those that the server lists, or one for each type of action."""
         if not self._lists_tools:
             return [schema for schema, _ in self._actions.values()]
         listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
@@ -198,11 +198,11 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Begin an episode with the columns of ``row`` that the environment's ``reset`` takes; one may be ``seed``."""
+        """Start an episode with ``seed`` and the columns of ``row``; return the observation as text, None if empty."""
         return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Return the observation of an action."""
+        """Execute an action; return its observation as text, None if empty."""
         if self._is_over:
             raise EpisodeOver("the episode is over")
         if self._lists_tools:
@@ -214,11 +214,11 @@ class OpenEnv:
         return self._observed(self._request({"type": "step", "data": action}))
 
     def get_reward(self) -> float:
-        """Return the last reward of the environment, as OpenEnv's own rollouts count it; 0 where there is none."""
+        """Return the last reward that the environment sent, as OpenEnv's rollouts do; 0 if it sent none."""
         return self._reward
 
     def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         if self._connection is not None:
             with suppress(ConnectionClosed, OSError):
                 self._connection.send(json.dumps({"type": "close"}))
@@ -232,17 +232,17 @@ class OpenEnv:
         try:
             described = server.get("/schema", timeout_s=30.0)
         except ServerError as error:
-            reason = f"what answers at {self._url}/schema is no OpenEnv server ({sentence(error)})"
+            reason = f"the server at {self._url}/schema is not an OpenEnv server ({sentence(error)})"
             if isinstance(error, ServerSilent):
                 reason = f"no OpenEnv server answers at {self._url} ({sentence(error)})"
             elif error.status in (401, 403):
-                reason = f"the server at {self._url} refuses us, HTTP status {error.status}: set {KEY}"
+                reason = f"the server at {self._url} rejects the request with HTTP status {error.status}: set {KEY}"
             raise InstanceLost(reason) from error
         finally:
             server.close()
         action = described.get("action") if isinstance(described, dict) else None
         if not isinstance(action, dict):
-            raise InstanceLost(f"what answers at {self._url}/schema is no OpenEnv server")
+            raise InstanceLost(f"the server at {self._url}/schema is not an OpenEnv server")
         return action
 
     @cached_property
@@ -252,16 +252,16 @@ class OpenEnv:
             return False
         kind = fields.get("type")
         is_mcp = isinstance(kind, dict) and kind.get("const") in _MCP_ACTIONS
-        return is_mcp or (self._action.get("title") == "Action" and set(fields) <= {"metadata"})  # of no type at all
+        return is_mcp or (self._action.get("title") == "Action" and set(fields) <= {"metadata"})  # an untyped action
 
     @cached_property
     def _actions(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         return {schema["function"]["name"]: (schema, fields) for schema, fields in action_types(self._action)}
 
     def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to the first message of a new session, once the server has room for one."""
+        """Open a new session, waiting for the server's capacity; return the response to ``message``."""
         until, options = time.monotonic() + _ROOM_WITHIN_S, dict[str, Any]()
-        if headers := headers_of(self._url):  # then the address is fixed: a redirect to another one is refused
+        if headers := headers_of(self._url):  # then fix the address, so that a redirect to another one fails
             address = urlsplit(self._url)
             port = address.port or {"http": 80, "https": 443}[address.scheme]
             options = {"additional_headers": headers, "address": (address.hostname, port)}
@@ -273,28 +273,28 @@ class OpenEnv:
                         f"ws{self._url.removeprefix('http')}/ws",
                         proxy=None,
                         max_size=_MOST_BYTES,
-                        ping_timeout=None,  # a call has a deadline of its own
+                        ping_timeout=None,  # calls have a separate time limit
                         close_timeout=_LEAVE_S,
                         **options,
                     )
                 )
-            except Exception as error:  # of the network, of TLS, of HTTP
+            except Exception as error:  # network, TLS or HTTP
                 raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
             try:
                 return self._request(message)
             except ActionFailed as error:
-                raise InstanceLost(f"the OpenEnv server cannot begin ({error})") from error
+                raise InstanceLost(f"the OpenEnv server cannot start an episode ({error})") from error
             except _NoRoom as error:
                 if time.monotonic() > until:
                     raise InstanceLost(
-                        f"the OpenEnv server has no room for another session ({error}); raise its max_concurrent_envs, "
-                        "or lower env.num_envs"
+                        f"the OpenEnv server accepts no further session ({error}); raise its max_concurrent_envs, or "
+                        "lower env.num_envs"
                     ) from error
                 time.sleep(_LOOK_EVERY_S)
 
     def _request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
-            with suppress(ConnectionClosed):  # its last messages can still be read
+            with suppress(ConnectionClosed):  # its last messages can still be received
                 self._connection.send(json.dumps(message))
             answer = json.loads(self._connection.recv())
             kind, data = answer["type"], answer["data"]
@@ -306,13 +306,13 @@ class OpenEnv:
                 self._reward = float(reward)
             self._is_over = bool(data.get("done"))
         except (ConnectionClosed, OSError) as error:
-            raise InstanceLost(f"the OpenEnv server is gone ({sentence(error)})") from error
+            raise InstanceLost(f"the connection to the OpenEnv server failed ({sentence(error)})") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._unlike() from error
         return data
 
     def _observed(self, data: Mapping[str, Any]) -> str | None:
-        """Return an observation as text: its one text, else its fields as JSON; of a tool's result the content."""
+        """Return an observation as text: a tool's result, its only text field, or its fields as JSON; None if empty."""
         seen = {name: value for name, value in data["observation"].items() if name != "metadata"}
         if self._lists_tools and "tool_name" in seen:
             return _tool_answer(seen)
@@ -322,27 +322,27 @@ class OpenEnv:
         return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
 
     def _unlike(self) -> InstanceLost:
-        return InstanceLost(f"{self._url} answered what no OpenEnv server answers")
+        return InstanceLost(f"the response of {self._url} does not follow the OpenEnv protocol")
 
 
 class _NoRoom(Exception):
-    """The server has as many sessions as it may."""
+    """The server's maximum number of sessions is reached."""
 
 
 def _error(data: Mapping[str, Any]) -> Exception:
-    """Return the exception for an error of the server."""
+    """Return the exception for an error message of the server."""
     message, code = str(data.get("message")), data.get("code")
     if code == "CAPACITY_REACHED":
         return _NoRoom(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
-        return InstanceLost(f"the OpenEnv server has no session ({message})")
+        return InstanceLost(f"the OpenEnv server reports a session error ({message})")
     if isinstance(details := data.get("errors"), list):
         message += "".join(f"; {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
     return ActionFailed(joined(message))
 
 
 def _tool_answer(seen: Mapping[str, Any]) -> str:
-    """Return the result of a tool that the server lists as text."""
+    """Return the result of a tool as text; raise ``ActionFailed`` if it is an error."""
     result, error = seen.get("result"), seen.get("error")
     if isinstance(error, Mapping):
         raise ActionFailed(joined(str(error.get("message"))))
@@ -355,9 +355,9 @@ def _tool_answer(seen: Mapping[str, Any]) -> str:
 
 
 def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the types of action of a JSON schema: itself, or each branch of its union.
+    """Yield (tool schema, constant fields) for each type of action: the JSON schema, or each branch of its union.
 
-    Each is a tool's schema without the fields of one value, and these fields.
+    Fields with a single allowed value are omitted from the tool schema and returned as constant fields.
 
     >>> up = {"title": "GoUpAction", "properties": {"kind": {"const": "up"}, "steps": {"type": "integer"}}}
     >>> schema = {"oneOf": [{"$ref": "#/$defs/Up"}], "$defs": {"Up": {**up, "required": ["kind", "steps"]}}}
@@ -381,7 +381,7 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], di
 
 
 def tool_name(title: str) -> str:
-    """Return the name of a tool for a class of actions.
+    """Return the name of the tool for an action class with this title.
 
     >>> tool_name("GoUpAction"), tool_name("Action"), tool_name("TextArena[int]Action")
     ('go_up', 'step', 'text_arena_int')

@@ -1,14 +1,14 @@
-"""``env.environment`` as a server instead of a file: its forms, and what a run needs for it.
+"""Tool servers in ``env.environment``: parsing, validation and credentials.
 
 ======================== ===========================================================================================
-``mcp:COMMAND``          an MCP server that the command starts, once per sample, over its stdin and stdout
-``mcp+http://HOST/mcp``  an MCP server that runs already (streamable HTTP; also ``mcp+https://``)
-``openenv+http://HOST``  an OpenEnv server that runs already (also ``openenv+https://``)
+``mcp:COMMAND``          an MCP server over stdin and stdout; the command is started once per sample
+``mcp+http://HOST/mcp``  a running MCP server (streamable HTTP; also ``mcp+https://``)
+``openenv+http://HOST``  a running OpenEnv server (also ``openenv+https://``)
 ======================== ===========================================================================================
 
-Credentials are in environment variables, never in a config: ``SOTA_GRPO_TOOLS_KEY`` is sent as ``Authorization:
-Bearer``, ``SOTA_GRPO_TOOLS_HEADERS`` are further headers, a line ``NAME: VALUE`` each. Standard library only, because
-configs are validated here before anything is loaded.
+Credentials come from environment variables, never from a config: ``SOTA_GRPO_TOOLS_KEY`` is sent as ``Authorization:
+Bearer``; ``SOTA_GRPO_TOOLS_HEADERS`` has further headers, one ``NAME: VALUE`` per line. Only imports the standard
+library, because configs are validated before anything is loaded.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceSpec
 
-#: The forms, for the message about another value.
+#: Accepted forms, for error messages.
 FORMS = "mcp:COMMAND, mcp+http://HOST:PORT/mcp or openenv+http://HOST:PORT"
 _WRITTEN = re.compile(r"mcp:(?P<command>.*)|(?P<protocol>mcp|openenv)\+(?P<url>https?://.*)", re.DOTALL)
 _ADAPTERS = {"mcp": "sota_grpo.tasks.server_tools:McpTools", "openenv": "sota_grpo.tasks.server_tools:OpenEnv"}
-KEY, HEADERS = "SOTA_GRPO_TOOLS_KEY", "SOTA_GRPO_TOOLS_HEADERS"  # variables
-_PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # by the extra that brings it
+KEY, HEADERS = "SOTA_GRPO_TOOLS_KEY", "SOTA_GRPO_TOOLS_HEADERS"  # environment variables
+_PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # extra: package
 
 
 @dataclass(frozen=True)
 class ToolServer:
-    """A server of tools, as the config names it."""
+    """A tool server from the value of ``env.environment``."""
 
-    written: str  # the value of the option
-    protocol: str  # ``mcp`` or ``openenv``, which is also the name of the extra that it needs
-    command: str = ""  # a command line that starts it, without a shell; empty where it runs already
+    written: str  # the option's value
+    protocol: str  # ``mcp`` or ``openenv``; also the name of the required extra
+    command: str = ""  # command line that starts the server, without a shell; empty for a running server
     url: str = ""
 
     def fault(self) -> str | None:
-        """Return what is wrong with the value, in one sentence; None for nothing."""
+        """Return an error message if the value is invalid, else None."""
         option = f"env.environment={one_line(self.written)}"
         if self.url:
             try:
                 address = urlsplit(self.url)
                 host, _ = address.hostname, address.port
             except ValueError as error:
-                return f"{option} is no address ({error}); write {FORMS}."
+                return f"{option} is not a valid address ({error}); write {FORMS}."
             if not host:
-                return f"{option} names no host; write {FORMS}."
+                return f"{option} has no host; write {FORMS}."
             if address.username is not None or address.password is not None:
-                return "env.environment has a user name or password in its address, which would be saved; leave it out."
+                return "env.environment has a user name or password in its address, which would be saved; remove it."
             return None
         try:
             words = shlex.split(self.command)
         except ValueError as error:
-            return f"{option} is no command line ({error}); write it as for a shell."
+            return f"{option} is not a valid command line ({error}); write it as for a shell."
         if not words:
             return f"{option} has no command; write mcp:COMMAND, as in 'mcp:python server.py'."
         if "://" in words[0]:
-            return f"{option} has an address in place of a command; write mcp+{one_line(words[0])}."
+            return f"{option} has an address instead of a command; write mcp+{one_line(words[0])}."
         return None
 
     def require(self) -> None:
-        """Raise ``UserError`` where the package or the command is missing, or a key would be sent unencrypted."""
+        """Raise ``UserError`` if the package or the command is missing, or a key would be sent unencrypted."""
         if self.url:
             headers_of(self.url)
         package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"
@@ -81,10 +81,10 @@ class ToolServer:
                 f"(pip install -e '.[{self.protocol}]')."
             )
         if self.command and shutil.which(shlex.split(self.command)[0]) is None:
-            raise UserError(f"{option}: there is no command {shlex.split(self.command)[0]!r} here; correct its path.")
+            raise UserError(f"{option}: the command {shlex.split(self.command)[0]!r} is not found; correct its path.")
 
     def act(self) -> str:
-        """Return what a run does with it, for the request for consent."""
+        """Describe, for the consent prompt, what a run does with this server: ``run the command ..`` or ``send ..``."""
         if self.command:
             return f"run the command {one_line(self.command.strip())}"
         sent = "calls" if self.protocol == "mcp" else "rows and calls"
@@ -92,7 +92,7 @@ class ToolServer:
 
 
 def server_of(value: str | None) -> ToolServer | None:
-    """Return the server that ``env.environment`` names, or None.
+    """Return the server that a value of ``env.environment`` names; None if it does not name a server.
 
     >>> server_of("mcp:npx -y some-server /data").command, server_of("guess.py:Guess")
     ('npx -y some-server /data', None)
@@ -103,7 +103,7 @@ def server_of(value: str | None) -> ToolServer | None:
 
 
 def instance_spec(value: str, kind: str) -> InstanceSpec:
-    """Return the spec of the instances that ``env.tools`` (``functions``) or ``env.environment`` (``factory``) names.
+    """Return the instance spec of an ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``) value.
 
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
@@ -117,31 +117,31 @@ def instance_spec(value: str, kind: str) -> InstanceSpec:
 
 
 def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the headers of requests to a server: its key, and the further ones of the user.
+    """Return the HTTP headers for a server, from the environment variables :data:`KEY` and :data:`HEADERS`.
 
     Raises:
-        UserError: a header is malformed, or would be sent unencrypted; no message repeats a value.
+        UserError: a header is malformed, or would be sent unencrypted; messages never show a header's value.
     """
     headers = {"Authorization": f"Bearer {key}"} if (key := environ.get(KEY, "").strip()) else {}
     if key and not re.fullmatch(r"[\w.~+/=-]+", key, re.ASCII):
-        raise UserError(f"the servers' key ({KEY}) has a character that no token has; copy it again.")
+        raise UserError(f"the environment variable {KEY} has a character that a key cannot have; copy the key again.")
     for line in filter(str.strip, environ.get(HEADERS, "").splitlines()):
         name, mark, value = line.partition(":")
         if not mark or not re.fullmatch(r"[!-~]+", name.strip()) or not re.fullmatch(r"[ -~]+", value.strip()):
-            raise UserError(f"a line of {HEADERS} is no header; write NAME: VALUE, in plain characters.")
+            raise UserError(f"a line of {HEADERS} is not a valid header; write NAME: VALUE, in ASCII.")
         headers[name.strip()] = value.strip()
     address = urlsplit(url)
     is_here = address.hostname == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", address.hostname or "")
     if headers and address.scheme != "https" and not is_here:
         raise UserError(
-            f"{one_line(url)} is not encrypted, and {KEY} or {HEADERS} would be readable on its way; use https, or "
-            "a tunnel to this machine."
+            f"{one_line(url)} is not encrypted, so {KEY} or {HEADERS} would be sent in clear text; use https, or a "
+            "tunnel to localhost."
         )
     return headers
 
 
 def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the blocks of an MCP tool's result as text, line by line; of a block without text, its type.
+    """Return the content blocks of an MCP tool result as lines of text; a block without text gives its type.
 
     >>> content_text([{"type": "text", "text": "Two notes:"}, {"type": "resource", "resource": {"text": "a, b"}}])
     'Two notes:\\na, b'

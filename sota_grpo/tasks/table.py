@@ -1,4 +1,4 @@
-"""Data of the user's: a table of prompts and right answers, in a file or on the hub, verl's parquet files included."""
+"""The task ``table``: prompts and ground truths in a file or hub dataset, including verl's Parquet files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sota_grpo.tasks.questions import GSM8KTask, answering
 
 Chat = list[dict[str, Any]]
 
-TEMPLATE_COLUMN = "chat_template_kwargs"  # of TRL's data, where a row has its own
-DEFAULT_ANSWER = "ground_truth"  # column of the ground truths
+TEMPLATE_COLUMN = "chat_template_kwargs"  # per-row template arguments in TRL's data
+DEFAULT_ANSWER = "ground_truth"  # column
 GSM8K_SOURCES = ("openai/gsm8k",)
 MATH_SOURCES = (
     "lighteval/MATH",
@@ -30,7 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, location: str) -> dict[str, Any]:
-    """Return the columns with JSON's types: dates become ISO text, decimals numbers, arrays lists, NaN None."""
+    """Convert the columns to JSON types: dates to ISO text, decimals to numbers, arrays to lists, NaN to None."""
     return {str(name): _plain(value, f"{location}: column {name!r}") for name, value in row.items()}
 
 
@@ -46,16 +46,16 @@ def _plain(value: Any, location: str) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
-    if hasattr(value, "tolist"):  # of NumPy, pandas and torch: rows that are passed as objects
+    if hasattr(value, "tolist"):  # NumPy, pandas and torch values
         return _plain(value.tolist(), location)
     raise DatasetError(
-        f"{location} holds {type(value).__name__}, which is neither text nor a number nor a list or dict of them; "
-        "remove the column or write it as text."
+        f"{location} holds {type(value).__name__}, which is not text, a number, or a list or dict of these; remove the "
+        "column or convert it to text."
     )
 
 
 def chat_of(prompt: Any, location: str) -> Chat:
-    """Return the turns of a chat prompt without entries that are None, which parquet fills in."""
+    """Return the turns of a chat prompt, without the None entries that Parquet adds; check that it is a chat."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{location} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -66,7 +66,7 @@ def chat_of(prompt: Any, location: str) -> Chat:
                 problem = f"holds {type(turn[name]).__name__}" if name in turn else "is missing"
                 raise DatasetError(f"{location}, turn {number}: {name!r} {problem}; role and content must be text.")
     if prompt[-1]["role"] == "assistant" or not any(turn["role"] == "user" for turn in prompt):
-        raise DatasetError(f"{location} asks nothing: a chat must hold a user turn and must not end in an assistant's.")
+        raise DatasetError(f"{location}: a chat must have a user turn and not end in an assistant turn; mend the row.")
     return [{name: value for name, value in turn.items() if value is not None} for turn in prompt]
 
 
@@ -75,26 +75,26 @@ def _turns(prompt: str | Chat) -> Chat:
 
 
 def text_of_answer(ground_truth: Any) -> str:
-    """Return the ground truth for display and for the rollouts: text as it is, all else as JSON."""
+    """Return the ground truth as text: text as it is, None as an empty text, any other value as JSON."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     return json.dumps(ground_truth, ensure_ascii=False)
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
-    """Return ``answer_format``, or that of the prompts of ``source`` where it is None."""
+    """Return ``answer_format``; if None, ``hash`` for GSM8K, ``boxed`` for MATH and ``any`` for other sources."""
     if answer_format is not None:
         return answer_format
     return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
 
 
 def is_right(response: str, source: str, ground_truth: Any, answer_format: str | None) -> bool:
-    """Return whether the response has the right answer, by the rule of its ``source``.
+    """Return whether the response has the right answer, by the rule for its ``source``.
 
     - ``openai/gsm8k``: the same number exactly (:class:`~sota_grpo.tasks.questions.GSM8KTask`).
     - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
-    - all others: :func:`~sota_grpo.rewards.answers_equal`, with the ground truth or with an entry of a list. Where the
-      ground truth is no number, ``any`` takes what follows "the answer is", or the whole response.
+    - others: :func:`~sota_grpo.rewards.answers_equal` to the ground truth, or to one entry if it is a list. If the
+      ground truth is not a number, ``any`` extracts the text after "the answer is", else the whole response.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
@@ -114,32 +114,32 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
 
 def _texts(ground_truth: Any) -> list[str]:
-    """Return the right answers as text; none of what only a reward function can grade."""
+    """Return the right answers as a list of text; empty if only a reward function can grade the ground truth."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [text_of_answer(truth) for truth in truths] if all(isinstance(t, (str, int, float)) for t in truths) else []
 
 
 class TableTask(FileTask):
-    """Prompts of a table, each with its ground truth: ``reward = correct``, 1 for a right answer and 0 otherwise.
+    """Prompts with ground truths from a table: ``reward = correct``, 1 for a right answer and 0 otherwise.
 
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. Rows with verl's columns
-    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) need no option. All columns stay with
-    the example, for reward functions (:func:`sota_grpo.tasks.wrappers.with_reward_functions`). The rule of grading
-    depends on the ``data_source``: see :func:`is_right`.
+    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) need no option. Examples keep all
+    columns, for reward functions (:func:`sota_grpo.tasks.wrappers.with_reward_functions`). The ``data_source`` selects
+    the grading rule: see :func:`is_right`.
 
     Args:
-        train, heldout: examples to train on, and to evaluate on, as :meth:`read_row` makes them.
+        train, heldout: examples for training and for evaluation, made by :meth:`read_row`.
         prompt_column: column of the prompts.
-        answer_column: column of the ground truths, unless the columns are verl's. Data without a column
-            ``ground_truth``, the default, may have ``answer`` instead.
-        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH
-            and ``any`` for all others. Under ``any`` a whole response that is the ground truth is right, too.
+        answer_column: column of the ground truths, unless the columns are verl's. If it is the default and data has no
+            column ``ground_truth``, the column ``answer`` is used.
+        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH and
+            ``any`` for others. With ``any``, a response that equals the ground truth is also right.
         system_prompt: replaces the system turn of every prompt, or is added as the first turn; an empty text removes
-            it; None leaves the prompts as they are.
-        answer_required: refuse rows without a ground truth that this class can grade; False where functions grade.
+            the system turn; None leaves the prompts unchanged.
+        answer_required: refuse rows whose ground truth this class cannot grade; False if only functions grade.
 
     Raises:
-        ValueError: an unknown answer format.
+        ValueError: unknown answer format.
 
     >>> task = TableTask()
     >>> example = task.read_row({"prompt": "What is 2+2?", "ground_truth": 4}, "demo, row 1")
@@ -161,14 +161,14 @@ class TableTask(FileTask):
         answer_required: bool = True,
     ):
         if answer_format is not None:
-            extract_answer("", answer_format)  # refuses an unknown one
+            extract_answer("", answer_format)  # raises if it is unknown
         super().__init__(train, heldout)
         self.prompt_column, self.answer_column = prompt_column, answer_column
         self.answer_format, self.system_prompt = answer_format, system_prompt
         self.answer_required = answer_required
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """Return the chat of the prompt, its system turn replaced by ``system_prompt``."""
+        """Return the turns of the prompt, with the system turn that ``system_prompt`` sets."""
         chat = _turns(example.extra["prompt"])
         if self.system_prompt is None:
             return chat
@@ -176,28 +176,28 @@ class TableTask(FileTask):
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
 
     def score(self, response: str, example: Example) -> Score:
-        """Compare the answer with the ground truth."""
+        """Return ``correct``: whether the answer is right by :func:`is_right`."""
         right = is_right(response, source_of(example), example.extra["ground_truth"], self.answer_format)
         return Score({"correct": float(right)}, success=right)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the ground truth in the answer's format; None if no such response is right."""
+        """Return the ground truth in the answer format; None if this would not be graded as right."""
         source, ground_truth = source_of(example), example.extra["ground_truth"]
         texts, form = _texts(ground_truth), answer_format_of(source, self.answer_format)
         response = answering("tags" if form == "any" else form, texts[0]) if texts else ""
         return response if is_right(response, source, ground_truth, self.answer_format) else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Read a row; the column ``answer`` is accepted, too, and the prompt may be missing.
+        """Return the example of a row. The ground truth may also be in ``answer``; the prompt may be missing.
 
-        ``extra`` holds the ``prompt`` and the ``ground_truth`` as they are in the data, and all other ``columns``.
+        ``extra`` has ``prompt``, ``ground_truth`` and, under ``columns``, all columns but the prompt.
         """
         return self._example(row, location, [self.answer_column, "answer"])
 
     def read(self, name: str, split: str = "train") -> list[Example]:
-        """Return the examples of a file or of a dataset on the hub; a column that some rows lack is None there."""
+        """Return the examples of a file or hub dataset; in rows that lack a column, its value is None."""
         rows = load_rows(name, split=split)
-        missing = dict.fromkeys(column for row in rows for column in row)  # None, as parquet and the hub have it
+        missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
             columns.append("answer")
@@ -213,7 +213,7 @@ class TableTask(FileTask):
         return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
-        """Return both sides; different chats that end in the same user turn get all their turns as query."""
+        """Return both splits; if different chats end in the same user turn, their ``query`` is all their turns."""
         train, heldout = super()._sides(name, eval_path)
         chats = defaultdict(set)
 
@@ -240,8 +240,8 @@ class TableTask(FileTask):
             ground_truth = model["ground_truth"]
         if columns.get(TEMPLATE_COLUMN) is not None:
             raise DatasetError(
-                f"{location}: column {TEMPLATE_COLUMN!r} would differ from row to row; remove it and set "
-                "env.chat_template_kwargs, which holds for all rows."
+                f"{location}: column {TEMPLATE_COLUMN!r} is not supported; remove it and set env.chat_template_kwargs, "
+                "which applies to all rows."
             )
         extra = {"prompt": prompt, "ground_truth": ground_truth, "columns": columns}
         query = next(turn["content"] for turn in reversed(_turns(prompt)) if turn["role"] == "user")
@@ -251,12 +251,12 @@ class TableTask(FileTask):
         return example
 
     def require_answers(self) -> None:
-        """Raise ``DatasetError``, with its row, for an example that only a function of the user's can grade."""
+        """Raise ``DatasetError`` that names the row if only a reward function can grade an example."""
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 
     def _require_gradable(self, example: Example, columns: Sequence[str], location: str) -> None:
-        """Raise ``DatasetError`` unless :func:`is_right` can be true of some response."""
+        """Raise ``DatasetError`` if the ground truth is missing or :func:`is_right` cannot grade it."""
         ground_truth = example.extra["ground_truth"]
         if not example.answer.strip():
             raise DatasetError(
@@ -265,14 +265,14 @@ class TableTask(FileTask):
             )
         if not _texts(ground_truth):
             raise DatasetError(
-                f"{location}: the ground truth is {type(ground_truth).__name__} {example.answer[:60]}, "
-                "which only a function of yours can grade; give reward.path."
+                f"{location}: the ground truth is a {type(ground_truth).__name__}: {example.answer[:60]}, "
+                "which only your own reward function can grade; set reward.path."
             )
         if source_of(example) in GSM8K_SOURCES:
             GSM8KTask().read_row({"answer": example.answer}, location)
 
 
 def source_of(example: Example) -> str:
-    """Return the ``data_source`` of a row, empty where it has none."""
+    """Return the ``data_source`` of an example's row; an empty text if it has none."""
     source = example.extra["columns"].get("data_source")
     return source if isinstance(source, str) else ""

@@ -1,7 +1,7 @@
-"""What an instance is made of: plain typed functions as tools, or an environment of TRL's protocol.
+"""Build tool instances from the user's code: typed functions as tools, or an environment in TRL's protocol.
 
-The file is the user's own code, named by an explicit path; what the model writes only ever comes here as the name of a
-tool and its arguments. Imports no torch.
+The code is a Python file of the user; model output is only used as the name of a tool and its arguments. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sota_grpo.tasks.servers import content_text
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceSpec
 
-_NO_TOOLS = ("reset", "get_reward")  # methods that are the trainer's, not the policy's
+_NO_TOOLS = ("reset", "get_reward")  # methods that the trainer calls
 
 
 class ToolboxError(UserError, ValueError):
-    """A file of tools or of an environment that cannot be used; the message says which and what to change."""
+    """A file of tools or of an environment cannot be used; the message says why and what to change."""
 
 
 def load(spec: InstanceSpec) -> Callable[[], Any]:
-    """What makes one instance, once the file of ``spec`` has been run.
+    """Execute the file of ``spec`` and return a function that makes one instance.
 
     Raises:
-        ToolboxError: no such file or name, or an import that fails (with its line).
+        ToolboxError: the file or name does not exist, or an import in the file fails (the message has the line).
     """
     if ":" in spec.kind:
         module, _, function = spec.kind.partition(":")
@@ -52,14 +52,14 @@ def _pickled(path: Path) -> Mapping[str, Any]:
     try:
         return cast(Mapping[str, Any], pickle.loads(path.read_bytes()))
     except Exception as error:
-        raise ToolboxError(f"{path} cannot be loaded ({sentence(error)}).") from error
+        raise ToolboxError(f"{path} cannot be unpickled ({sentence(error)}).") from error
 
 
 def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:
     member = members.get(name)
     if not callable(member):
         is_one = inspect.isfunction if spec.kind == "functions" else callable
-        home = members.get("__name__")  # what a file has imported is not what it offers
+        home = members.get("__name__")  # to leave out what the file imports
         names = [
             other
             for other, value in members.items()
@@ -73,10 +73,10 @@ def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callab
 
 
 class Toolbox:
-    """Functions as tools: an environment without state.
+    """Functions as tools, without state.
 
     Args:
-        tools: functions with typed parameters and Google-style docstrings, plain or ``async``.
+        tools: plain or ``async`` functions with type hints and Google-style docstrings.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
@@ -84,32 +84,32 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of the tools, as chat templates take them."""
+        """Return the JSON schemas of the tools, for chat templates."""
         return function_schemas([*self._tools.values()])
 
     def reset(self, **row: Any) -> Any:
-        """Nothing is to be reset."""
+        """No-op: functions have no state."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the tool returns, or raises; ``LookupError`` where there is none of that name."""
+        """Call a tool and return its result; exceptions propagate. Raises ``LookupError`` for an unknown name."""
         if name not in self._tools:
             raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._tools) or 'none'}")
         return _as_text(self._tools[name](**arguments))
 
 
 class Environment(Toolbox):
-    """An object of TRL's protocol: its public methods are the tools, but for ``reset`` and ``get_reward``.
+    """Wraps an environment in TRL's protocol: its public methods except ``reset`` and ``get_reward`` are the tools.
 
     Raises:
-        ToolboxError: it has no method ``reset``.
+        ToolboxError: the object has no method ``reset``.
     """
 
     def __init__(self, environment: Any) -> None:
         methods = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
         if "reset" not in methods:
             raise ToolboxError(
-                f"a {type(environment).__name__} has no method reset; an environment has reset(self, **row), whose "
-                "keywords are the columns of a row."
+                f"the environment {type(environment).__name__} has no method reset; define reset(self, **row), which "
+                "gets the columns of a row."
             )
         super().__init__(
             [getattr(environment, name) for name in methods if not name.startswith("_") and name not in _NO_TOOLS]
@@ -119,21 +119,21 @@ class Environment(Toolbox):
             self.get_reward = environment.get_reward
 
     def attributes(self) -> dict[str, Any]:
-        """Those of the environment that have no underscore before their name, and its properties."""
+        """Return the public attributes and properties of the environment, by name."""
         kind = type(self._environment)
         members = getattr(self._environment, "__dict__", {})
         names = {**members, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
         readable = {}
         for name in filter(lambda name: not name.startswith("_"), names):
-            with suppress(Exception):  # a property is code of the user's
+            with suppress(Exception):  # a property may raise
                 readable[name] = getattr(self._environment, name)
         return readable
 
     def reset(self, **row: Any) -> Any:
-        """What the environment's own returns, given those columns of the row that it takes.
+        """Call the environment's ``reset`` with the columns of ``row`` that it has parameters for; return its result.
 
         Raises:
-            ToolboxError: it requires one that the row lacks.
+            ToolboxError: ``reset`` has a required parameter that is not a column.
         """
         parameters = inspect.signature(self._reset).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -141,8 +141,8 @@ class Environment(Toolbox):
         if missing:
             columns = ", ".join(map(str, row)) or "none"
             raise ToolboxError(
-                f"reset requires {', '.join(missing)}, which the row lacks (its columns are {columns}); rename the "
-                "column, or give the parameter a default value."
+                f"reset has the parameters {', '.join(missing)}, which are not columns of the row ({columns}); rename "
+                "a column, or give the parameter a default value."
             )
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             row = {p.name: row[p.name] for p in named if p.name in row}
@@ -150,7 +150,7 @@ class Environment(Toolbox):
 
 
 def _as_text(value: Any) -> Any:
-    """What was returned, or will be; a list of content blocks as the text that a policy reads."""
+    """Return the value, or a coroutine for an awaitable; a list of content blocks becomes text."""
     if inspect.isawaitable(value):
         return _later(value)
     is_content = isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value)

@@ -1,17 +1,17 @@
-"""Wrappers of a task: the user's functions as its reward, dialogs with tools, a request to think again.
+"""Wrappers that change a task: reward functions of the user, dialogs with tools, a request to think again.
 
-Reward functions are those written for verl or for TRL, unchanged. ``reward.path`` names a Python file, ``reward.name``
-one or several of its functions. The parameters of a function, plain or ``async``, determine its form:
+Reward functions written for verl or TRL work unchanged. ``reward.path`` names a Python file, ``reward.name`` one or
+several of its functions. The parameters of a function, plain or ``async``, identify its interface:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
-  response. Of a dict, ``score`` is the reward; the other entries are kept, numbers as metrics.
+  response. In a dict, ``score`` is the reward; the other entries are stored, and numbers logged as metrics.
 - TRL's ``function(prompts, completions, **columns) -> list[float | None]``, called once with the whole group. Prompts
-  and completions are text where the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
-  function does not apply. Of a dialog with tools a completion is all its turns. ``completion_ids``, ``log_extra`` and
-  ``log_metric`` are passed, and ``environments`` with their attributes at the end; not ``trainer_state`` and
-  ``prompt_ids``, because graders read responses only.
+  and completions are text if the prompt is text, else lists of ``{"role", "content"}`` turns. None means that the
+  function does not apply. A completion of a dialog with tools has all its turns. ``completion_ids``, ``log_extra``,
+  ``log_metric`` and ``environments`` (with their final attributes) are passed; ``trainer_state`` and ``prompt_ids``
+  are not, because graders read responses only.
 
-A function gets the keywords that it takes. Functions can be passed as objects, too (:func:`sota_grpo.train`).
+A function gets only the keywords that it accepts. Functions can also be passed as objects (:func:`sota_grpo.train`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.table import TableTask, source_of
 
-BUILTIN = "builtin"  # the task's own reward
+BUILTIN = "builtin"  # names the reward of the wrapped task
 
-_TAKEN = ("kl", "overlong")  # reward terms that are not graders'
-_SOURCES = {"gsm8k": "openai/gsm8k"}  # verl's name of a task's data
+_TAKEN = ("kl", "overlong")  # reward terms that the trainer adds
+_SOURCES = {"gsm8k": "openai/gsm8k"}  # task name: verl's data_source
 
 
 def with_reward_functions(
@@ -62,25 +62,25 @@ def with_reward_functions(
     success_above: float = 0.0,
     functions: Functions | None = None,
 ) -> Task:
-    """Return ``task`` with a reward from the user's functions: ``reward = sum_k weight_k * function_k``.
+    """Return ``task`` with the reward ``sum_k weight_k * function_k`` of the user's functions.
 
-    The wrapped task has no gold response. A response is a success where a function says so (an entry ``success``,
-    ``acc`` or ``correct`` of its dict, true or at least 1), else where ``builtin`` does, else where the reward is
-    greater than ``success_above``. An exception, or a result that is no reward, is an error of that response alone,
-    with the line of the file. A response to which no function applies has a reward of 0 and no terms.
+    The returned task has no gold response. Success is decided by the first of: an entry ``success``, ``acc`` or
+    ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward > ``success_above``. If a
+    function raises or returns an invalid reward, that response gets an error with the line of the file. If no function
+    applies to a response, its reward is 0 and it has no terms.
 
     Args:
-        task: any task; functions of TRL's form get its columns, or ``question``, ``answer`` and what else its examples
-            hold, and ``ground_truth`` is the final answer of a worked one.
-        path: the Python file, run here, so that it is checked at once, and in every grader's process; or a file of
-            pickled functions (:func:`~sota_grpo.rewards.functions.pickled`).
-        names: of the functions, each the name of its reward term; ``builtin`` is the task's own reward.
-        weights: of the functions; None weighs each 1.
+        task: any task. TRL functions get its columns, or for tasks without columns ``question``, ``answer``, ``extra``
+            entries and ``ground_truth``, which is the text after ``####`` of the answer.
+        path: the Python file, which is executed here (to check it) and in every grading process; or a file of pickled
+            functions (:func:`~sota_grpo.rewards.functions.pickled`).
+        names: functions to use; each is also the name of its reward term. ``builtin`` is the reward of ``task``.
+        weights: one weight per name; None: 1 for each.
         success_above: see above.
-        functions: objects that are called in this process instead of what ``path`` holds, by name.
+        functions: functions by name, called in this process instead of those in ``path``.
 
     Raises:
-        RewardFunctionError: a file or function that cannot be used, or names and weights that do not match.
+        RewardFunctionError: a file or function cannot be used, or the numbers of names and weights differ.
 
     Example::
 
@@ -101,7 +101,7 @@ def with_reward_functions(
 
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
-    """Return a copy of ``task`` with another scorer, and without the counts of its benchmark."""
+    """Return a copy of ``task`` with the scorer ``score`` and without benchmark ``counts``."""
     wrapped = copy.copy(task)
     vars(wrapped).update({"score": score, "counts": None, **changes})
     return wrapped
@@ -111,9 +111,9 @@ def _no_gold_response(example: Example) -> None: ...
 
 
 class FunctionScorer:
-    """The scorer of :func:`with_reward_functions`, with its arguments; ``task`` has no examples.
+    """The scorer of :func:`with_reward_functions`, with the same arguments; ``task`` has no examples.
 
-    It pickles the path of the file and loads it where it runs; functions that were passed stay in this process.
+    Pickling stores the path of the file, which is loaded again after unpickling; ``functions`` are not pickled.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class FunctionScorer:
         functions: Functions | None = None,
     ) -> None:
         self._task, self.term_weights, self._success_above = task, dict(term_weights), success_above
-        self._path = str(Path(path).expanduser().resolve())  # a grader's process may have another working directory
+        self._path = str(Path(path).expanduser().resolve())  # a grading process may have another working directory
         self._is_pickled = self._path.endswith(PICKLED)
-        # a task that replies answers turns, with any reward
+        # the task is also scored if its replies answer turns
         self._adds_task_terms = BUILTIN in term_weights or getattr(task, "replies", False)
         self._passed = functions
         if len(self._functions) == len(term_weights) == 1:  # the only function of a file needs no name
             self.term_weights = dict.fromkeys(self._functions, *term_weights.values())
         forms = {function.form for function in self._functions.values()}
-        if TRL in forms:  # without it no function sees groups, and each response has a deadline of its own
+        if TRL in forms:  # without a TRL function, each response is graded alone, with a separate time limit
             self.score_group = self._scores
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,14 +143,14 @@ class FunctionScorer:
         return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
-        """Run the file before the deadline of the first response begins."""
+        """Execute the file, so that the first response's time limit does not include that."""
         _ = self._functions
         if self._adds_task_terms:
             prepare(self._task.score)
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """Return the scores of a group; an exception of a function of TRL's form is raised for several responses."""
-        # Copies: siblings share an example, and a function may change its arguments.
+        """Return the scores of a group; an exception of a TRL function is raised if the group has several responses."""
+        # Copies, because a function may modify its arguments and the group shares one example.
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
         if self._adds_task_terms:
@@ -160,19 +160,19 @@ class FunctionScorer:
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
-        """Raise ``RewardFunctionError`` for a function with a required parameter that is no column."""
+        """Raise ``RewardFunctionError`` if a TRL function has a required parameter that is not a column."""
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
             if function.form == TRL and missing:
                 raise RewardFunctionError(
-                    f"{self._path}: {function.name} requires {', '.join(missing)}, but the columns of the data are "
-                    f"{', '.join(offered)}; rename one or give the parameter a default value."
+                    f"{self._path}: {function.name} has the parameters {', '.join(missing)}, but the data has "
+                    f"the columns {', '.join(offered)}; rename a column or give the parameter a default value."
                 )
 
     @property
     def reads_environments(self) -> bool:
-        """Return whether a function takes ``environments``."""
+        """Return whether a function has the parameter ``environments``."""
         return any(f.form == TRL and (f.taken is None or "environments" in f.taken) for f in self._functions.values())
 
     @cached_property
@@ -187,12 +187,12 @@ class FunctionScorer:
         return {name: recognise(functions[name], name, "reward") for name in names}
 
     def _file_of(self, function: RewardFunction) -> str:
-        """Return the file with the code of ``function``, to name the line at which it fails."""
+        """Return the file with the code of ``function``, for error messages."""
         code = getattr(function.call, "__code__", None)
         return code.co_filename if self._is_pickled and code is not None else self._path
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
-        """Return the score of one response from the outputs of its functions."""
+        """Return the score of one response from the functions' outputs and the task's score."""
         terms = {name: output.value for name, output in outputs.items()}
         errors = [output.error for output in outputs.values() if output.error is not None]
         verdicts = [
@@ -201,7 +201,7 @@ class FunctionScorer:
             for name in VERDICTS
             if isinstance(output.info.get(name), (bool, int, float))
         ]
-        info = {  # of several functions, each entry under its function's name
+        info = {  # with several functions, entries are prefixed by the function's name
             name if len(outputs) == 1 else f"{function}/{name}": value
             for function, output in outputs.items()
             for name, value in output.info.items()
@@ -220,7 +220,7 @@ class FunctionScorer:
 
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
-    """Return the arguments of functions for a response: the row of a table, or another task's example."""
+    """Return the arguments that reward functions get for a response: columns of a table, or an example's fields."""
     if isinstance(task, MixtureTask):
         _, task, example = task.resolve(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
@@ -230,7 +230,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         source = source_of(example) or task.name
     else:
         _, mark, final = example.answer.rpartition("####")
-        truth = final.strip().replace(",", "") if mark else example.answer  # of worked answers as verl's files have it
+        truth = final.strip().replace(",", "") if mark else example.answer  # as in verl's files
         prompt, columns = task.messages(example), {"question": example.query, "answer": example.answer, **example.extra}
         source = _SOURCES.get(task.name, task.name)
     return RewardInputs(
@@ -239,28 +239,28 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
 
 
 def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iterator[str]:
-    """Yield what is wrong with the names of reward functions and their weights."""
+    """Yield a message for each error in the names and weights of reward functions."""
     if not names or not all(names) or len(set(names)) < len(names):
-        yield f"reward.name names {list(names)}; give one function or several different ones."
+        yield f"reward.name={list(names)} is empty or has an empty or repeated name; give different names."
     for name in names:
         if not name.isascii():
-            yield f"{name} names a metric, which is ASCII; give the function another name."
+            yield f"the reward function {name} has a non-ASCII name, which cannot name a metric; rename it."
         if name in _TAKEN:
-            yield f"{name} is a reward term already; give the function another name."
+            yield f"{name} is the name of a built-in reward term; give the function another name."
     if weights is not None and len(weights) != len(names):
         functions = f"{len(names)} functions ({', '.join(names)})"
-        yield f"reward.weights has {len(weights)} entries for {functions}; give as many."
+        yield f"reward.weights has {len(weights)} entries for {functions}; give one weight per function."
     if weights is not None and not all(map(math.isfinite, weights)):
-        yield f"reward.weights={list(weights)} holds a number that is not finite."
+        yield f"reward.weights={list(weights)} has a value that is not finite; give finite numbers."
 
 
 def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum of the terms that apply; None where none does."""
+    """Return the weighted sum of the terms that apply; None if no term applies."""
     return total_reward(terms, weights) if any(value is not None for value in terms.values()) else None
 
 
 def without_terms(task: Task) -> Task:
-    """Return ``task`` without terms of its own; a judge or an environment gives the reward."""
+    """Return ``task`` without reward terms, for a reward that only a judge or an environment gives."""
     return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
 
 
@@ -273,15 +273,15 @@ _COUNTED = ("tool_calls", "tool_errors")
 
 
 def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:
-    """Return ``task`` with responses that are dialogs with tools, whose record becomes part of their score.
+    """Return ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
-    The numbers of calls and of failed ones, and whether the dialog ended at the limit of turns, become metrics. A
-    dialog with a lost environment is an error.
+    ``info`` gets ``tool_calls``, ``tool_errors`` and ``ended_by_turns`` (1 if the turn limit ended the dialog), which
+    are logged as metrics. A dialog whose environment was lost has an error.
 
     Args:
-        task: any task, its reward replaced by functions or not.
-        has_reward: the environment has ``get_reward``, which is the term ``environment``, of weight 1.
-        adds_task_terms: the task's terms count; else the environment's reward, above ``success_above`` a success.
+        task: any task, with its own reward or that of functions.
+        has_reward: the environment has ``get_reward``, which becomes the term ``environment`` with weight 1.
+        adds_task_terms: also use the task's terms; else success is an environment reward above ``success_above``.
     """
     weights = {**(task.term_weights if adds_task_terms else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
     change = partial(_of_dialog, weights, adds_task_terms, success_above)
@@ -292,7 +292,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
 
 
 class ChangedScorer:
-    """A scorer that changes the scores of another one; it scores groups where that one does."""
+    """A scorer that applies ``change`` to the scores of another; it has ``score_group`` if that one has."""
 
     def __init__(self, score: Scorer, change: Callable[[str, Score], Score]) -> None:
         self._score: Any = score
@@ -304,14 +304,14 @@ class ChangedScorer:
         return self._change(response, self._score(response, example))
 
     def prepare(self) -> None:
-        """Prepare the scorer."""
+        """Prepare the wrapped scorer."""
         prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """Score a group without the dialogs whose environment was lost."""
+        """Score a group; dialogs whose environment was lost are not passed to the scorer."""
         sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
         scores = self._score.score_group(sound) if sound else []
-        if len(scores) != len(sound):  # the caller raises
+        if len(scores) != len(sound):  # the caller reports it
             return scores
         left = iter(scores)
         return [
@@ -326,7 +326,7 @@ def _of_dialog(
     """Return the score of a dialog with tools (:func:`with_tools`)."""
     record = _record_of(response)
     if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
-        score = Score(dict.fromkeys(score.terms), success=False)  # a text of the gate, without a dialog
+        score = Score(dict.fromkeys(score.terms), success=False)  # a start-up check grades a text without a dialog
     error = record.get("error") or score.error
     if error is not None:
         return failed_score(term_weights, error)
@@ -350,9 +350,9 @@ MESSAGE = (
 
 
 def think_again(task: Task, message: str = MESSAGE) -> Task:
-    """Return ``task`` with a user turn after each response that is no success.
+    """Return ``task`` whose scores reply to each unsuccessful response with ``message`` as a user turn.
 
-    A reply of the task's own replaces ``message``. A failed grader ends the dialog.
+    A reply of the task takes precedence over ``message``. A grader error ends the dialog.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")

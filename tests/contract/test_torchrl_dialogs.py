@@ -247,7 +247,7 @@ def test_what_is_done_needs_a_reset_and_prompts_may_not_change() -> None:
     env = make_env(max_steps=2)
     token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * NUM_ENVS
     row = env.step(act(env.reset(), token_ids))["next"]
-    with pytest.raises(ValueError, match="row 0 answers another prompt"):
+    with pytest.raises(ValueError, match=r"tokens\.prompt of row 0 is not"):
         env.step(act(env.reset(), token_ids).update(row.select(keys.PROMPT_TOKENS)))
     row = env.step(act(env.reset(), token_ids))["next"]
     last = env.step(act(row, token_ids))["next"]
@@ -267,7 +267,7 @@ def test_steps_that_do_not_follow_are_refused() -> None:
     assert rows.add(first) == []
     retold = last.clone()
     retold[0].set(keys.PROMPT_TOKENS, last[0]["tokens", "prompt"].flip(0))
-    with pytest.raises(ValueError, match="does not begin with what was said before"):
+    with pytest.raises(ValueError, match="does not begin with the tokens of the dialog so far"):
         rows.add(lazy_stack([retold[0]]))
 
 
@@ -297,8 +297,8 @@ def test_tools_are_functions_too_and_end_with_the_environment() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_steps": 0}, "max_steps=0 leaves no turn"),
-        ({"max_steps": 1, "tools": []}, "max_steps=1 leaves no turn after a tool"),
+        ({"max_steps": 0}, "max_steps=0 allows no policy turn"),
+        ({"max_steps": 1, "tools": []}, "max_steps=1 allows no policy turn after a tool"),
         ({"tools": "a.py:b", "environment": "a.py:c"}, "both tools and environment"),
     ],
     ids=["none", "one", "both"],

@@ -125,7 +125,7 @@ def test_a_key_that_the_actor_does_not_read_is_refused(model, wrapped: bool, nam
 def test_a_batch_of_several_dimensions_is_refused(model) -> None:
     """As ``env.rollout`` and a collector that does not flatten give it."""
     batch = lazy_stack(rows_of(model, RAGGED), 0)
-    with pytest.raises(ValueError, match=r"the shape \[6, 1\]; give one of rows, batch.reshape\(-1\)"):
+    with pytest.raises(ValueError, match=r"the shape \[6, 1\]; pass rows \[N\]: batch.reshape\(-1\)"):
         GRPOLoss(model)(batch.reshape(-1, 1))
 
 

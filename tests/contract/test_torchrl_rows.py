@@ -258,7 +258,7 @@ def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBas
 
 def test_siblings_that_do_not_wait_are_refused(rows: TensorDictBase) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=2, transform=GroupAdvantage())
-    with pytest.raises(ValueError, match=r"none of the 1 responses has a sibling in this batch.*give group_size"):
+    with pytest.raises(ValueError, match=r"each of the 1 responses is alone in its group.*set group_size"):
         buffer.extend(rows[:1])
     buffer.extend(rows)
     assert len(buffer) == NUM_ENVS
@@ -281,6 +281,6 @@ def test_rows_without_a_group_are_refused_by_the_name_of_the_key(rows: TensorDic
     """As TorchRL's own environments give them, whose siblings have ``query`` alike."""
     for row in rows.unbind(0):
         del row["group_id"]
-    with pytest.raises(KeyError, match="the rows have no group_id; give in_keys="):
+    with pytest.raises(KeyError, match="the rows have no group_id; set in_keys="):
         GroupAdvantage()(rows)
     assert GroupAdvantage(in_keys=(keys.REWARD, "query"))(rows)["advantage"].shape == (NUM_ENVS, 1, 1)

@@ -71,7 +71,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, enco
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     size = (tmp_path / "rows.parquet").stat().st_size
     assert size < 50_000
-    assert f"has {size} bytes and unpacks to more than" in failure(tmp_path / "rows.parquet")
+    assert f"has {size} bytes and decompresses to more than" in failure(tmp_path / "rows.parquet")
     repeated = table.slice(0, 1_000)  # a long prompt in every row is nothing special
     pyarrow.parquet.write_table(repeated, tmp_path / "rows.parquet")
     assert load_rows(str(tmp_path / "rows.parquet")) == repeated.to_pylist()
@@ -85,12 +85,12 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, enco
         *((name, text, "has no rows") for name, text in (("a.jsonl", "\n \n"), ("a.json", "[]"), ("a.csv", "a,b\n"))),
         ("a.jsonl", '{"a": "a"}\n\n{"a": "b"\n', "a.jsonl, line 3: not valid JSON"),
         ("a.jsonl", '{"a": "a"}\n[1]\n', "line 2: holds list"),
-        ("a.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", "line 2: not JSON that can be read"),
-        ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: not JSON that can be read"),
+        ("a.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", "line 2: the JSON cannot be parsed"),
+        ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: the JSON cannot be parsed"),
         *(("a.json", text, "does not hold a list of objects") for text in ('{"a": "a"}', "[1]")),
-        ("a.csv", "a,b\n1,2\n3\n", "row 2 (line 3): has 1 cells where the header has 2"),
+        ("a.csv", "a,b\n1,2\n3\n", "row 2 (line 3): has 1 cells, but the header has 2"),
         ("a.csv", 'a,b\n"1\n2",3\n"4,5\n', "row 2 (line 4): not valid CSV"),
-        ("a.csv", "a,b,a\n1,2,3\n", "two columns have one name"),
+        ("a.csv", "a,b,a\n1,2,3\n", "two columns have equal names"),
     ],
     ids=lambda value: str(value)[:20],
 )

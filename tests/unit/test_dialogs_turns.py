@@ -113,7 +113,7 @@ def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
             as_user = turns.ids([{"role": "user", "content": content}], 0)
             assert turns.ids([{"role": "tool", "content": content}], 0) == as_user
             assert content in decoded(made, as_user)
-    assert [record.message.partition(" (")[0] for record in caplog.records] == ["The chat template has no tool turns"]
+    assert [each.message.partition(" (")[0] for each in caplog.records] == ["The chat template has no tool messages"]
 
 
 def test_a_template_that_insists_on_ids_has_tool_turns() -> None:

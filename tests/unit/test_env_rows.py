@@ -50,9 +50,9 @@ def test_resume_equals_uninterrupted(before: int) -> None:
 def test_another_seed_is_another_order_and_a_foreign_state_is_refused() -> None:
     stream, other = PromptStream(examples(40), seed=SEED), PromptStream(examples(40), seed=SEED + 1)
     assert [e.query for _, e in stream.draw(40)] != [e.query for _, e in other.draw(40)]
-    with pytest.raises(ValueError, match=f"has seed={SEED} and this one seed={SEED + 1}"):
+    with pytest.raises(ValueError, match=f"has seed={SEED}, but this stream has seed={SEED + 1}"):
         other.load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="has num_examples=40 and this one num_examples=39"):
+    with pytest.raises(ValueError, match="has num_examples=40, but this stream has num_examples=39"):
         PromptStream(examples(39), seed=SEED).load_state_dict(stream.state_dict())
     changed = [*examples(40)[:-1], Example("another", "question")]
     with pytest.raises(ValueError, match=r"has prompts=.*resume with the dataset and the seed of the saved run"):

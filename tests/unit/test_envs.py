@@ -282,7 +282,7 @@ def test_named_environments_take_torchrls_keywords_and_grade(
         ("GSM8KEnv", {"tokenizer": None}, ValueError, "tokenizer=None"),
         ("GSM8KEnv", {"num_env": 2}, TypeError, "num_env"),
         ("MATHEnv", {"wrong": 5.0}, ValueError, "reward.correct=1.0 must be greater"),
-        ("IFEvalEnv", {"dataset": "google/IFEval"}, DatasetError, "is what IFEval is evaluated on"),
+        ("IFEvalEnv", {"dataset": "google/IFEval"}, DatasetError, "is the test set of IFEval"),
         ("IFEvalEnv", {"eval_dataset": "missing.jsonl"}, DatasetError, "there is no file missing.jsonl"),
     ],
 )

@@ -400,7 +400,7 @@ def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_p
         run_gate(make_components(tmp_path, objective=objective), "strict")
     assert raised.value.check.name == "the objective raises better responses"
     if objective is without_gradient:  # where checks only warn, the loss refuses it
-        with pytest.raises(UserError, match=r"algorithm\.objective gives no log-prob a gradient"):
+        with pytest.raises(UserError, match=r"algorithm\.objective has no gradient"):
             run_gate(make_components(tmp_path, objective=objective), "warn")
 
 

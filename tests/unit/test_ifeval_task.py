@@ -92,7 +92,7 @@ def test_prompts_of_the_evaluation_are_refused_with_their_number(tmp_path: Path)
     assert (len(task.train), len(task.heldout)) == (9, 4)
     shared = [{**evaluation[i], "prompt": f" {evaluation[i]['prompt'].upper()}\n"} for i in (1, 3)]
     path = write(tmp_path / "shared.jsonl", [*train, *shared])
-    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl are in .*eval.jsonl too"):
+    with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl are also in .*eval.jsonl"):
         IFEvalTask.load(path=path, eval_path=paths[1])
     with pytest.raises(DatasetError, match="4 of the 4 training prompts"):
         IFEvalTask.load(path=paths[1], eval_path=paths[1])
@@ -113,13 +113,15 @@ def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict
     assert [len(task.train), len(task.heldout)] == [30, 7]
     assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
-    with pytest.raises(DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval are in google/IFEval"):
+    with pytest.raises(
+        DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval are also in google/IFEval"
+    ):
         make_task("ifeval")
 
 
 @pytest.mark.parametrize("name", ["google/IFEval", "google/IFeval"])
 def test_the_test_set_is_never_trained_on(name: str) -> None:
-    with pytest.raises(DatasetError, match=rf"{name} is what IFEval is evaluated on.*train on allenai/RLVR-IFeval"):
+    with pytest.raises(DatasetError, match=rf"{name} is the test set of IFEval.*train on allenai/RLVR-IFeval"):
         make_task("ifeval", path=name)
 
 
@@ -130,7 +132,7 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
     rows[3] = rows[3] | {"ground_truth": "{}"}
     with caplog.at_level(logging.WARNING):
         assert len(make_task("ifeval").train) == 39
-    assert "1 of 40 rows of allenai/RLVR-IFeval are left out; the first: allenai/RLVR-IFeval, row 4" in caplog.text
+    assert "1 of 40 rows of allenai/RLVR-IFeval are skipped; the first: allenai/RLVR-IFeval, row 4" in caplog.text
     rows[4:6] = [row | {"ground_truth": "{}"} for row in rows[4:6]]
     with pytest.raises(DatasetError, match=r"3 of 40 rows of allenai/RLVR-IFeval cannot be used; the first: .*row 4"):
         make_task("ifeval")

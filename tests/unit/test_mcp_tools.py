@@ -136,7 +136,7 @@ def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: 
         made.drop(keys[1])
         wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
         assert os.path.exists(f"/proc/{pids[2]}")
-        with pytest.raises(InstanceLost, match=r"the MCP server is gone .*Connection closed"):
+        with pytest.raises(InstanceLost, match=r"connection to the MCP server failed .*Connection closed"):
             made.call(keys[2], [("leave", {})]).result(WAIT_S)
 
 
@@ -145,7 +145,7 @@ def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
     with started(str(running)) as made:
         key = made.open({}).result(WAIT_S).key
         running.end()
-        with pytest.raises(InstanceLost, match="the MCP server is gone"):
+        with pytest.raises(InstanceLost, match="connection to the MCP server failed"):
             call(made, key, "add_note", text="a")
         with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
             made.open({}).result(WAIT_S)
@@ -158,7 +158,7 @@ def test_a_key_is_sent_to_the_server_and_written_nowhere(
     monkeypatch.setenv("SOTA_GRPO_TOOLS_HEADERS", "X-Team: blue\n")
     try:
         monkeypatch.setenv("SOTA_GRPO_TOOLS_KEY", "other")
-        refused = pytest.raises(UserError, match=r"refuses us, HTTP status 401: set SOTA_GRPO_TOOLS_KEY")
+        refused = pytest.raises(UserError, match=r"rejects the request with HTTP status 401: set SOTA_GRPO_TOOLS_KEY")
         with started(str(running)) as made, refused as raised:
             made.wait_ready()
         assert "other" not in str(raised.value)
@@ -189,9 +189,9 @@ def is_ours(command: Path) -> bool:
     [
         ("http://far.example:80/mcp", {"SOTA_GRPO_TOOLS_KEY": "s3cret"}, r"http://far.example:80/mcp is not encrypted"),
         ("http://127.evil.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: s3cret"}, "is not encrypted"),
-        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_KEY": "s3cret\nX: y"}, "has a character that no token has"),
-        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: b\ns3cret"}, "is no header"),
-        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: s3cret\x01"}, "is no header"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_KEY": "s3cret\nX: y"}, "has a character that a key cannot have"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: b\ns3cret"}, "is not a valid header"),
+        ("https://far.example/mcp", {"SOTA_GRPO_TOOLS_HEADERS": "A: s3cret\x01"}, "is not a valid header"),
     ],
     ids=["http", "like_loopback", "two_lines", "no_name", "control"],
 )

@@ -120,9 +120,9 @@ def test_resume_at_any_draw_equals_uninterrupted(before: int) -> None:
 )
 def test_the_state_of_another_mixture_is_refused(sizes: dict, shares: dict) -> None:
     state = PromptStream(mixed({"a": 5, "b": 3}), seed=SEED).state_dict()
-    with pytest.raises(ValueError, match=r"has mixture=\{'a': \[5, '1'\], 'b': \[3, '1'\]\} and this one"):
+    with pytest.raises(ValueError, match=r"has mixture=\{'a': \[5, '1'\], 'b': \[3, '1'\]\}, but this stream has"):
         PromptStream(mixed(sizes, shares), seed=SEED).load_state_dict(state)
-    with pytest.raises(ValueError, match="this one mixture=None"):
+    with pytest.raises(ValueError, match="this stream has mixture=None"):
         PromptStream(examples("a", 8), seed=SEED).load_state_dict(state)
     with pytest.raises(ValueError, match="no examples"):
         PromptStream(mixed({"a": 5, "b": 0}))
@@ -429,5 +429,5 @@ def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:
     assert [one.query for one in task.heldout] == ["brief", "terse"]
     assert Counter(one.query for _, one in env.stream.draw(8)) == {"short": 4, "brief": 2, "terse": 2}
     assert isinstance(examples, MixedExamples)
-    with pytest.raises(DatasetError, match=r"No problem of env\.mixture\.b is left to train on"):
+    with pytest.raises(DatasetError, match=r"No training problem of env\.mixture\.b is left"):
         examples.only([one for one in examples if one.extra[TASK] == "a"], may_be_empty=False)

@@ -208,7 +208,7 @@ def test_torchrls_collector_has_all_sizes_and_a_reset_of_so_many_rows_refuses_th
     )
     batches = list(made)
     assert [sorted(sizes_of(batch)) for batch in batches] == [[("few", 2), ("few", 2), ("many", 5)]] * 2
-    with pytest.raises(ValueError, match=r"has [25] responses, and a reset gives 6 rows, 3 of each prompt"):
+    with pytest.raises(ValueError, match=r"sets [25] responses for a prompt, but this environment has repeats=3"):
         mixture().reset()
 
 

@@ -141,7 +141,7 @@ def test_a_surrogate_may_read_the_entropy_without_its_gradient() -> None:
     torch.testing.assert_close(actor.log_probs.grad, slopes)
     assert actor.entropy.grad is None
     loss.actor_network.forward = lambda td: td.set(keys.LOG_PROBS, actor.log_probs[:, : td[keys.LOG_PROBS].shape[1]])
-    with pytest.raises(ValueError, match="reads the entropy but actor_network gives none"):
+    with pytest.raises(ValueError, match="reads the entropy, but actor_network does not write"):
         loss(pad_rows(rows, pad_token_id=0))
 
 
@@ -165,7 +165,7 @@ def test_a_loss_that_is_not_one_of_each_token_is_refused() -> None:
     rows, loss, _ = scene(objective=lambda log_prob, advantage: -(advantage * log_prob).sum(-1), entropy_bonus=False)
     batch = pad_rows(rows, pad_token_id=0)
     shape = list(batch[keys.ASSISTANT_MASK].shape)
-    with pytest.raises(UserError, match=re.escape(f"gives a loss of shape [{len(rows)}] where tokens are {shape}")):
+    with pytest.raises(UserError, match=re.escape(f"of shape [{len(rows)}], but the tokens have {shape}")):
         loss(batch)
 
 
@@ -176,7 +176,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
         (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
         (f"{mine}:near", "ref_model.name=org/other", None),
-        (f"{mine}:hungry", "seed=1", "requires values; its parameters are any of log_prob, log_ratio,"),
+        (f"{mine}:hungry", "seed=1", "has the parameters values; parameters must be any of log_prob, log_ratio,"),
         (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
         (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
         ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
@@ -246,7 +246,7 @@ def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
     mine.write_text(MINE + "raise RuntimeError('it was run')")
     validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
     for baseline, sentence in (
-        (f"{mine}:hungry", "requires log_prob, values; its parameters are any of rewards, group_ids"),
+        (f"{mine}:hungry", "has the parameters log_prob, values; parameters must be any of rewards, group_ids"),
         (f"{mine.parent}/no.py:median", "There is no file .*no.py; correct algorithm.baseline"),
         ("median", "algorithm.baseline=median is not one of group_mean"),
     ):

@@ -470,9 +470,12 @@ def test_a_keyword_without_effect_or_choice_is_refused_by_name(keyword, value) -
     ("options", "sentence"),
     [
         ({"objective": "dppo", "ratio": "sequence"}, "'dppo', which takes it per token"),
-        ({"objective": "vespo", "correction": "token"}, "'vespo', which weighs whole rows itself"),
-        ({"surrogate_options": {"tau_positive": 2.0}}, "tau_positive=2.0 but the objective is 'clipped'"),
-        ({"objective": "sapo", "surrogate_options": {"log_ratio": 2.0}}, "surrogate_options has log_ratio"),
+        ({"objective": "vespo", "correction": "token"}, "'vespo', which already weights whole rows"),
+        ({"surrogate_options": {"tau_positive": 2.0}}, "tau_positive=2.0 is not read by the objective 'clipped'"),
+        (
+            {"objective": "sapo", "surrogate_options": {"log_ratio": 2.0}},
+            "surrogate_options: log_ratio=2.0 is not read",
+        ),
         ({"kl_unbiased": True, "kl_estimator": "k2"}, "'k1' or 'k3'"),
         ({"aggregation": "prompt_mean", "loss_aggregation": "token"}, "give one"),
     ],

@@ -262,9 +262,9 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
 ) -> None:
     monkeypatch.setattr(server_tools, "_ROOM_WITHIN_S", 0.2)
     first, second = server_tools.OpenEnv(urls["guess"]), server_tools.OpenEnv(urls["guess"])
-    with pytest.raises(InstanceLost, match=r"the OpenEnv server cannot begin .*invalid literal"):
+    with pytest.raises(InstanceLost, match=r"the OpenEnv server cannot start an episode .*invalid literal"):
         first.reset(ground_truth="x")
-    with pytest.raises(InstanceLost, match=r"no room .*1/1.*; raise its max_concurrent_envs"):
+    with pytest.raises(InstanceLost, match=r"accepts no further session .*1/1.*; raise its max_concurrent_envs"):
         second.reset(ground_truth="42", other=[1])
     first.close()
     second.reset(ground_truth="42", other=[1])
@@ -286,7 +286,7 @@ def test_a_server_without_room_says_so_and_one_that_fails_at_the_reset_too(
 )
 def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str, Any]) -> None:
     server = Replay(recorded["guess"], says=answer)
-    refused = pytest.raises(InstanceLost, match="answered what no OpenEnv server answers")
+    refused = pytest.raises(InstanceLost, match="does not follow the OpenEnv protocol")
     with closing(server), closing(server_tools.OpenEnv(server.url)) as game, refused:
         game.reset()
 
@@ -295,7 +295,7 @@ def test_a_server_that_leaves_costs_the_sample_and_none_is_one_sentence(recorded
     server = Replay(recorded["guess"])
     with closing(server), started(server.url) as instances:
         key = begun(instances, None).key
-        with pytest.raises(InstanceLost, match="the OpenEnv server is gone"):
+        with pytest.raises(InstanceLost, match="connection to the OpenEnv server failed"):
             call(instances, key, "guess_number", number=99)  # that was not recorded
     with started(f"http://127.0.0.1:{free_port()}") as instances:
         with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:

@@ -102,9 +102,9 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     again = env_of(of_table(long_rows, "env.skip_unreadable=true"))
     again.stream.load_state_dict(env.stream.state_dict())
     assert again.stream.draw(30) == env.stream.draw(30)
-    message = caplog.records[0].getMessage()
+    told = caplog.records[0].getMessage()
     start, rows = re.match(
-        r"6 prompts are left out \((.*), row ([\d, ]+)\)\. The first: the prompt of", message
+        r"6 prompts are skipped \((.*), row ([\d, ]+)\)\. Reason for the first: the prompt of", told
     ).groups()
     assert start == str(long_rows)
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]

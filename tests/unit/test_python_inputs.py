@@ -347,10 +347,10 @@ def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: 
 @pytest.mark.parametrize(
     ("objective", "overrides", "why"),
     [
-        (lambda log_prob, reward: log_prob, [], "requires reward"),
+        (lambda log_prob, reward: log_prob, [], "has the parameters reward"),
         (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
         (3, [], "objective is 3, which is no function"),
-        (functools.partial(objective_of, threading.Lock()), [], "requires|reads neither|cannot be sent"),
+        (functools.partial(objective_of, threading.Lock()), [], "has the parameters|reads neither|cannot be sent"),
         (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo names another"),
     ],
 )

@@ -94,17 +94,17 @@ def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
     [
         *(("gsm8k", {"question": "?", "answer": answer}, "the gold answer has no number after '####'")
           for answer in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")),
-        ("math", {"question": "?"}, "there is no column 'ground_truth' or .* columns found are 'question'"),
+        ("math", {"question": "?"}, "no column 'ground_truth' or .* columns found are 'question'"),
         ("math", {"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),
         ("math", {"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
         ("math", {"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
         ("math", {"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
-        ("math", {"ground_truth": "1"}, "there is no column 'question' or 'problem' or 'prompt'"),
-        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion'; .* 'question'"),
-        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt'; the columns found are 'answer'"),
+        ("math", {"ground_truth": "1"}, "no column 'question' or 'problem' or 'prompt' has a value"),
+        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion' has .* 'question'"),
+        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
         ("reasoning", {"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
         ("reasoning", {"question": " ", "answer": "2"}, "the question is empty"),
-        ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the right answer .* holds one of the tags"),
+        ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the gold answer .* contains a think"),
         ("reasoning", {"question": "?", "answer": True}, "column 'answer' holds bool, not text"),
         ("reasoning", {"prompt": [{"role": "user"}], "answer": "2"}, "'prompt' holds list.*env.dataset=table"),
     ],
@@ -320,7 +320,7 @@ def test_a_single_row_of_reasoning_needs_no_question() -> None:
     assert read({"response": "x", "answer": "#### 2"}, "line 1") == Example("", "#### 2")
     assert read({"ground_truth": 2.5, "prompt": [{"role": "user"}]}, "line 1") == Example("", "2.5")
     assert read({"answer": None, "ground_truth": "2", "prompt": "?"}, "line 1") == Example("?", "2")
-    with pytest.raises(DatasetError, match=r"^line 7: there is no column 'answer'.*'response'"):
+    with pytest.raises(DatasetError, match=r"^line 7: no column 'answer' or .* has a value.*'response'"):
         read({"response": "x"}, "line 7")
 
 

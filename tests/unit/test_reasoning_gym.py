@@ -220,14 +220,14 @@ def test_options_and_levels_of_a_task_count_and_an_option_comes_before_its_level
         ({"chain_sun": 1}, "no task chain_sun in reasoning-gym; did you mean chain_sum"),
         ({"frobnicate": 1}, r"no task frobnicate in reasoning-gym; the tasks are ab, acre"),
         ({"chain_sum": 0, "gcd": {"weight": 0}}, "every task the weight 0"),
-        ({"chain_sum": 1.5}, "has the weight 1.5, which must be a whole number"),
-        ({"chain_sum": {"level": [0, -1]}}, "must be a whole number, 0 or more, or a list of such"),
-        ({"chain_sum": {"level": [1, 1]}}, r"chain_sum has the levels \[1, 1\]; name one at least, and each once"),
-        ({"chain_sum": {"level": 99}}, r"level=99, and its curriculum ends at level=\d+\."),
+        ({"chain_sum": 1.5}, "has the weight 1.5, which must be an integer"),
+        ({"chain_sum": {"level": [0, -1]}}, "must be an integer, 0 or more, or a list of them"),
+        ({"chain_sum": {"level": [1, 1]}}, r"chain_sum has the levels \[1, 1\]; list at least one, each once"),
+        ({"chain_sum": {"level": 99}}, r"level=99, but its highest level is \d+\."),
         ({"acre": {"level": 1}}, "this task has no curriculum"),
-        ({"chain_sum": {"seed": 3}}, r"which the run decides; use seed=N\."),
+        ({"chain_sum": {"seed": 3}}, r"which applies to the whole run; use seed=N\."),
         ({"chain_sum": {"size": 3}}, r"use env\.max_samples=N\."),
-        ({"chain_sum": {"terms": 3}}, "no option terms; it takes allow_negation, level, max_digits, .*, weight"),
+        ({"chain_sum": {"terms": 3}}, "no option terms; available: allow_negation, level, max_digits, .*, weight"),
         ({"chain_sum": {"min_terms": 0}}, r"cannot be made with .*min_terms must be positive"),
         ({"chain_sum": {"min_terms": "few"}}, r"cannot be made with .*TypeError"),
         ({"codeio": 1}, "env.tasks names codeio, which is refused: "),
@@ -245,14 +245,14 @@ def test_a_task_with_too_few_problems_is_reported() -> None:
     assert 2 <= len(prompts) <= 10
     one = {"count_bits": {"min_n": 5, "max_n": 5}}
     both = ReasoningGymTask.load(tasks=one, num_train=1, num_heldout=1)
-    with pytest.raises(UserError, match=r"1000 draws from count_bits made no .*give env\.tasks\.count_bits options"):
+    with pytest.raises(UserError, match=r"1000 draws from count_bits gave no .*give env\.tasks\.count_bits options"):
         _ = both.train[0], both.heldout[0]
 
 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"answer": "4", "metadata": "text"}, "there is no metadata with source_dataset"),
+        ({"answer": "4", "metadata": "text"}, "there is no metadata.source_dataset"),
         ({"answer": 4, "metadata": {"source_dataset": "gcd"}}, "'answer' holds int"),
         ({"answer": "4", "metadata": {"source_dataset": "bitwise_arithmetic", "problem": "1"}}, "is refused"),
         ({"answer": "4", "metadata": {"source_dataset": "gdc"}}, "did you mean gcd"),

@@ -511,7 +511,7 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
         ),
         ("completions, trainer_state, **kwargs", "needs trainer_state"),
         ("solution_str, /, ground_truth", NEITHER),
-        ("completions, solution", "f requires solution, but the columns of the data are ground_truth, level"),
+        ("completions, solution", "f has the parameters solution, but the data has the columns ground_truth, level"),
     ],
 )
 def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, sentence: str) -> None:
@@ -521,12 +521,12 @@ def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, 
 @pytest.mark.parametrize(
     ("names", "weights", "sentence"),
     [
-        ([], None, "give one function or several different ones"),
-        (["f", "f"], None, "give one function or several different ones"),
-        (["kl"], None, "kl is a reward term already; give the function another name"),
-        (["f", "g"], [1.0], "reward.weights has 1 entries for 2 functions (f, g); give as many"),
+        ([], None, "is empty or has an empty or repeated name; give different names"),
+        (["f", "f"], None, "is empty or has an empty or repeated name; give different names"),
+        (["kl"], None, "kl is the name of a built-in reward term; give the function another name"),
+        (["f", "g"], [1.0], "reward.weights has 1 entries for 2 functions (f, g); give one weight per function"),
         (["f"], [], "reward.weights has 0 entries for 1 functions (f)"),
-        (["f"], [float("nan")], "holds a number that is not finite"),
+        (["f"], [float("nan")], "has a value that is not finite"),
     ],
 )
 def test_names_and_weights_that_do_not_match_are_reported(
@@ -563,6 +563,6 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
     assert task.term_weights == {"brief": 2.0}
     assert scorer("four", TASK.train[0]).terms == {"brief": 0.5}
     path.write_text("def kl(completions, **columns): return 0\n")
-    assert "kl is a reward term already" in refusal(path, None, ["compute_score"])
+    assert "kl is the name of a built-in reward term" in refusal(path, None, ["compute_score"])
     path.write_text("def a(completions): return 0\ndef b(completions): return 0\n")
     assert "has no function 'compute_score'; its functions are a, b" in refusal(path, None, ["compute_score"])

@@ -171,7 +171,7 @@ def test_rows_of_one_prompt_are_all_trained_on_where_any_column_differs(tmp_path
     task = TableTask.load(path=path, num_heldout=0)
     assert [example.extra["columns"]["max_words"] for example in task.train] == list(range(63))
     assert task.heldout == []
-    with pytest.raises(DatasetError, match=r"63 rows with 1 different questions.*give other rows .*env.num_heldout=0"):
+    with pytest.raises(DatasetError, match=r"63 rows with 1 different questions.*other problems .*env.num_heldout=0"):
         TableTask.load(path=path)
     other = {**GOOD, "prompt": "2+2?"}
     for _ in range(2):  # whichever of the two questions is held out, all rows of it are
@@ -216,7 +216,7 @@ VERL = verl_row(1)
         ({**GOOD, "prompt": " \n"}, "row 2: column 'prompt' holds no prompt"),
         ({**GOOD, "ground_truth": float("nan")}, "row 2: column 'ground_truth' holds no ground truth"),
         ({**VERL, "reward_model": {"style": "rule", "ground_truth": float("nan")}}, "row 2: .* no ground truth"),
-        ({**GOOD, "ground_truth": ["2", float("nan")]}, "row 2: the ground truth is list .* reward.path"),
+        ({**GOOD, "ground_truth": ["2", float("nan")]}, "row 2: the ground truth is a list: .* reward.path"),
         ({**GOOD, "chat_template_kwargs": {"enable_thinking": False}}, "row 2: .* set env.chat_template_kwargs"),
         ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
         (
@@ -224,14 +224,14 @@ VERL = verl_row(1)
             "column 'prompt', turn 1: 'content' is missing; both role and content",
         ),
         ({**GOOD, "prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "turn 2: 'content' holds list"),
-        ({**GOOD, "prompt": [SYSTEM]}, "asks nothing: a chat must hold a user turn"),
-        ({**GOOD, "prompt": [USER, {"role": "assistant", "content": "So"}]}, "must not end in an assistant's"),
+        ({**GOOD, "prompt": [SYSTEM]}, "a chat must have a user turn"),
+        ({**GOOD, "prompt": [USER, {"role": "assistant", "content": "So"}]}, "not end in an assistant turn"),
         (
             {"prompt": "?", "solution": "2"},
             r"'ground_truth' holds no ground truth; .*'solution': set env.answer_column",
         ),
         ({"prompt": "?", "answer": "1+1=2\n#### 2"}, "row 2: column 'ground_truth' holds no ground truth"),
-        ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is dict {"a": 1}, which only .*; give reward.path'),
+        ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is a dict: {"a": 1}, which only .*; set reward.path'),
         ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, "row 2: the gold answer has no number"),
     ],
 )

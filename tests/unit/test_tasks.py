@@ -86,7 +86,7 @@ def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: P
     assert len(set(questions(again.train))) == len(again.train) == 10
     assert not heldout & set(questions(again.train))
     assert set(questions(make_task(name, path=path, num_heldout=15, data_seed=4).heldout)) != heldout
-    with pytest.raises(DatasetError, match=r"40 different questions.*num_heldout=512 .*num_heldout=4, other rows"):
+    with pytest.raises(DatasetError, match=r"40 different questions.*num_heldout=512 .*num_heldout=4, other problems"):
         make_task(name, path=path, num_heldout=512)
     assert len(make_task(name, path=path).heldout) == 4, "a tenth"
 
@@ -116,7 +116,7 @@ def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path, 
     task = make_task(name, path=path, eval_path=write(tmp_path / "held.jsonl", held), max_samples=9)
     assert sorted(questions(task.heldout)) == ["no. 2?", "no. 3?", "no. 40?", "no. 4?"]
     assert questions(task.train) == [f"no. {i}?" for i in (0, 1, *range(5, 12))]
-    with pytest.raises(DatasetError, match=r"every question of .*rows\.jsonl is held out"):
+    with pytest.raises(DatasetError, match=r"every question of .*rows\.jsonl is in the held-out split"):
         make_task(name, path=path, eval_path=path)
 
 

@@ -67,9 +67,9 @@ def _open(*cities: str) -> str:
         ([_unhinted], "the argument 'city' of the tool _unhinted has no type hint; write city: str"),
         ([_undescribed], r"the tool _undescribed .* does not describe 'city'\); .*describe every argument"),
         ([_odd], "the argument 'where' of the tool _odd has the type .*Path.*; use int"),
-        ([_open], r"the tool _open takes \*cities: .*; write"),
+        ([_open], r"the tool _open takes \*cities: .*; declare"),
         ([look_up, look_up], "two tools are called 'look_up'; rename one"),
-        ([print], "the tool 'print' has no name .*; define it with def"),
+        ([print], "the tool 'print' cannot be called by name; define it with def"),
     ],
 )
 def test_functions_that_make_no_schema_are_named(functions: list[Any], reason: str) -> None:
@@ -143,9 +143,9 @@ def test_schemas_need_neither_torch_nor_transformers() -> None:
     ("schemas", "reason"),
     [
         ([], "there are no tools; give"),
-        ([{"type": "function"}], "the schema of tool 0 has no name that a call could give; write"),
-        ([{"name": "a b"}], "the schema of tool 0 has no name that a call could give; write"),
-        ([{"name": "a", "parameters": [1]}], "the schema of the tool a has no object of parameters; make"),
+        ([{"type": "function"}], "the schema of tool 0 is named None; use"),
+        ([{"name": "a b"}], "the schema of tool 0 is named 'a b'; use"),
+        ([{"name": "a", "parameters": [1]}], "the schema of the tool a has no parameters object; use"),
         ([{"name": "a"}, {"type": "function", "function": {"name": "a"}}], "two tools are called 'a'; rename"),
     ],
 )

@@ -50,8 +50,8 @@ def test_a_server_stays_as_it_was_written_and_its_command_is_split_as_a_shell_wo
         ("mcp:", "has no command"),
         ("mcp:python 'server.py", "No closing quotation"),
         ("mcp:http://127.0.0.1:8000/mcp", r"write mcp\+http://127.0.0.1:8000/mcp"),
-        ("mcp+http:///mcp", "names no host"),
-        ("mcp+http://h:port/mcp", "is no address"),
+        ("mcp+http:///mcp", "has no host"),
+        ("mcp+http://h:port/mcp", "is not a valid address"),
         ("openenv+http://me:hunter2@h", "has a user name or password in its address"),
         ("openenv:http://h", r"is no FILE.py:NAME.*openenv\+http://HOST:PORT"),
         ("openenv+ftp://h", "is no FILE.py:NAME"),
@@ -101,5 +101,5 @@ def test_what_is_missing_is_said_before_anything_starts(
         preflight(config_with(written))
     monkeypatch.setattr(servers, "find_spec", lambda name: object())
     preflight(config_with(written))
-    with pytest.raises(UserError, match="there is no command 'nowhere-to-be-found' here"):
+    with pytest.raises(UserError, match="the command 'nowhere-to-be-found' is not found"):
         preflight(config_with("mcp:nowhere-to-be-found --port 3"))

@@ -237,7 +237,7 @@ def test_a_reference_whose_device_lacks_memory_ends_the_run_in_a_sentence() -> N
     error = torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
     full = Mock(spec=FakeReference(), side_effect=error)
     row = random_row(generator(), 4, 2).exclude(keys.REF_LOG_PROBS)
-    sentence = r"lacks memory for the reference's passes of 4,096 tokens \(CUDA .* Tried\.\); use a smaller"
+    sentence = r"lacks memory for the reference's micro-batches of 4,096 tokens \(CUDA .* Tried\.\); use a smaller"
     with pytest.raises(RunFailed, match=sentence):
         ReferenceKL(full, pad_token_id=0, token_budget=4096)(lazy_stack([row]))
 
@@ -352,7 +352,7 @@ def test_terms_are_decoupled_by_the_weights_given_or_by_those_of_the_rows() -> N
         listed.append(TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": entries}, "group_id": index // 2}))
     rows = lazy_stack(listed, 0)
     options = {"baseline": "none", "scale": "none", "decouple_terms": True}
-    with pytest.raises(ValueError, match="give term_weights"):
+    with pytest.raises(ValueError, match="pass term_weights"):
         GroupAdvantage(**options)(rows)
     first = GroupAdvantage(**options, term_weights={"wide": 2.0, "narrow": 3.0})(rows)["advantage"].flatten()
     half = math.sqrt(0.5)
