@@ -126,15 +126,15 @@ def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("speculative_config", "a step would give several tokens"),
-        ("spec_tokens", "a step would give several tokens"),
+        ("speculative_config", "a step would sample several tokens"),
+        ("spec_tokens", "a step would sample several tokens"),
         ("logits_processors", "another distribution"),
         ("override_generation_config", "another distribution"),
         ("quantization", "the learner's"),
         ("hf_overrides", "the learner's"),
         ("data_parallel_size", "inference_model.num_devices"),
         ("enable_lora", "merged"),
-        ("worker_extension_cls", "vLLM's own workers"),
+        ("worker_extension_cls", "vLLM's own worker"),
         ("hf_token", "it would be saved"),
     ],
 )
