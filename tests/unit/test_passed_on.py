@@ -172,7 +172,7 @@ def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPa
 
 def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensor: true}")
-    with pytest.raises(UserError, match=r"model.load_kwargs=.*does not fit this model: .*use_safetensor"):
+    with pytest.raises(UserError, match=r"model.load_kwargs=.*is not accepted by the model .*use_safetensor"):
         make_model(config, torch.device("cpu"))
 
 
