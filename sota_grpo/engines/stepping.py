@@ -76,10 +76,7 @@ class EventLoop:
         return done
 
     def run_once(self, timeout_s: float | None = None) -> int:
-        """Call all posted actions; if there are none, advance the engine; if it is idle, wait for an action.
-
-        Args:
-            timeout_s: longest wait; None: no limit.
+        """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
 
         Returns:
             The number of actions called.

@@ -78,7 +78,6 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
     name or shape, such as a shard on one of several GPUs, is left out.
 
     Args:
-        model: vLLM's module.
         shapes: shapes of the weights of a push, by name.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())

@@ -94,8 +94,7 @@ def importance_weights(
 
     With ``log_ratio = proximal_log_prob - behaviour_log_prob``, the weight is ``exp(log_ratio_t)`` per token
     (``token``); or, for all trainable tokens of a row, the *product* ``exp(sum_t log_ratio_t)`` (``sequence``) or the
-    *geometric mean* ``exp(mean_t log_ratio_t)`` (``geometric``) of the tokens' ratios. The module's table defines the
-    bounds. The weight is 0 where the mask is False.
+    *geometric mean* ``exp(mean_t log_ratio_t)`` (``geometric``) of the ratios. The weight is 0 where the mask is False.
 
     Token weights are biased but of low variance. The product is the unbiased weight of a whole response, but for most
     long rows it is near 0 or at the cap. The geometric mean has a small spread; it measures how off-policy the row is.
@@ -104,7 +103,7 @@ def importance_weights(
         log_ratio: ``[N, T]``, nats; values where the mask is False are ignored.
         mask: bool ``[N, T]``, the trainable tokens.
         level: ``token``, ``sequence`` or ``geometric``, see above.
-        mode: treatment of weights outside the bounds: ``truncate``, ``mask`` or ``reject``.
+        mode: treatment of weights outside the bounds, see the module's table: ``truncate``, ``mask`` or ``reject``.
         cap, floor: largest weight, above 0, and smallest weight, below the cap; ``floor=0``: no lower bound.
 
     Raises:

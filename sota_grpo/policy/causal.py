@@ -290,9 +290,8 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
             if torch.allclose(scale * expected, logits, rtol=1e-2, atol=1e-5):
                 return scale
     raise UserError(
-        f"{type(model).__name__} changes hidden states or logits around its head in a way that is not supported: "
-        "log-probabilities would be wrong. Use a model whose logits are lm_head(decoder(tokens)), softcapped or scaled "
-        "by its config."
+        f"{type(model).__name__} changes hidden states or logits around its head in an unsupported way; use a "
+        "model whose logits are lm_head(decoder(tokens)), softcapped or scaled by its config."
     )
 
 
@@ -407,8 +406,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
 def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | None:
     """Return why attention over packed rows cannot run on ``device``, as a clause; None if it can.
 
-    The model may be on another device: the half-precision kernel is run on three rows of random numbers with the
-    model's heads, and compared with plain attention.
+    The half-precision kernel is run there on random rows with the model's heads, and compared with plain attention.
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -501,9 +499,7 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class ReferencePolicy(Protocol):
-    """Protocol of a reference policy: a callable from padded rows to log-probabilities ``[N, T]``.
-
-    They are float32, 0 where the assistant mask is False, and on the device of the rows.
+    """Protocol of a reference: log-probs ``[N, T]`` of padded rows, float32, 0 where the assistant mask is False.
 
     Attributes:
         shared_prompt: whether it computes packed rows, so that each prompt is computed once per call.

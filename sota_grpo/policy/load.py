@@ -232,7 +232,6 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
 
     Raises:
         ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
-        UserError: the model needs ``trust_remote_code``.
     """
     path = resolve_model_path(name)
     try:

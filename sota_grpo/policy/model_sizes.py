@@ -171,7 +171,6 @@ def require_dense(name: str, config: Mapping[str, Any]) -> None:
             require_dense(name, value)
         elif key in _EXPERTS and value not in (None, 0, 1):
             raise UserError(
-                f"model.name={name} is a mixture of experts ({key}={value}), and training it needs the engine's "
-                "routing replayed in the learner (R3) and a load-balancing loss, which are not supported; use a dense "
-                "model."
+                f"model.name={name} is a mixture of experts ({key}={value}), which needs the engine's routing "
+                "replayed in the learner (R3) and a load-balancing loss: not supported, so use a dense model."
             )

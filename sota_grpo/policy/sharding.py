@@ -232,10 +232,9 @@ def join_ranks(
     start_timeout_s: float | None = None,
     **layout: Any,
 ) -> Ranks:
-    """Initialize torch.distributed in this process as one of ``size`` ranks; return after all have joined.
+    """Initialize torch.distributed in this process, once, as one of ``size`` ranks; return after all have joined.
 
-    Call it once per process. The backend is gloo on CPUs and NCCL on GPUs; for a loopback address gloo listens on
-    loopback only.
+    The backend is gloo on CPUs and NCCL on GPUs. For a loopback address gloo listens on loopback only.
 
     Args:
         rank: rank of this process, from 0.

@@ -133,9 +133,7 @@ class Block:
 class Tables:
     """Work tables of the CUDA kernels, int32, in one tensor ``flat``; rows are sorted by work, the most first.
 
-    A span is a prompt or a response.
-
-    - ``starts [L]``: first token of each token's span.
+    - ``starts [L]``: first token of each token's span (a prompt or a response).
     - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt or of its responses; keys ``[prompt, prompt_end)``
       of the prompt that they attend to in addition to their own span (0, 0: none).
     - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` attend causally to keys of their span,
