@@ -331,7 +331,7 @@ class ServerEngine(SteppingEngine):
             url = self._client.url
             if error.status == 401:
                 raise UserError(
-                    f"The server at {url} rejected the API key; set engine.api_key or SOTA_GRPO_API_KEY to the server's key."
+                    f"The server at {url} rejected the API key; set engine.api_key or SOTA_GRPO_API_KEY to its key."
                 ) from error
             if error.status not in (403, 404, 405):
                 raise
