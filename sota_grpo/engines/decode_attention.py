@@ -194,7 +194,7 @@ class SharedPrompts(GroupCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a prefill's keys and values, or append one token's and return those of all sampled tokens."""
+        """In a prefill, store keys and values; else append one token's, and return those of all sampled tokens."""
         if self.part is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:

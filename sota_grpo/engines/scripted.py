@@ -31,7 +31,7 @@ class ScriptedEngine(SteppingEngine):
         eos_token_id: token that ends a response.
         vocab_size: number of tokens of the default script.
         log_prob: log-prob of every token; None: ``-log(vocab_size)``, that of the default script.
-        duration_s: seconds until a group ends, or a function of its request; groups in flight elapse concurrently.
+        duration_s: seconds until a group ends, or a function of its request; groups in flight run concurrently.
         max_model_len: context in tokens, prompt and response together.
 
     >>> from sota_grpo.rl.records import Sampling

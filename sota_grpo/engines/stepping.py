@@ -352,7 +352,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = True
 
     def wake(self) -> None:
-        """Take the device memory back after :meth:`sleep`; sampling and pushes of weights do this too."""
+        """Undo :meth:`sleep`: restore weights and cache in device memory; sampling and weight pushes do this too."""
         with self._between_steps():
             self._wake_now()
 
@@ -559,7 +559,7 @@ def checked_weights(
         if name not in pushed or pushed[name].data_ptr() == pushed[first].data_ptr():
             continue
         if not torch.equal(pushed[name], pushed[first]):
-            raise ValueError(f"{name} and {first} are tied in the engine's model but differ in the push; untie it.")
+            raise ValueError(f"{name} and {first} are tied in the engine but differ in the push; push equal values.")
     return pushed
 
 

@@ -186,7 +186,7 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
     """Return DAPO's length penalty, float32 ``[N]``, to be added to the reward.
 
     It is 0 up to ``max_tokens - buffer_tokens`` tokens, then ``(max_tokens - buffer_tokens - |o|) / buffer_tokens``,
-    and -1 from ``max_tokens`` on. ``lengths``, int64 ``[N]``, are the tokens of each response. ``ValueError`` unless
+    and -1 from ``max_tokens`` on. ``lengths``, int64 ``[N]``: tokens of each response. ``ValueError`` unless
     ``1 <= buffer_tokens <= max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).

@@ -229,7 +229,7 @@ def chunked_log_probs(
 
 
 class VocabShard(NamedTuple):
-    """This rank's rows of the output embedding under tensor parallelism."""
+    """The rows of the output embedding that this rank has under tensor parallelism: first id and process group."""
 
     first: int  # token id of the rank's first row
     group: dist.ProcessGroup  # the ranks that share the vocabulary, in the order of their rows

@@ -27,7 +27,7 @@ def clipped_tokens(
 ) -> Tensor:
     """Return a bool mask of the tokens with ``A != 0`` whose gradient the clip of :func:`clipped_surrogate` sets to 0.
 
-    ``A > 0`` and ``rho > 1 + clip_high``; or ``A < 0`` and ``rho < 1 - clip_low`` or ``rho > dual_clip``.
+    That is ``rho > 1 + clip_high`` for ``A > 0``, and ``rho < 1 - clip_low`` or ``rho > dual_clip`` for ``A < 0``.
 
     >>> import torch
     >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()

@@ -464,7 +464,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the decoder layers: the modules that transformers never splits over devices."""
+    """Return the decoder layers of ``model``: the modules of transformers' ``_no_split_modules``."""
     names = set(model._no_split_modules or ())
     kinds = ((module, type(module).__mro__) for module in model.modules())  # FSDP2 makes a sharded one a subclass
     return [module for module, bases in kinds if not names.isdisjoint(kind.__name__ for kind in bases)]

@@ -149,7 +149,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("sota_grpo.optimizers", _OWN)
 def make_optimizer(
     name: str, parameters: Sequence[torch.Tensor], matrices: Collection[torch.Tensor], rates: Rates
 ) -> torch.optim.Optimizer:
-    """Build the optimizer ``name`` for ``parameters``; ``matrices`` are those inside decoder layers.
+    """Build the optimizer ``name`` of ``parameters``, of which ``matrices`` are those in decoder layers (for Muon).
 
     Raises:
         UserError: the optimizer's package is not installed.

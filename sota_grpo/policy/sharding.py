@@ -197,7 +197,7 @@ class Ranks:
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Return every share's flat ``values`` concatenated on the CPU, and this rank's slice; collective."""
+        """Return the concatenated flat ``values`` of all shares, on the CPU, and this share's slice; collective."""
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
@@ -242,7 +242,7 @@ def join_ranks(
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
         device: device of this rank.
         timeout_s: timeout of every collective.
-        start_timeout_s: timeout of joining, while rank 0 may load a model; None: ``timeout_s``.
+        start_timeout_s: timeout of joining (rank 0 may load a model meanwhile); None: ``timeout_s``.
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:
@@ -304,7 +304,7 @@ def _send(module: nn.Module, ranks: Ranks) -> None:
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
     sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
     if [shape for shape, _ in sent] != [value.shape for value in tensors]:
-        raise RuntimeError(f"Rank {ranks.rank} has built another {type(module).__name__} than rank 0.")
+        raise RuntimeError(f"{type(module).__name__} differs in shape on rank {ranks.rank} and rank 0; use one model.")
     for value, (_, dtype) in zip(tensors, sent):
         empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
         whole = empty.copy_(value) if ranks.leads else empty
@@ -419,7 +419,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
     if kind == "replicated_with_grad_allreduce":
         return {name: WholeWeights(Shard(2))}  # [1, L, heads, width]
     if kind not in ("colwise", "rowwise"):
-        raise NotImplementedError(f"base_model_tp_plan shards {name} as {kind!r}, which is not supported")
+        raise NotImplementedError(f"The model's plan shards {name} as {kind}; use train_model.tensor_parallel_size=1")
     parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
     module: Any = layer.get_submodule(name)
     if not hasattr(module, "lora_A"):

@@ -440,7 +440,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Operator for :func:`sota_grpo.policy.attention_kernels.forward`; ``softcap=0``, ``window=0``: none."""
+    """Operator for :func:`sota_grpo.policy.attention_kernels.forward`; 0: no ``softcap``, no ``window``."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

@@ -180,7 +180,7 @@ class WeightFolder:
 
 
 def views(places: Mapping[str, Place], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, tensor)`` for ``places``; tensors are views of ``whole`` (uint8 ``[num_bytes]``, any device)."""
+    """Yield ``(name, view)`` of the tensors at ``places`` in the buffer ``whole`` (uint8 ``[num_bytes]``)."""
     for name, place in places.items():
         dtype: torch.dtype = getattr(torch, place.dtype)
         stop = place.offset + dtype.itemsize * torch.Size(place.shape).numel()
