@@ -303,7 +303,7 @@ def decode_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:  # transformers' SDPA would leave it out without an error
-        raise NotImplementedError("capped scores")
+        raise NotImplementedError("prompts cannot be shared by attention with capped scores")
     if prompts is not None:
         unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
         if unknown:

@@ -59,7 +59,7 @@ class SGLangEngine(ServerEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the variable that makes SGLang report log-probs after temperature."""
+        """Return the environment variable that makes SGLang report log-probs after temperature."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:

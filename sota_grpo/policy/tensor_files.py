@@ -38,7 +38,7 @@ _LEVELS = 3  # depth of a file in the run directory: checkpoints, the checkpoint
 
 
 class TensorFileError(ValueError):
-    """A file is not in the safetensors format, or its content has changed since it was opened."""
+    """A file is not in the safetensors format, is damaged, or has changed since it was opened."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StoredTensor:
 
         Raises:
             OSError: a file cannot be read.
-            TensorFileError: a file has changed since its header was read.
+            TensorFileError: a file has changed since it was opened.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
         wanted = Kept(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
@@ -191,7 +191,7 @@ class StoredTensor:
                         stored = file.get_slice(self.name)[there] if there else file.get_tensor(self.name)
                         tensor[wanted.within(rows, columns)] = stored
                 except (SafetensorError, RuntimeError) as error:
-                    raise TensorFileError(f"{path} has changed: {error}") from error
+                    raise TensorFileError(f"{path} has changed since it was opened: {error}") from error
         return tensor
 
 
@@ -244,6 +244,6 @@ def _whole(name: str, pieces: list[tuple[Path, Kept]]) -> StoredTensor:
         fits &= follows and same and rows.start == num_rows.get(columns, 0)
         num_rows[columns] = rows.stop
     if not fits or len(set(num_rows.values())) > 1:
-        raise TensorFileError(f"the stored slices of {name} have gaps, overlap or differ in dtype")
+        raise TensorFileError(f"the stored slices of {name} have gaps, overlap or differ in dtype: a file is damaged")
     shape = (rows.stop, columns.stop, *like.shape[2:])[: len(like.shape)]
     return StoredTensor(name, like.dtype, torch.Size(shape), tuple(pieces))
