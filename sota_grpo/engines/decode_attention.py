@@ -1,6 +1,6 @@
-"""Decoding groups whose rows share a prompt: its keys and values are computed once and stored once.
+"""KV caches and attention for decoding groups: the rows of a group share one copy of their prompt's keys and values.
 
-The caches of the rows, and the attention of one new token per row over its prompt and over the row's own tokens.
+The attention of one new token per row is computed over the shared prompt and over the tokens that the row has sampled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, UNKNOWN
 
 logger = logging.getLogger(__name__)
 DECODE_ATTENTION = "sota_grpo_decode"
-PREFILL_TOKENS = 2048  # padded tokens of one pass over prompts: bounds its memory and the padding
+PREFILL_TOKENS = 2048  # padded tokens of one prefill pass: bounds its memory and the padding
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values ``[rows, heads, columns, width]``, written in place into spare columns.
+    """KV cache of one layer, ``[rows, heads, columns, width]``; new tokens are written in place into spare columns.
 
-    transformers' dynamic layer copies the whole cache at every token; this one copies only when the spare columns are
-    used up, and then reserves half as many again (at least 64).
+    transformers' dynamic layer copies the whole cache at every token. This layer copies only when no spare column is
+    left, and then reserves half as many columns as are used (at least 64).
     """
 
     keys: torch.Tensor  # type: ignore[assignment]
@@ -69,15 +69,15 @@ class GrowingLayer(DynamicLayer):
 
 
 class GroupCache(Cache):
-    """The keys and values of the rows of several groups; :meth:`next_logits` appends a token to each row.
+    """KV cache of a batch of rows that are decoded together; a group here is the rows that share a prompt.
 
-    A prompt's last token is not part of the prefill: it is the first token of every row. So the decoder alone runs over
-    the prompts, and all rows' logits come from the same kind of call.
+    The prefill leaves out each prompt's last token, which is the first input token of its rows: the prefill needs no
+    output layer, and all logits come from :meth:`next_logits`.
 
     Args:
-        model: runs over the prompts.
-        prompts: token ids of each prompt, at least one; here a group is the rows that share a prompt.
-        group_of_row: int64 ``[rows]``, ascending.
+        model: causal language model; it is run over the prompts here.
+        prompts: token ids of each group's prompt, at least one.
+        group_of_row: index into ``prompts`` of each row, int64 ``[rows]``, ascending.
         pad_token_id: fills unused cells of the prefill.
     """
 
@@ -97,7 +97,7 @@ class GroupCache(Cache):
         self._prefill(model, prompts, pad_token_id)
 
     def next_logits(self, model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-        """Append ``tokens`` ``[rows]`` and return the logits ``[rows, V]`` of the next ones."""
+        """Append one token to each row (``tokens`` ``[rows]``) and return the next token's logits ``[rows, V]``."""
         logits = model(
             input_ids=tokens.unsqueeze(1),
             position_ids=self._positions,
@@ -109,7 +109,7 @@ class GroupCache(Cache):
         return logits
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop all rows except these (int64, ascending)."""
+        """Drop all rows except those with the indices ``rows`` (int64, ascending)."""
         self.reorder_cache(rows)  # type: ignore[arg-type]
         self._positions, self.group_of_row = self._positions[rows], self.group_of_row[rows]
 
@@ -118,15 +118,15 @@ class GroupCache(Cache):
         raise NotImplementedError
 
     def _attention(self) -> dict[str, Any]:
-        """Return the arguments of the model's call that select what the next token attends to."""
+        """Return the arguments of the model's call that define which keys the next token attends to."""
         raise NotImplementedError
 
 
 class RepeatedPrompts(GroupCache):
-    """A cache with a copy of the prompt per row and transformers' own masks: correct for any attention.
+    """KV cache with a copy of the prompt for every row and transformers' own masks: correct for any attention.
 
-    Worked example: the prompts ``[7]`` and ``[8, 9]`` are one prefill of ``[pad]`` and ``[8]``, left-padded, so that
-    the next token of every row is in the same column.
+    Worked example: for the prompts ``[7]`` and ``[8, 9]`` the prefill has the rows ``[pad]`` and ``[8]``, padded on the
+    left, so that the next token of every row is in the same column.
     """
 
     def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
@@ -154,12 +154,12 @@ class RepeatedPrompts(GroupCache):
 
 
 class SharedPrompts(GroupCache):
-    """A cache with one copy of each prompt for all rows of its group.
+    """KV cache with one copy of each prompt, which all rows of its group read.
 
-    The prompts are padded on the right, ``[groups, heads, P, width]``; the rows' own tokens have one length and need
-    neither padding nor mask. To read a prompt, the queries of its group become one matrix. Worked example with one
-    head: the rows ``a0 a1 a2`` of one group and ``b0`` of another, whose siblings have ended, are spread over a batch
-    of two, and the outputs are collected::
+    The prompts are padded on the right, ``[groups, heads, P, width]``. The sampled tokens of all rows have one length
+    and need neither padding nor mask. For the attention over the prompts, the queries of each group are put into one
+    matrix. Worked example with one head: ``a0 a1 a2`` are the rows of one group, ``b0`` is the last unfinished row of
+    another group; the rows are spread over a batch of two, and the outputs are collected::
 
         rows  a0 a1 a2 b0   --spread-->   [[a0, a1, a2], [b0, -, -]]   --collect-->   a0 a1 a2 b0
 
@@ -167,11 +167,11 @@ class SharedPrompts(GroupCache):
 
     Attributes:
         held: keys and values ``[groups, heads, P, width]`` by layer; empty if every prompt is a single token.
-        prefilled: the groups over whose prompts the model is running; None between such passes.
+        prefilled: int64 indices of the groups whose prompts the model is running over; None outside the prefill.
     """
 
     def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Run the decoder over prompts of similar length together."""
+        """Run the decoder over the prompts, batched by similar length."""
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._biases: dict[int, torch.Tensor | None] = {}  # by heads
         self.prefilled: torch.Tensor | None = None
@@ -194,7 +194,7 @@ class SharedPrompts(GroupCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the prompts' keys and values, or append a token's to those of the rows, which are returned."""
+        """In a prefill, store keys and values; else append one token's, and return those of all sampled tokens."""
         if self.prefilled is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:
@@ -208,10 +208,10 @@ class SharedPrompts(GroupCache):
         return key_states, value_states
 
     def bias(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return what hides the padding in the scores of ``keys``, ``[groups * heads, 1, P]``; None without padding.
+        """Return the additive attention mask of padded positions, ``[groups * heads, 1, P]``; None without padding.
 
         Args:
-            keys: of the prompts, ``[groups, heads, P, width]``.
+            keys: keys of the prompts, ``[groups, heads, P, width]``.
         """
         heads = keys.shape[1]
         if heads not in self._biases:
@@ -223,7 +223,7 @@ class SharedPrompts(GroupCache):
         return self._biases[heads]
 
     def spread(self, query: torch.Tensor) -> torch.Tensor:
-        """``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``, zeros for ended siblings."""
+        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; ended rows are zeros."""
         _, heads, n, width = query.shape
         groups, siblings = len(self.lengths), self._siblings
         if self._slots is not None:
@@ -232,7 +232,7 @@ class SharedPrompts(GroupCache):
         return query.reshape(groups * heads, siblings * n, width)
 
     def collect(self, out: torch.Tensor, n: int) -> torch.Tensor:
-        """The inverse of :meth:`spread`: ``[groups * heads, siblings * n, width]`` to ``[rows, heads, n, width]``."""
+        """Undo :meth:`spread`: ``[groups * heads, siblings * n, width]`` to ``[rows, heads, n, width]``."""
         groups, siblings = len(self.lengths), self._siblings
         out = out.view(groups, -1, siblings, n, out.shape[-1]).transpose(1, 2)
         out = out.reshape(groups * siblings, *out.shape[2:])
@@ -244,14 +244,14 @@ class SharedPrompts(GroupCache):
         if len(groups) < len(self.lengths):
             self.lengths = self.lengths[groups]
             longest = int(self.lengths.max())
-            if not longest:  # prompts of one token, which the rows themselves have: nothing to read
+            if not longest:  # every prompt has one token, which is in the rows: no keys to read
                 self.held.clear()
             for layer, both in self.held.items():
                 self.held[layer] = tuple(states[groups, :, :longest] for states in both)  # type: ignore[assignment]
         self._arrange()
 
     def _arrange(self) -> None:
-        """Compute each row's slot among its siblings."""
+        """Compute each row's slot in the batch of :meth:`spread`."""
         counts = torch.bincount(self.group_of_row, minlength=len(self.lengths))
         self._longest, self._siblings = int(self.lengths.max()), int(counts.max())
         first = counts.cumsum(0) - counts
@@ -262,7 +262,7 @@ class SharedPrompts(GroupCache):
         self._biases.clear()
 
     def _attention(self) -> dict[str, Any]:
-        # transformers makes no mask where it is given one of four dimensions
+        # transformers makes no mask of its own if it receives one of four dimensions
         return {"attention_mask": self.lengths.new_ones((1, 1, 1, 1), dtype=torch.bool), "prompts": self}
 
 
@@ -279,30 +279,31 @@ def decode_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention as transformers calls it; with ``prompts``, ``key`` and ``value`` are the rows' own.
+    """Compute the attention of one layer; registered as an attention function of transformers.
 
-    The softmax of a row over the keys of its prompt (a) and its own (b) is computed as two, joined by their log-sums
+    With ``prompts``, ``key`` and ``value`` hold only the tokens that the rows have sampled. The attention over the
+    prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp of the scores
     (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
 
         o = (1 - w) o_a + w o_b,    w = sigmoid(lse_b - lse_a),    lse = log sum exp(scores)
 
-    so that the queries of all siblings meet the prompt in one matrix product and no prompt is ever copied.
+    so that one matrix product serves the queries of all rows of a prompt, and no prompt is copied.
 
-    Without ``prompts`` the query heads that share a key head are read as query positions: a masked call of
-    transformers' SDPA repeats keys and values for every query head instead; at 400 cached tokens, 14 query and 2 key
-    heads that copy is 20 times as slow as this on CPU.
+    Without ``prompts`` the query heads that share a key head are treated as query positions. transformers' SDPA would
+    copy keys and values for every query head; at 400 cached tokens, 14 query and 2 key heads that is 20 times as slow
+    on CPU.
 
     Args:
-        query: ``[rows, heads, T, width]``; ``T > 1`` only over a prompt.
-        key: ``[rows, key heads, t, width]``, and ``value`` likewise.
-        attention_mask: not read with ``prompts``.
+        query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
+        key: ``[rows, key heads, t, width]``; ``value`` has the same shape.
+        attention_mask: ignored if ``prompts`` is set.
 
     Returns:
         ``[rows, T, heads, width]`` and None, as transformers' attention interface requires.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:  # transformers' SDPA would leave it out without an error
-        raise NotImplementedError("capped scores")
+        raise NotImplementedError("prompts cannot be shared by attention with capped scores")
     if prompts is not None:
         unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
         if unknown:
@@ -323,19 +324,19 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 
 def _folded(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """``[rows, heads, T, width]`` to ``[rows, key heads, n * T, width]``: the ``n`` heads that share a key head."""
+    """Reshape ``[rows, heads, T, width]`` to ``[rows, key heads, n * T, width]``; ``n`` heads share a key head."""
     return query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
 
 
 def _unfolded(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_folded`, of its queries' outputs: ``[rows, T, heads, width]``."""
+    """Undo :func:`_folded` on the attention's output; return ``[rows, T, heads, width]``."""
     return out.reshape(*query.shape[:3], -1).transpose(1, 2)
 
 
 def _over_both(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: SharedPrompts, layer: int, scale: float
 ) -> torch.Tensor:
-    """``[rows, 1, heads, width]`` of one token per row, over its prompt and over the row's own tokens."""
+    """Return the attention ``[rows, 1, heads, width]`` of one token per row over its prompt and its sampled tokens."""
     folded = _folded(query, key)
     rows, heads, n, _ = folded.shape
     out, response_lse = attend(folded.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
@@ -351,18 +352,18 @@ def _over_both(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention and the logarithm of the sum of exponentials, ``lse = max score - log(max probability)``.
+    """Return the attention output and the scores' log-sum-exp, ``lse = max score - log(max probability)``.
 
-    Products of half precision are summed in float32.
+    Half-precision products are accumulated in float32.
 
     Args:
         query: ``[B, n, D]``.
         key: ``[B, m, D]``; ``value`` ``[B, m, E]``.
         bias: ``[B, 1 or n, m]``, added to the scores.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
-        ``[B, n, E]`` and ``[B, n, 1]``.
+        Output ``[B, n, E]`` and lse ``[B, n, 1]``.
 
     >>> query, key, value = torch.zeros(1, 1, 2), torch.randn(1, 3, 2), torch.tensor([[[1.0], [2.0], [6.0]]])
     >>> out, lse = attend(query, key, value, None, 1.0)  # equal scores: the mean of three, and log 3
@@ -389,11 +390,11 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def use_decode_attention(model: PreTrainedModel) -> bool:
-    """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts, and log why not.
+    """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; log the reason if not.
 
-    A model whose attention is not transformers' SDPA keeps its own, and one with capped scores gets transformers'
-    eager attention. Rows with sliding windows own their prompts. All others are measured: two prompts are decoded with
-    shared and with repeated keys and values.
+    A model whose attention is not transformers' SDPA keeps it, and a model with capped scores gets transformers' eager
+    attention; these and models with sliding windows cannot share prompts. For any other model the logits of two prompts
+    with shared and with repeated keys and values are compared.
     """
     config: Any = model.config.get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -411,12 +412,12 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
             except Exception as error:  # any model's own code runs here: a failure only rules out shared prompts
                 reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        logger.warning("Every row of %s keeps its own copy of its prompt: %s.", type(model).__name__, reason)
+        logger.warning("The rows of %s cannot share a copy of their prompt: %s.", type(model).__name__, reason)
     return reason is None
 
 
 def _difference(model: PreTrainedModel, vocab_size: int) -> str | None:
-    """Return how shared prompts change the logits of a few tokens; None if by rounding only."""
+    """Return a sentence if shared prompts change the logits of a few tokens by more than rounding, else None."""
     ids = torch.linspace(0, vocab_size - 1, 18).long()
     prompts = [tuple(ids[:6].tolist()), tuple(ids[6:9].tolist())]
     groups, tokens = torch.tensor([0, 0, 1], device=model.device), ids[9:].view(3, 3).to(model.device)
@@ -426,5 +427,5 @@ def _difference(model: PreTrainedModel, vocab_size: int) -> str | None:
         actual, expected = (cache.next_logits(model, column).float() for cache in caches)
         gaps.append(float((actual - expected).abs().max() / expected.abs().max()))
     close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
-    is_close = all(gap <= close for gap in gaps)  # false where one is not a number
+    is_close = all(gap <= close for gap in gaps)  # false if a gap is NaN
     return None if is_close else f"sharing them changes its logits by {max(gaps):.1g} of their size"

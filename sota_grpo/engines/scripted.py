@@ -1,4 +1,4 @@
-"""An engine whose responses come from a script instead of a model: for tests, demos and measurements."""
+"""Rollout engine whose responses come from a function instead of a model: for tests, demos and measurements."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sota_grpo.engines.stepping import Flight, SteppingEngine
 from sota_grpo.engines.transformers_engine import uniforms
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, sample_seed
 
-_LONGEST_SLEEP_S = 0.002  # so that a push of weights need not wait for a long group
+_LONGEST_SLEEP_S = 0.002  # so that a push of weights does not wait until a long group has ended
 
 
 class ScriptedEngine(SteppingEngine):
-    """Answers sample ``i`` of a request under policy ``version`` with ``script(request, i, version)``.
+    """Rollout engine whose sample ``i`` of a request, at policy ``version``, is ``script(request, i, version)``.
 
-    A response ends at its first EOS, which is appended if the script has none, and is truncated if the engine has no
-    room for it. With ``ignore_eos`` it is repeated until it fills the room. The version of a whole group is that of its
-    start, even if another one is pushed before its end.
+    A response ends at its first EOS, which is appended if the script returns none; it is truncated at the token limit.
+    With ``ignore_eos`` the response is repeated up to that limit. All tokens of a group have the version at which the
+    group started, even if weights are pushed before its end.
 
     Args:
-        script: token ids of a response; None draws uniformly over ``vocab_size`` tokens (EOS included), from a stream
-            derived from the request's seed, the sample index and the version.
-        eos_token_id: ends a response.
+        script: function that returns the token ids of a response; None: uniformly random tokens below ``vocab_size``
+            (EOS included), seeded by the request's seed, the sample index and the version.
+        eos_token_id: token that ends a response.
         vocab_size: number of tokens of the default script.
-        log_prob: of every token; None: the default script's ``-log(vocab_size)``.
-        duration_s: seconds that a group takes, or a function of its request; groups in flight take them concurrently.
+        log_prob: log-prob of every token; None: ``-log(vocab_size)``, that of the default script.
+        duration_s: seconds until a group ends, or a function of its request; groups in flight run concurrently.
         max_model_len: context in tokens, prompt and response together.
 
     >>> from sota_grpo.rl.records import Sampling
@@ -108,7 +108,7 @@ class ScriptedEngine(SteppingEngine):
         return (uniforms(seed, room)[0] * self._vocab_size).to(torch.int64).tolist()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Serve ``version``; the weights are read and have no effect."""
+        """Set the policy version; the weights are iterated over and ignored."""
         for _ in self.whole(weights):
             pass
         with self._between_steps():
@@ -116,7 +116,7 @@ class ScriptedEngine(SteppingEngine):
 
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
-    """Build the engine with the vocabulary size and context of the model, of which only the config is read."""
+    """Build the engine with the vocabulary size and context length in the model's config; no weights are loaded."""
     from transformers import AutoConfig
 
     if options.model:

@@ -1,7 +1,7 @@
-"""The engine over HTTP: groups are requests to an inference server, weights are files that the server reads.
+"""Rollout engine that samples with an inference server over HTTP and passes it new weights as files.
 
-Token ids in, token ids out; no Ray and no inference library in this process. :class:`ServerEngine` uses vLLM's HTTP
-interface; :class:`~sota_grpo.engines.sglang_server.SGLangEngine` overrides what SGLang does in another way.
+Requests and responses are token ids; this process needs neither Ray nor an inference library. :class:`ServerEngine`
+uses vLLM's HTTP interface; :class:`~sota_grpo.engines.sglang_server.SGLangEngine` overrides what differs in SGLang.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _STEP_S = 0.05  # longest wait of a step for a finished group
 _PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is probed
 _DEATH_SHOWS_S = 5.0  # a broken connection may come a moment before the launcher sees the server's death
-_ABORT_S = 5.0  # longest wait of close() until a server that was not started here has taken the aborts
+_ABORT_S = 5.0  # longest wait of close() until a server that was not started here has received the aborts
 _MAX_CONNECTIONS = 512
 _CONTROL_CONNECTIONS = 4  # for pushes, probes and aborts while every row is being sampled
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
@@ -65,20 +65,20 @@ _NAME_PREFIX = "generate-tokens-"  # vLLM's endpoint puts it before request name
 
 
 class ServerDied(RunFailed, RuntimeError):
-    """The server's process has ended; the message has the cause that its log shows."""
+    """The inference server's process has ended; the message quotes the cause from its log."""
 
 
 class ServerLate(RunFailed, TimeoutError):
-    """The server's process is alive and did not answer in time."""
+    """The inference server's process is alive but did not answer within the time limit."""
 
 
 class ServerProcess:
-    """A server and its launcher, in a session of their own: Ctrl-C in this terminal does not reach them.
+    """Subprocesses of an inference server and its launcher, in a session that Ctrl-C in this terminal does not reach.
 
-    When this process ends, even by SIGKILL, the launcher ends the server and deletes ``scratch``.
+    When this process ends, even by SIGKILL, the launcher ends the server and deletes the folder ``scratch``.
 
     Args:
-        environment: of the server, on top of this process's.
+        environment: variables of the server, added to those of this process.
         log_path: the server's output is appended to this file.
     """
 
@@ -102,7 +102,7 @@ class ServerProcess:
         self.pid = self._launcher.pid  # leads the group of all processes of the server
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
-        """Whether the server has ended, or ends in the next ``within_s`` seconds."""
+        """Return whether the server has ended; wait at most ``within_s`` seconds for its end."""
         deadline = time.monotonic() + within_s
         while not self._ended:
             if self._launcher.poll() is not None:
@@ -115,7 +115,7 @@ class ServerProcess:
         return self._ended
 
     def _kill_group(self) -> None:
-        """Kill the rest of the group and wait until its memory is freed (zombies may stay in a container)."""
+        """Kill the server's remaining processes and wait until they are gone (zombies may stay in a container)."""
         deadline = time.monotonic() + _KILL_S
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -125,23 +125,23 @@ class ServerProcess:
                 time.sleep(0.02)
 
     def log_text(self) -> str:
-        """Return the log since this start."""
+        """Return the output that the server has logged since it was started."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
     def died(self, doing: str) -> ServerDied:
-        """Return the error to raise when the server has ended while ``doing`` something."""
+        """Return the error to raise after the server has ended; ``doing`` says when, e.g. "while it sampled"."""
         lines = self.log_text().splitlines()
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
         # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
         error = one_line(next(errors, ""), _LONGEST_ERROR)
-        cause = ", ".join(filter(None, [ended, error])) or "killed, its launcher too"
+        cause = ", ".join(filter(None, [ended, error])) or "it and its launcher were killed"
         return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """End all processes of the server."""
+        """Terminate the server; kill its processes if it still runs after ``grace_s`` seconds."""
         if self.has_ended():
             return
         self._launcher.terminate()
@@ -151,34 +151,34 @@ class ServerProcess:
 
 
 class ServerEngine(SteppingEngine):
-    """Samples with a vLLM server: one request per group, each sent by a thread that waits for the response.
+    """Rollout engine on a vLLM server: one HTTP request per group, sent by a thread that waits for the response.
 
-    Groups go through vLLM's token-in token-out endpoint, which returns ids, log-probs and the spans of the weights'
-    labels. Weights go through ``/pause?mode=keep``, the workers' ``reload_weights`` and ``/resume``: groups in flight
-    continue, and every token has the version that sampled it. A label is ``TOKEN:VERSION`` with a token per engine, so
-    that another trainer's push to the same server is detected.
+    A group is sampled through vLLM's token-in token-out endpoint, which returns token ids, log-probs and, per span of
+    tokens, the label of the weights that sampled it. Weights are loaded through ``/pause?mode=keep``, the workers'
+    ``reload_weights`` and ``/resume``: groups in flight continue. A label is ``TOKEN:VERSION`` with a random token per
+    engine, so that a push of weights to the same server by another trainer is detected.
 
-    When the server dies, hangs, sends a malformed response or fails to load weights, the step or push raises and the
-    engine stays broken, because its weights are unknown. A group that is being sent at the moment of a push may read
-    cached keys and values of its prompt from the weights before; it then resembles a group that was in flight.
+    If the server dies, hangs, sends a malformed response or fails to load weights, the running call raises, and so does
+    every later one, because the server's weights are unknown. A request that is sent during a push may reuse its
+    prompt's cached keys and values of the previous weights, as a group in flight does.
 
     Args:
-        options: of which ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most
-            concurrent requests) and ``deadlines`` are read here.
-        shapes: of every weight of the model.
-        tied: for each tied weight, the one it shares its values with.
-        process: the server, if it was started here.
-        weight_folder: for pushed weights; None makes one in shared memory.
-        can_sleep: the server was started so that it can free its memory.
+        options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
+            requests) and ``deadlines`` are read.
+        shapes: shape of every weight of the model, by name.
+        tied: for each tied weight, the name of the weight whose values it shares.
+        process: the server's process if it was started here, else None.
+        weight_folder: folder for pushed weights; None: a new one in shared memory.
+        can_sleep: whether the server was started with the option to free its memory.
 
     Attributes:
-        package: from which a server is started.
-        remedy: how to correct a server that lacks an endpoint.
-        probe_path: a cheap endpoint that only a server with working workers answers.
-        pause, resume, free_memory, restore_memory: path and body of these requests.
+        package: name of the Python package that provides the server.
+        remedy: advice in the message about a missing endpoint.
+        probe_path: path of a cheap request that succeeds only if the server's workers respond.
+        pause, resume, free_memory, restore_memory: path and JSON body of these requests.
 
     Raises:
-        UserError: the server lacks an endpoint or its context is too short; a server started here is ended then.
+        UserError: the server lacks an endpoint or its context is too short; a server started here is then ended.
     """
 
     name, package = "vllm_server", "vllm"
@@ -216,7 +216,7 @@ class ServerEngine(SteppingEngine):
         self._can_sleep = can_sleep
         self._failure: Exception | None = None
         self._num_pushes = 0
-        self._merged_into: object = None  # the `base` under the adapter that the server has; None: unknown
+        self._merged_into: object = None  # the `base` that the server's adapter was merged into; None: unknown
         self._may_send = threading.Event()
         self._may_send.set()
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -230,8 +230,8 @@ class ServerEngine(SteppingEngine):
                 allowed, requested = self._connect(), options.max_model_len
             if requested is not None and requested > allowed:
                 raise UserError(
-                    f"The server at {client.url} has a context of {allowed} tokens, max_model_len={requested}; start "
-                    "it with more, or reduce max_model_len."
+                    f"The server at {client.url} has a context of {allowed} tokens, fewer than max_model_len="
+                    f"{requested}; start the server with a longer context, or reduce max_model_len."
                 )
             self.max_model_len = requested or allowed
         except BaseException:
@@ -243,7 +243,7 @@ class ServerEngine(SteppingEngine):
     def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
         """Return the command that starts a server on ``port`` of the loopback interface, protected by ``key``.
 
-        The key is passed in the environment: every user of the machine can read a command line.
+        The key is passed as an environment variable, because every user of the machine can read a command line.
         """
         return [
             # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
@@ -256,10 +256,10 @@ class ServerEngine(SteppingEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the server's variables besides this process's.
+        """Return the server's environment variables that are added to those of this process.
 
-        On a CPU: this process's number of threads; nothing compiled (vLLM would compile for 7 seconds what only counts
-        ranks); and no extra process to place threads, which saves 10 seconds of the start and 0.6 GB.
+        On a CPU they set this process's number of threads; switch off compilation (vLLM would compile for 7 seconds a
+        function that only counts ranks); and avoid an extra process, which saves 10 seconds of the start and 0.6 GB.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -274,15 +274,15 @@ class ServerEngine(SteppingEngine):
         """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
         Args:
-            options: of which ``log_path``, ``environment`` and ``deadlines.start`` are read here.
+            options: ``log_path``, ``environment`` and ``deadlines.start`` are read, and the options in the command.
             scratch: folder that is deleted when the server ends.
 
         Returns:
             The process, its url and its random key.
 
         Raises:
-            ServerDied: it ended before it answered.
-            ServerLate: it did not answer in time; it was ended then.
+            ServerDied: the server ended before it answered.
+            ServerLate: it did not answer within ``deadlines.start``; it is then ended.
         """
         log_path, start_s = Path(options.log_path), options.deadlines.start
         logger.info("Starting an inference server; its output goes to %s.", log_path)
@@ -316,12 +316,12 @@ class ServerEngine(SteppingEngine):
                 raise
             if attempt == _PORT_TRIES or "address already in use" not in process.log_text().lower():
                 break
-            logger.warning("Another program took port %d before the server did; trying the next one.", port)
+            logger.warning("Another program took port %d before the server did; trying another port.", port)
             scratch.mkdir(mode=0o700, exist_ok=True)
         raise process.died("before it was ready")
 
     def _connect(self) -> int:
-        """Check that the server has every endpoint, label its weights, and return its context in tokens."""
+        """Check the server's endpoints and log-probs, label its weights version 0, and return its context in tokens."""
         try:
             models = self._get("/v1/models")
             self._post(*self.resume)  # a trainer that died may have left it paused
@@ -331,15 +331,15 @@ class ServerEngine(SteppingEngine):
             url = self._client.url
             if error.status == 401:
                 raise UserError(
-                    f"The server at {url} refused the key; set engine.api_key (SOTA_GRPO_API_KEY) to its own."
+                    f"The server at {url} rejected the API key; set engine.api_key or SOTA_GRPO_API_KEY to its key."
                 ) from error
             if error.status not in (403, 404, 405):
                 raise
-            raise UserError(f"The server at {url} lacks what a trainer needs ({error}); {self.remedy}.") from error
+            raise UserError(f"The server at {url} lacks an endpoint for training ({error}); {self.remedy}.") from error
         return int(models["data"][0]["max_model_len"])
 
     def _check_sampling(self) -> None:
-        """Raise UserError unless the only token that top-k leaves has the log-prob 0, as in what is sampled from."""
+        """Raise UserError unless a token sampled with top_k=1 has log-prob 0, as in the processed distribution."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0, "detokenize": False}
         # Not token 0: it is often the padding token, whose embedding is 0, and top_k=1 keeps all of many equal logits.
         body = {"token_ids": [1, 2, 3], "sampling_params": params}
@@ -347,9 +347,9 @@ class ServerEngine(SteppingEngine):
         log_prob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob != 0:
             raise UserError(
-                f"The server at {self._client.url} reports a log-prob of {log_prob} for the only token that top_k=1 "
-                "leaves, so not that of the distribution it samples from; start it with --logprobs-mode "
-                "processed_logprobs."
+                f"With top_k=1 the sampled token must have log-prob 0, but the server at {self._client.url} returned "
+                f"{log_prob}: it reports log-probs before temperature, top-k and top-p are applied; start it with "
+                "--logprobs-mode processed_logprobs."
             )
 
     def _get(self, path: str) -> Any:
@@ -360,7 +360,7 @@ class ServerEngine(SteppingEngine):
 
     @contextlib.contextmanager
     def _breaking(self, doing: str, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Let an error break the engine; if the server's death broke a connection, raise that instead."""
+        """Record an error of the block as the engine's failure; if the server has ended, raise ServerDied instead."""
         try:
             yield
         except kind as error:
@@ -374,13 +374,13 @@ class ServerEngine(SteppingEngine):
     def _require_open(self) -> None:
         super()._require_open()
         if self._failure is not None:
-            raise RuntimeError(f"This engine is broken and has to be built anew: {self._failure}") from self._failure
+            raise RuntimeError(f"This engine failed; build a new one: {self._failure}") from self._failure
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         if request.num_samples > self._max_rows:
             raise ValueError(
-                f"Group {request.group_id} requests {request.num_samples} samples and the server computes "
-                f"max_rows={self._max_rows} at once; raise max_rows."
+                f"Group {request.group_id} requests {request.num_samples} samples, more than the max_rows="
+                f"{self._max_rows} that the server samples at once; raise max_rows."
             )
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
@@ -407,7 +407,7 @@ class ServerEngine(SteppingEngine):
                     result = self._samples(answer, flight, version)
                 except (KeyError, TypeError, ValueError) as error:
                     raise ServerError(
-                        f"POST {self._client.url}{self.generate_path} was answered in a form this client does not know "
+                        f"POST {self._client.url}{self.generate_path} returned a response of an unknown form "
                         f"({error!r}): {str(answer)[:300]}"
                     ) from error
             except Exception as error:  # raised by the next step
@@ -419,11 +419,11 @@ class ServerEngine(SteppingEngine):
 
     @property
     def _cache_salt(self) -> str:
-        """Cached prompts are shared between requests of one salt, which every push changes."""
+        """Salt of the prefix cache: only requests of one salt share cached prompts, and every push changes it."""
         return f"{self._token}-{self._num_pushes}"
 
     def _body(self, ticket: int, flight: Flight) -> dict[str, Any]:
-        """Return the request for one group."""
+        """Return the JSON body of the request for one group."""
         return {
             "request_id": self._request_name(ticket),
             "token_ids": list(flight.request.prompt_ids),
@@ -432,7 +432,7 @@ class ServerEngine(SteppingEngine):
         }
 
     def _samples(self, answer: Any, flight: Flight, version: int) -> Sequence[Sample]:
-        """Read the response to :meth:`_body`, which was sent when the server had the weights of ``version``."""
+        """Return the samples of a response ``answer``; its request was sent with the server at weights ``version``."""
         samples = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             tokens = [(token["token_id"], token["logprob"]) for token in choice["logprobs"]["content"]]
@@ -440,15 +440,15 @@ class ServerEngine(SteppingEngine):
         return samples * flight.request.num_samples if flight.sampling.temperature == 0 else samples
 
     def _sample(self, tokens: Sequence[tuple[int, float]], reason: str, spans: Sequence[Mapping[str, Any]]) -> Sample:
-        """Return a sample of ``(id, log-prob)`` pairs, whose spans ``{version, start, end}`` have weights' labels."""
+        """Return a sample of ``(id, log-prob)`` pairs; ``{version, start, end}`` labels a span with its weights."""
         if reason not in ("stop", "length"):
-            raise ServerError(f"The server ended a sample with finish_reason={reason}.")
+            raise ServerError(f"The server ended a sample with finish_reason={reason}; expected stop or length.")
         versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != len(tokens):
-            raise ServerError(f"The server labelled {len(versions)} tokens of {len(tokens)} with their weights.")
+            raise ServerError(f"The server returned weight labels for {len(versions)} of {len(tokens)} tokens.")
         token_ids, log_probs = zip(*tokens)
         if not all(math.isfinite(log_prob) and log_prob > _NO_LOG_PROB for log_prob in log_probs):
-            raise ServerError("The server reports no finite log-prob for a token that it sampled.")
+            raise ServerError("The server returned a sampled token whose log-prob is missing or not finite.")
         return Sample(
             torch.tensor(token_ids, dtype=torch.int64),
             torch.tensor(log_probs, dtype=torch.float32),
@@ -463,8 +463,8 @@ class ServerEngine(SteppingEngine):
         token, _, number = label.rpartition(":")
         if token != self._token:
             raise RuntimeError(
-                f"The server's weights have the label {label}, which is not of this engine ({self._token}:VERSION): "
-                "another trainer pushed weights; give every trainer a server of its own."
+                f"The server's weights have the label {label}, and this engine's labels are {self._token}:VERSION: "
+                "another trainer pushed weights to this server; use one server per trainer."
             )
         return int(number)
 
@@ -480,7 +480,7 @@ class ServerEngine(SteppingEngine):
                     if isinstance(answer, Exception):
                         raise answer
                     if len(answer) != (count := flight.request.num_samples):
-                        raise ServerError(f"The server answered {count} samples with {len(answer)}.")
+                        raise ServerError(f"The server returned {len(answer)} samples for a request of {count}.")
                     ended.append((ticket, GroupOutput(flight.request.group_id, tuple(answer))))
             if ended:
                 return ended
@@ -501,19 +501,19 @@ class ServerEngine(SteppingEngine):
                 self._abort(*dropped)
 
     def _abort(self, ticket: int, num_samples: int) -> None:
-        """End a request; one that the server does not know is no error."""
+        """Abort a request on the server; a request that the server does not know is no error."""
         self._post("/inference/v1/abort_requests", {"request_ids": [_NAME_PREFIX + self._request_name(ticket)]})
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace every weight; the next token of every group in flight comes from them.
+        """Replace every weight of the server; groups in flight sample their next token with the new weights.
 
-        Under an adapter all are written once, and then those that it changes.
+        With a LoRA adapter the first push sends all merged weights, and later ones only those that the adapter changes.
 
         Raises:
-            ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was pushed then.
-            OSError: no room for the file of weights; nothing was pushed then.
-            ServerError: the server did not load them.
-            ServerDied: it ended.
+            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was pushed then.
+            OSError: no space for the file of weights; nothing was pushed then.
+            ServerError: the server did not load the weights.
+            ServerDied: the server ended.
         """
         self._require_open()
         adapted = weights.scales if isinstance(weights, WeightPack) else {}
@@ -557,16 +557,16 @@ class ServerEngine(SteppingEngine):
         except ServerError as error:
             if self._process is None and not isinstance(error, ServerSilent):
                 raise ServerError(
-                    f"{error}. The server reads weights in {folder} and has to see that folder: one on another machine "
-                    "needs a run directory (hydra.run.dir) that both machines share, and this user; one in a container "
-                    "needs --ipc=host."
+                    f"{error}. The server must be able to read the weights in {folder}: on another machine, run it as "
+                    "this user, with a run directory (hydra.run.dir) that both machines share; in a container, start "
+                    "it with --ipc=host."
                 ) from error
             raise
         self._num_pushes += 1
         self.version = version
 
     def _load(self, folder: str, label: str) -> None:
-        """Have the paused server load and label weights; the salt of new requests keeps old cached prompts apart."""
+        """Make the paused server load the weights in ``folder`` and label them; the new cache salt drops old ones."""
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self._client.post("/collective_rpc", load, timeout_s=self._deadlines.push)
         self._set_label(label)
@@ -575,13 +575,13 @@ class ServerEngine(SteppingEngine):
         self._post("/update_weight_version", {"new_version": label})
 
     def _served_label(self) -> str | None:
-        """Return the label of the server's weights; None where a push has to have all weights."""
+        """Return the label of the server's weights; None if every push must contain all weights."""
         return str(self._get("/weight_info")["weight_version"])
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """Return a checksum of every weight that the server holds.
+        """Return a checksum of every weight that the server holds, by name.
 
-        None without :class:`~sota_grpo.engines.vllm_server.WeightSums`, and from several GPUs.
+        Return None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs.
         """
         shapes = {name: list(dims) for name, dims in self._shapes.items()}
         body = {"method": "weight_sums", "kwargs": {"shapes": shapes}}
@@ -612,7 +612,7 @@ class ServerEngine(SteppingEngine):
         if self._process is not None:
             self._process.close()
         elif self._aborter.is_alive():
-            self._aborter.join(_ABORT_S)  # a server that was not started here must not continue our samples
+            self._aborter.join(_ABORT_S)  # a server that was not started here must not continue sampling for us
         self._client.close()
         self._weights.close()
 
@@ -621,13 +621,13 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     """Build the engine ``vllm_server`` or ``sglang_server``.
 
     A server that is started here listens on the loopback interface, requires a random key, and ends with this process
-    even if that is killed. One at ``options.url`` reads weights from this machine's shared memory, or, on another
-    machine, from ``options.shared_folder``.
+    even if this process is killed. A running server at ``options.url`` reads weights from this machine's shared memory
+    or, if it is on another machine, from ``options.shared_folder``.
 
     Raises:
         UserError: the server's package is not installed, or the server lacks an endpoint.
         ServerDied: the server ended while it started.
-        ServerLate: it was not ready in time.
+        ServerLate: the server was not ready within ``options.deadlines.start``.
 
     >>> server_engine(EngineOptions("model", eos_token_ids=[1], engine="sglang_server", url="localhost"))
     Traceback (most recent call last):
@@ -646,7 +646,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
             client.get("/health", timeout_s=options.deadlines.control)
         except ServerSilent as error:
             raise UserError(
-                f"No server answers at engine.url={client.url}; start it first, or correct the url."
+                f"No server answers at engine.url={client.url}; start the server first, or correct engine.url."
             ) from error
         except ServerError:
             pass  # it answers; what it lacks is found when the engine connects
@@ -654,8 +654,8 @@ def server_engine(options: EngineOptions) -> ServerEngine:
             folder_options["base"] = Path(options.shared_folder)
             if client.url.startswith("http:"):
                 logger.warning(
-                    "The key and prompts go to %s unencrypted; where others share that network use https (vLLM's "
-                    "--ssl-certfile and --ssl-keyfile).",
+                    "The API key and the prompts are sent to %s unencrypted; if other people use that network, use "
+                    "https (start vLLM with --ssl-certfile and --ssl-keyfile).",
                     client.url,
                 )
     elif find_spec(engine.package) is None:
@@ -685,7 +685,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or address means this machine: no other can be bound to.
+    """Return whether a host name or address is this machine's: a socket can be bound to no other.
 
     >>> is_own_address("localhost"), is_own_address("192.0.2.1"), is_own_address("no such host")
     (True, False, False)

@@ -1,8 +1,8 @@
-"""SGLang behind HTTP: a server that is started here on the loopback interface, or a running one.
+"""Rollout engine on an SGLang server, started here on the loopback interface or already running.
 
 Written against SGLang's documented HTTP interface (``/generate``, ``/update_weights_from_disk``, ``/pause_generation``,
 ``/continue_generation``, ``/abort_request``) and tested against a fake server. It was never run against a real SGLang
-server: try a short run first, whose checks before training compare log-probs before and after a push.
+server: try a short run first; its checks before training compare log-probs before and after a push of weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SEED_BITS = 31  # SGLang keeps seeds as int32
 
 
 class SGLangEngine(ServerEngine):
-    """Samples with an SGLang server.
+    """Rollout engine on an SGLang server.
 
-    Seeds hold only where the server runs with ``--enable-deterministic-inference``, as one that is started here does.
-    SGLang reports log-probs after temperature but before top-p and top-k: sampling with these is refused. If the server
-    does not report which weights sampled which token, all tokens of a sample get the version at which its request was
-    sent, the oldest possible one.
+    Seeds take effect only if the server runs with ``--enable-deterministic-inference``, as a server started here does.
+    SGLang reports log-probs after temperature but before top-p and top-k, so sampling with these is refused. If the
+    server does not report which weights sampled each token, all tokens of a sample get the version at which its request
+    was sent, the oldest possible version.
     """
 
     name, package = "sglang_server", "sglang"
@@ -42,7 +42,7 @@ class SGLangEngine(ServerEngine):
 
     @staticmethod
     def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """See :meth:`ServerEngine.command`; the key goes into a file that only this user can read."""
+        """See :meth:`ServerEngine.command`; the key is written into a file that only this user can read."""
         settings = scratch / "server.yaml"
         settings.touch(mode=0o600)
         settings.write_text(json.dumps({"api-key": key}))  # JSON is YAML
@@ -59,27 +59,27 @@ class SGLangEngine(ServerEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Log-probs after temperature, whatever this process's own environment has."""
+        """Return the environment variable that makes SGLang report log-probs after temperature."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
     def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
         super()._refuse(request, sampling)
         if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
             raise ValueError(
-                "SGLang reports log-probs before top-p and top-k, not those of what it samples from; use top_p=1, "
-                f"top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
+                "SGLang reports log-probs before top-p and top-k, which differ from the sampled distribution's; use "
+                f"top_p=1, top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
                 f"min_p={sampling.min_p:g}."
             )
 
     def _check_sampling(self) -> None:
-        """Nothing to check: :meth:`_refuse` excludes all sampling with other log-probs."""
+        """No-op: :meth:`_refuse` excludes the sampling settings under which log-probs would differ."""
 
     def _request_names(self, ticket: int, num_samples: int) -> list[str]:
-        """SGLang aborts by prefix: the dot keeps group 1 from being one of group 10."""
+        """Return the request id of each sample; SGLang aborts by prefix, so a dot must separate groups 1 and 10."""
         return [f"{self._request_name(ticket)}.{index}" for index in range(num_samples)]
 
     def _body(self, ticket: int, flight: Flight) -> dict[str, Any]:
-        """``num_samples`` copies of the prompt in one batch: with ``n``, all siblings would have one seed."""
+        """Return a batch of ``num_samples`` prompt copies: with ``n`` all samples of a group would have one seed."""
         request, room, sampling, _ = flight
         common = {
             "temperature": sampling.temperature,
@@ -116,16 +116,16 @@ class SGLangEngine(ServerEngine):
         self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def _served_label(self) -> str | None:
-        return None  # whether weights stay that a push leaves out is not documented
+        return None  # SGLang does not document whether it keeps weights that a push leaves out
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """None: ``/get_weights_by_name`` is each model's own, and most have none."""
+        """Return None: SGLang implements ``/get_weights_by_name`` per model, and for most models not at all."""
         return None
 
     def _load(self, folder: str, label: str) -> None:
-        """The cache can be flushed while nothing runs; else the salt keeps old prompts apart."""
+        """Load weights; the prompt cache can be flushed only while no group runs, else the salt drops old prompts."""
         idle = not self._flights
         load = {"model_path": folder, "weight_version": label, "abort_all_requests": False, "flush_cache": idle}
         answer = self._client.post("/update_weights_from_disk", load, timeout_s=self._deadlines.push)
         if not (isinstance(answer, dict) and answer.get("success")):
-            raise ServerError(f"The server at {self._client.url} did not load the weights in {folder}: {answer}")
+            raise ServerError(f"The server at {self._client.url} failed to load the weights in {folder}: {answer}")

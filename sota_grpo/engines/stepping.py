@@ -1,4 +1,4 @@
-"""What engines share: the event loop of the driving thread, groups in flight over single steps, stop strings."""
+"""Code shared by rollout engines: the event loop, the base class that steps groups, stop strings, weight checks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MARGIN = 8  # tokens before a stop string's own bytes, so that it never begins 
 
 
 class EventLoop:
-    """The event loop of the thread that drives an engine: actions that any thread posts, and coroutines.
+    """Event loop of the thread that drives an engine; it runs coroutines and callables that any thread posts.
 
     Args:
-        engine: makes a step whenever no action waits.
-        poll: called while there is nothing to do.
+        engine: its ``advance`` is called whenever no posted action waits.
+        poll: function called at least every 0.1 s while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> loop, done = EventLoop(ScriptedEngine()), []
@@ -50,21 +50,21 @@ class EventLoop:
     def __init__(self, engine: Engine, poll: Callable[[], object] | None = None):
         self._engine, self._poll = engine, poll
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.active_at = time.monotonic()  # of the last action
+        self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have the thread that drives the engine call ``action``; from any thread."""
+        """Queue ``action`` for a call by the thread that drives the engine. Thread-safe."""
         self._actions.put(action)
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` up to its first unresolved future (:func:`result`); it continues when that is resolved."""
+        """Run ``coroutine`` to its first unresolved future (:func:`result`); continue it when that is resolved."""
         return Task(coroutine, self.post)
 
     def drain(self, timeout_s: float | None = 0.0) -> int:
-        """Do all posted actions and those that they post; return their number.
+        """Call all posted actions, including those that they post, and return the number of actions called.
 
         Args:
-            timeout_s: longest wait for the first; None: no limit.
+            timeout_s: longest wait for the first action; None: no limit.
         """
         done = 0
         with contextlib.suppress(queue.Empty):
@@ -76,10 +76,10 @@ class EventLoop:
         return done
 
     def run_once(self, timeout_s: float | None = None) -> int:
-        """Do all posted actions; else have the engine make a step; else wait for an action, at most ``timeout_s``.
+        """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
 
         Returns:
-            The number of actions done.
+            The number of actions called.
         """
         done = self.drain()
         if done or self._engine.advance():
@@ -93,10 +93,10 @@ class EventLoop:
 
 
 class Task(Future[Result]):
-    """The future of a coroutine that awaits futures of other threads (:func:`result`).
+    """Future of a coroutine that awaits futures of other threads (:func:`result`).
 
-    It continues in the thread that calls what ``post`` was passed; by default in the thread that resolves the future.
-    :meth:`cancel`, for the same thread, cancels the awaited future too.
+    When an awaited future is resolved, ``post`` receives the callable that continues the coroutine; by default it is
+    called at once. :meth:`cancel` must be called in the coroutine's thread; it also cancels the awaited future.
     """
 
     def __init__(
@@ -128,15 +128,15 @@ class Task(Future[Result]):
 
 @coroutine
 def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
-    """Await ``future``: ``await result(engine.submit(...))`` in a coroutine of :meth:`EventLoop.start`."""
+    """Make ``future`` awaitable in a coroutine of :meth:`EventLoop.start`: ``await result(engine.submit(...))``."""
     yield future
     return future.result()
 
 
 def as_completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
-    """Call everything in ``begin``, then yield the results as they come, driving the engine of ``loop``.
+    """Call each function in ``begin`` and yield the results of their futures as these complete, running ``loop``.
 
-    When the iterator is dropped, or ends by a failure, the unresolved futures are cancelled.
+    If the iterator is dropped or fails, the unresolved futures are cancelled.
     """
     done: deque[Future[Result]] = deque()
     tasks: dict[Future[Result], Task[None]] = {}
@@ -162,30 +162,30 @@ def as_completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]])
 
 
 class Streams:
-    """``generate`` of an engine that has ``submit``; without another ``advance`` the engine drives itself."""
+    """Mixin: ``generate`` for an engine that has ``submit``, and a no-op ``advance`` for one with its own threads."""
 
     stepwise = False
 
     def advance(self) -> bool:
-        """No-op: the engine drives itself."""
+        """No-op: the engine samples in threads or processes of its own; return False."""
         return False
 
     def generate(self: Any, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group once, when its last sample has ended; sampling begins with the first ``next()``.
+        """Yield each group when its last sample has ended; sampling begins with the first ``next()``.
 
         Raises:
-            ValueError: a prompt leaves no room for a response; raised at the call.
+            ValueError: a prompt leaves no room for a response; raised by the call, before the first ``next()``.
         """
         response_rooms(requests, sampling, self.max_model_len)
         return as_completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
 
 
 class FairLock:
-    """A mutex that the last owner cannot take again before a thread that waits for it.
+    """A mutex whose last owner cannot acquire it again before a thread that already waits for it.
 
-    ``threading.Lock`` goes to the first thread that asks after the release. A thread that steps in a loop asks at once,
-    so that another with new weights may wait for ever. Here one waiter at a time waits for the lock, the others for
-    that waiter.
+    ``threading.Lock`` goes to the first thread that acquires it after the release. A thread that steps in a loop does
+    so at once, and a thread with new weights might wait for ever. Here one thread at a time waits for the lock, and
+    all others wait for that thread.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class FairLock:
 
 
 class Flight(NamedTuple):
-    """A submitted group; ``room`` is the most tokens of one response."""
+    """A submitted group; ``room`` is the maximum number of tokens of one response."""
 
     request: GroupRequest
     room: int
@@ -209,7 +209,7 @@ class Flight(NamedTuple):
 
 
 def are_drawn_alike(first: Sampling, other: Sampling) -> bool:
-    """Whether responses can be drawn together; only their lengths may differ (each flight's ``room``).
+    """Return whether two sampling settings can share a batch: they are equal except for ``max_tokens``.
 
     >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
     True
@@ -218,22 +218,22 @@ def are_drawn_alike(first: Sampling, other: Sampling) -> bool:
 
 
 class SteppingEngine(Streams, ABC):
-    """An engine that implements how to start, step and drop groups, which have tickets.
+    """Base class of engines; a subclass implements how to start, step and drop groups, which it knows by tickets.
 
-    All state changes hold the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of each
-    thread before it. Futures are resolved outside the lock, by the thread that made the step, so that their callbacks
-    may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
+    Every state change holds the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of
+    each thread before it. Futures are resolved without the lock, by the thread that made the step, so that their
+    callbacks may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
 
-    A subclass sets ``max_model_len``, takes ``with self._between_steps():`` around whatever must not run within a step
-    (pushing weights), and implements the hooks below, which are called under the lock. One that can free device memory
-    sets ``_can_sleep`` and calls :meth:`_wake_now` where it needs that memory.
+    A subclass sets ``max_model_len``, uses ``with self._between_steps():`` around code that must not run within a step
+    (pushing weights), and implements the hooks below, which are called with the lock held. A subclass that can free
+    device memory sets ``_can_sleep`` and calls :meth:`_wake_now` before it needs that memory.
     """
 
     name: str
     version = 0
     max_model_len: int
     stepwise = True
-    device = torch.device("cpu")  # where this process can compute with weights before it pushes them
+    device = torch.device("cpu")  # of this process, for merging adapters before a push
     weight_dtype: torch.dtype | None = None
     stops: StopStrings | None = None
     base: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
@@ -258,29 +258,29 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Start groups, by ticket; all have one sampling except for ``max_tokens``, which each ``room`` replaces."""
+        """Start groups, by ticket; their sampling is equal except for ``max_tokens``, which each ``room`` replaces."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        """Advance everything in flight; return the groups that ended, by ticket."""
+        """Advance every group in flight; return ``(ticket, output)`` of the groups that ended."""
 
     @abstractmethod
     def _drop(self, flights: Mapping[int, Flight]) -> None:
-        """Forget these groups; some may never have started."""
+        """Stop and forget these groups, by ticket; some may never have started."""
 
     def whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights of a push: an adapter that was pushed alone is merged into ``base()``."""
+        """Return all weights of a push; a LoRA adapter that was pushed alone is merged into the weights ``base()``."""
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:
-            raise ValueError("An adapter was pushed before the weights under it; set the engine's base first.")
+            raise ValueError("The pushed LoRA adapter has no base weights to be merged into; set engine.base first.")
         return weights.merged(self.base(), self.device)
 
     def _release(self) -> None:
-        """Called once by :meth:`close`, with nothing in flight."""
+        """Free the engine's resources; called once by :meth:`close`, with no group in flight."""
 
     def _free_memory(self) -> None:
-        """Called by :meth:`sleep`, with nothing in flight."""
+        """Free device memory; called by :meth:`sleep`, with no group in flight."""
 
     def _restore_memory(self) -> None:
         """Undo :meth:`_free_memory`."""
@@ -294,15 +294,15 @@ class SteppingEngine(Streams, ABC):
 
     @property
     def num_in_flight(self) -> int:
-        """Submitted groups whose futures are unresolved."""
+        """Number of submitted groups whose futures are unresolved."""
         flights = [*list(self._submitted), *list(self._flights.values()), *(flight for flight, _ in list(self._ended))]
         return sum(not flight.future.cancelled() for flight in flights)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Take one group, which :meth:`advance` samples; from any thread.
+        """Queue one prompt group; :meth:`advance` samples its responses. Thread-safe.
 
         Raises:
-            ValueError: its prompt leaves no room for a response.
+            ValueError: the prompt leaves no room for a response.
             RuntimeError: the engine is closed.
         """
         self._require_open()
@@ -315,7 +315,7 @@ class SteppingEngine(Streams, ABC):
     def advance(self) -> bool:
         """Start submitted groups and make one step; return False if there was nothing to do.
 
-        A failure fails every group in flight, because their progress is unknown.
+        If the step raises, every group in flight fails, because the progress of the groups is unknown.
         """
         busy = resolved = False
         try:
@@ -334,10 +334,10 @@ class SteppingEngine(Streams, ABC):
         return resolved or busy
 
     def sleep(self) -> None:
-        """Free device memory until :meth:`wake`, or until it is needed; a no-op if there is none to free.
+        """Free device memory until :meth:`wake`, sampling or a push; a no-op if the engine cannot free any.
 
         Raises:
-            RuntimeError: groups are in flight; their state would be lost.
+            RuntimeError: groups are in flight, whose state would be lost.
         """
         with self._between_steps():
             if not self._can_sleep or self._asleep:
@@ -352,7 +352,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = True
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`; sampling and pushes do it too."""
+        """Undo :meth:`sleep`: restore weights and cache in device memory; sampling and weight pushes do this too."""
         with self._between_steps():
             self._wake_now()
 
@@ -363,7 +363,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = False
 
     def close(self) -> None:
-        """Fail everything in flight and free what the engine holds; idempotent."""
+        """Fail every group in flight and free the engine's resources; idempotent."""
         try:
             with self._between_steps():
                 self._forget_all("was dropped by close(); submit it to a new engine")
@@ -380,7 +380,7 @@ class SteppingEngine(Streams, ABC):
         self._drop(flights)  # last: a broken engine may fail here
 
     def _take_in(self) -> None:
-        """Start submitted groups, consecutive ones of equal sampling together."""
+        """Start the submitted groups; consecutive groups with equal sampling are started together."""
         while self._submitted:
             sampling, flights = self._submitted[0].sampling, []
             while self._submitted and are_drawn_alike(self._submitted[0].sampling, sampling):
@@ -389,7 +389,7 @@ class SteppingEngine(Streams, ABC):
                 self._start_together(flights)
 
     def _start_together(self, flights: Sequence[Flight]) -> None:
-        """Start all; after a refusal start each alone, so that only the refused ones fail."""
+        """Start all groups; if that is refused, start each one alone, so that only refused groups fail."""
         by_ticket = {next(self._numbers): flight for flight in flights}
         self._flights |= by_ticket
         try:
@@ -405,7 +405,7 @@ class SteppingEngine(Streams, ABC):
                 self._start_together([flight])
 
     def _finish(self, ended: Iterable[tuple[int, GroupOutput]]) -> None:
-        """Cut the responses of ended groups at their stop strings; they are resolved when the lock is free."""
+        """Cut the responses of ended groups at their stop strings; :meth:`_resolve_ended` resolves the groups later."""
         for ticket, output in ended:
             output = output if self.stops is None else self.stops.cut(output)
             self._ended.append((self._flights.pop(ticket), output))
@@ -436,14 +436,14 @@ class SteppingEngine(Streams, ABC):
 
 
 class StopStrings:
-    """Ends a response with the token that completes the first of ``texts``.
+    """Stop strings: a response ends with the token that completes the first occurrence of one of ``texts``.
 
-    That token is kept with all of its text, because its log-prob and every earlier one are those of what was sampled;
-    such a response is not truncated. Special tokens count by their names.
+    That token is kept whole, even if its text continues after the stop string, because log-probs belong to sampled
+    tokens; such a response is not truncated. Special tokens are matched by their names.
 
     Args:
-        tokenizer: of the policy.
-        texts: not empty, and without U+FFFD, to which an incomplete character is decoded.
+        tokenizer: the policy's tokenizer.
+        texts: stop strings; not empty, and without U+FFFD, to which an incomplete character is decoded.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -462,11 +462,11 @@ class StopStrings:
         return any(text in decoded for text in self._texts)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Whether the last of ``ids`` completes the first stop string; the last ``window`` ids suffice."""
+        """Return whether the last ``window`` tokens of ``ids`` contain a stop string; called after every token."""
         return self._holds(ids[-self.window :])
 
     def end(self, ids: Sequence[int]) -> int | None:
-        """Return the length of the shortest prefix of ``ids`` with a stop string; None if there is none."""
+        """Return the length of the shortest prefix of ``ids`` that contains a stop string; None if none occurs."""
         if not self._holds(ids):
             return None
         return bisect_left(range(len(ids)), True, key=lambda at: self._holds(ids[: at + 1])) + 1
@@ -486,17 +486,17 @@ class StopStrings:
 
 
 def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_model_len: int) -> list[int]:
-    """Return the most response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
+    """Return the maximum response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
 
     Raises:
-        ValueError: a prompt is empty or leaves no room for one token, or nothing is to be sampled.
+        ValueError: a prompt is empty or leaves no room for one token, or ``max_tokens`` or ``num_samples`` is below 1.
 
     >>> request = GroupRequest(group_id=0, prompt_ids=(1, 2, 3), num_samples=1, seed=0)
     >>> response_rooms([request], Sampling(max_tokens=8), max_model_len=5)
     [2]
     """
     if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens={sampling.max_tokens} leaves nothing to sample; use at least 1.")
+        raise ValueError(f"max_tokens={sampling.max_tokens} allows no response token; use at least 1.")
     for request in requests:
         if not request.prompt_ids or request.num_samples < 1:
             raise ValueError(
@@ -505,8 +505,8 @@ def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_mod
             )
         if len(request.prompt_ids) >= max_model_len:
             raise ValueError(
-                f"The prompt of group {request.group_id} has {len(request.prompt_ids)} tokens and the context holds "
-                f"max_model_len={max_model_len}: no room for a response; raise max_model_len or drop the prompt."
+                f"The prompt of group {request.group_id} has {len(request.prompt_ids)} tokens, which leaves no "
+                f"room for a response in max_model_len={max_model_len}; raise max_model_len or drop the prompt."
             )
     return [min(sampling.max_tokens, max_model_len - len(request.prompt_ids)) for request in requests]
 
@@ -518,13 +518,13 @@ def checked_weights(
     *,
     tied_required: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the pushed weights by name after checking that they replace every weight of the model.
+    """Return the pushed weights by name; check first that they replace every weight of the model.
 
     Args:
-        weights: named tensors, names as in the ``state_dict()`` of the base model, adapters merged.
-        shapes: name and shape of every weight of the model.
+        weights: ``(name, tensor)`` pairs, named as in the ``state_dict()`` of the base model, adapters merged.
+        shapes: shape of every weight of the model, by name.
         tied: for each tied weight, the name of the weight it shares its values with.
-        tied_required: the tied names must be pushed too (vLLM needs them).
+        tied_required: whether the tied names must be pushed too (vLLM needs them).
 
     Raises:
         ValueError: an unknown name, a missing name, a wrong shape, or a tied pair with different values.
@@ -532,7 +532,7 @@ def checked_weights(
     >>> checked_weights([("a", torch.ones(2))], {"a": torch.Size([3])}, {}, tied_required=False)
     Traceback (most recent call last):
     ...
-    ValueError: The pushed weight a has shape [2] and the engine's has [3]; push the weights of the same model.
+    ValueError: The pushed weight a has shape [2] and the engine's has [3]; push weights of the engine's model.
     """
     pushed = dict(weights)
     if unknown := sorted(pushed.keys() - shapes.keys()):
@@ -544,7 +544,7 @@ def checked_weights(
     if missing := sorted(shapes.keys() - pushed.keys() - optional):
         hint = ""
         if missing[0] in tied:
-            hint = f" ({missing[0]} is tied to {tied[missing[0]]}, yet the engine would keep the old one)"
+            hint = f" (it is tied to {tied[missing[0]]}, but this engine would keep its old values)"
         raise ValueError(
             f"{len(missing)} of {len(shapes)} weights are missing from the push, the first is {missing[0]}{hint}; "
             "push the whole state_dict(), not named_parameters()."
@@ -553,18 +553,18 @@ def checked_weights(
         if tensor.shape != shapes[name]:
             raise ValueError(
                 f"The pushed weight {name} has shape {list(tensor.shape)} and the engine's has {list(shapes[name])}; "
-                "push the weights of the same model."
+                "push weights of the engine's model."
             )
     for name, first in tied.items():
         if name not in pushed or pushed[name].data_ptr() == pushed[first].data_ptr():
             continue
         if not torch.equal(pushed[name], pushed[first]):
-            raise ValueError(f"{name} and {first} are tied in the engine's model but differ in the push; untie it.")
+            raise ValueError(f"{name} and {first} are tied in the engine but differ in the push; push equal values.")
     return pushed
 
 
 def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype of all floating-point matrices among ``tensors``; None if they have several.
+    """Return the one dtype of all floating-point matrices among ``tensors``; None if there are several dtypes.
 
     >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
     >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
@@ -576,7 +576,7 @@ def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return each name in the state dict that shares its parameter with an earlier name, and that name.
+    """Return ``{name: earlier name}`` of the names in a state dict whose parameter has an earlier name too.
 
     >>> embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
     >>> head.weight = embed.weight
@@ -594,10 +594,10 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 def expected_weights(
     model: str | PreTrainedConfig, *, trust_remote_code: bool
 ) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Return names and shapes of a model's ``state_dict()`` and its tied names, without allocating it.
+    """Return ``({name: shape} of a model's state_dict(), tied_names(model))`` without allocating its weights.
 
     Args:
-        model: its folder, or its config.
+        model: folder or config of the model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""The embedded engine: any causal language model of transformers, without further packages, on a CPU or one GPU.
+"""Rollout engine in this process: any causal language model of transformers, on a CPU or one GPU.
 
-How tokens are drawn (the processed distribution, inversion of its CDF), how groups are decoded together, the engine.
+In this file: sampling of tokens (processed distribution, inversion of its CDF), batched decoding of groups, the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, SamplingSupport, sample_seed
 
-_SHRINK_BELOW = 0.9  # the batch is compacted when less than this share of its rows is still alive
+_SHRINK_BELOW = 0.9  # the batch is compacted when less than this fraction of its rows is still sampled
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = tuple(
@@ -42,17 +42,17 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def require_cache(config: PretrainedConfig) -> None:
-    """Raise UserError unless every layer of a model, by its ``config.json``, keeps only keys and values."""
+    """Raise UserError if a layer of the model keeps a state other than keys and values (by ``config.json``)."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SUPPORTED_LAYERS)
     if others:
         raise UserError(
-            "engine=transformers caches keys and values only, and this model has layers of type "
-            f"{', '.join(others)}; use engine=vllm."
+            f"This model has layers of type {', '.join(others)}, and engine=transformers can cache only keys and "
+            "values; use engine=vllm."
         )
 
 
 def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
-    """Return uniform numbers per seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
+    """Return uniform random numbers by seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
 
     ``u[n, t]`` depends only on ``seeds[n]`` and ``t``, not on the device (it is computed on the CPU).
 
@@ -77,18 +77,18 @@ def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the distribution that tokens are drawn from, ``softmax(keep(logits / temperature))``.
+    """Return the distribution that tokens are sampled from, ``softmax(keep(logits / temperature))``.
 
-    ``keep`` sets to minus infinity the tokens that min-p, then top-k, then top-p removes (vLLM's order). Tokens that
-    tie with the last one of top-k are kept. At temperature 0 (greedy) it is the raw distribution at temperature 1, as
-    in vLLM.
+    ``keep`` sets to minus infinity the logits of tokens that min-p, then top-k, then top-p removes (vLLM's order).
+    Tokens that tie with the last one of top-k are kept. At temperature 0 (greedy) the result is ``softmax(logits)``,
+    as in vLLM.
 
     Args:
         logits: ``[N, V]``, any float type.
         sampling: temperature, top_p, top_k, min_p.
 
     Returns:
-        float32 ``[N, V]``, 0 outside the sampling support.
+        float32 ``[N, V]``, 0 for every removed token.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
     top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
@@ -119,7 +119,7 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Return the first token whose cumulative probability exceeds ``u``; never one of probability 0.
+    """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
     The vocabulary is split into about ``sqrt(V)`` runs: ``u`` first selects a run by the runs' sums, then a token by
     the remainder. A cumulative sum over the whole vocabulary would take longer than the softmax.
@@ -129,7 +129,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         u: float32 ``[N]`` in ``[0, 1)``.
 
     Returns:
-        int64 ``[N]``.
+        token ids, int64 ``[N]``.
 
     >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
     [0, 2, 2]
@@ -147,7 +147,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the cumulative sum of ``mass`` ``[N, K]`` first exceeds ``threshold`` ``[N]``, and the remainder."""
+    """Return the index where the cumulative sum of ``mass`` ``[N, K]`` exceeds ``threshold`` ``[N]``, and the rest."""
     cdf = mass.cumsum(-1)
     total = cdf[:, -1]  # rounding may put the threshold above it, and then nothing would exceed the threshold
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
@@ -157,19 +157,19 @@ def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class GroupDecoder:
-    """Samples several groups together, one token of every living row per :meth:`step`.
+    """Decodes several groups as one batch; each :meth:`step` samples one token for every row that has not ended.
 
-    Worked example: prompts ``[7]`` and ``[8, 9]``, two samples each, are four rows, whose first input is the last token
-    of the prompt; the tokens before it are computed once per prompt::
+    Worked example: prompts ``[7]`` and ``[8, 9]`` with two samples each make four rows. The first input of a row is the
+    prompt's last token; the tokens before that are computed once per prompt::
 
         prefill   [], [8]      rows 0, 1 = samples 0, 1 of group 0      first tokens  7  7
                                rows 2, 3 = samples 0, 1 of group 1                    9  9
 
     Args:
-        rooms: most response tokens of each group.
+        rooms: maximum response tokens of each group.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
-        shared: keep each prompt's keys and values once for its rows; needs a model that
+        shared: whether the rows of a prompt share one copy of its keys and values, which needs a model that
             :func:`~sota_grpo.engines.decode_attention.use_decode_attention` accepts.
     """
 
@@ -188,7 +188,7 @@ class GroupDecoder:
         device = model.device
         counts = torch.tensor([request.num_samples for request in requests])
         group_of_row = torch.repeat_interleave(torch.arange(len(requests)), counts)
-        # consecutive groups of one prompt share it: samples of one group may be requests of their own
+        # consecutive groups of one prompt share it: a group may be requested sample by sample
         runs = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(r.prompt_ids for r in requests)]
         prompt_of_group = [index for index, (_, count) in enumerate(runs) for _ in range(count)]
         seeds = [
@@ -233,18 +233,18 @@ class GroupDecoder:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch, including those that ended since it was last compacted."""
+        """Number of rows in the batch, including rows that ended since it was last compacted."""
         return len(self._rows)
 
     def drop(self, group: int) -> None:
-        """Stop sampling a group; its rows leave the batch at the next step."""
+        """Stop sampling the group with this index; its rows end at once."""
         self._open_samples[group] = 0
         dropped = torch.tensor([row for row, group_of_row in enumerate(self._group_of_row) if group_of_row == group])
         self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
 
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
-        """Sample one token of every living row from the weights of ``version``; return the groups that ended."""
+        """Sample one token of every unfinished row with weights ``version``; return the indices of ended groups."""
         t = len(self._versions)
         if self._cache is None:
             self._cache = self._make_cache(self._model)
@@ -288,7 +288,7 @@ class GroupDecoder:
         return [group for group in dict.fromkeys(groups) if self._open_samples[group] == 0]
 
     def output(self, group: int) -> GroupOutput:
-        """Return a group that has ended, its samples on the CPU."""
+        """Return the output of the group with this index, which has ended; its samples are on the CPU."""
         first = self._first_row[group]
         last = self._first_row[group + 1] if group + 1 < len(self._first_row) else len(self._group_of_row)
         lengths = self._lengths[first:last].tolist()
@@ -319,25 +319,25 @@ def _num_rows(batch: Mapping[int, Flight]) -> int:
 
 
 class TransformersEngine(SteppingEngine):
-    """Samples with its own copy of a transformers model.
+    """Rollout engine that samples with its own copy of a transformers model.
 
-    Groups that were submitted together are decoded together, up to ``max_rows`` samples at a time; later ones join when
-    they are no fewer than those that run, first come first served. A prompt is computed once for all rows of
-    consecutive groups that have it, and stored once if the model's attention can share it. Rows do not depend on each
-    other, up to rounding; equal groups that are decoded together give equal bits.
+    Groups that were submitted together are decoded together, up to ``max_rows`` samples at a time. Later groups wait
+    (FIFO) until at least as many samples wait as are being decoded. A prompt is computed once for the rows of all
+    consecutive groups that have it, and stored once if the model's attention supports that. Rows do not depend on each
+    other, up to rounding; equal groups that are decoded together give bit-identical results.
 
-    Weights may be pushed from another thread or between two steps: the next token of every row comes from them and has
-    their version; keys and values of earlier tokens stay.
+    Weights may be pushed from another thread or between two steps: every row samples its next token with the new
+    weights and records their version; cached keys and values of earlier tokens are not recomputed.
 
     Args:
         model: a causal language model without adapters.
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells; no output depends on it.
-        max_model_len: context in tokens; None takes the model's.
+        max_model_len: context in tokens; None: the model's.
         max_rows: most samples in the batch (one request is never split).
-        device: where to sample; None keeps the model's.
-        dtype: of the engine's copy; None keeps the model's.
-        copy_model: False uses ``model`` itself, if the caller has no other use of it.
+        device: device to sample on; None: the model's.
+        dtype: dtype of the engine's copy; None: the model's.
+        copy_model: False: use ``model`` itself without a copy; only if nothing else uses it.
 
     Raises:
         UserError: the model keeps a state other than keys and values, or its config has no context length.
@@ -361,7 +361,7 @@ class TransformersEngine(SteppingEngine):
         require_cache(model.config)
         context = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
-            raise UserError("The model's config has no max_position_embeddings; set max_model_len.")
+            raise UserError("The model's config has no max_position_embeddings; set inference_model.max_model_len.")
         self.max_model_len = int(context)
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
@@ -395,16 +395,16 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def may_start(self, num_rows: int) -> bool:
-        """Whether the next step would start waiting groups if ``num_rows`` more rows were submitted before it."""
+        """Return whether the next step would start waiting groups if ``num_rows`` more rows were submitted first."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
         running = sum(decoder.num_rows for _, decoder in self._running)
         return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
 
     def _start_waiting(self) -> None:
-        """Start waiting batches, as many together as fit, when they have no fewer rows than those that run.
+        """Start as many waiting batches as fit, once they have at least as many rows as the running ones.
 
-        A pass of the model costs much, a row little: otherwise each later turn of a dialog would take a pass of its
-        own. A batch waits until all of it fits.
+        A forward pass costs much and a row in it little; if batches started at once, each later turn of a dialog would
+        take a forward pass of its own. A batch waits until all of it fits.
         """
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
@@ -441,10 +441,10 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight by name; a tied ``lm_head.weight`` may be left out or equal the embedding.
+        """Copy every weight into the engine's model by name; a tied ``lm_head.weight`` may be left out.
 
         Raises:
-            ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
+            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
         """
         model = self._model  # before the check: another thread may close this at any time
         self._require_open()
@@ -459,7 +459,7 @@ class TransformersEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> dict[str, Checksum]:
-        """Return a checksum of every weight, by name."""
+        """Return a checksum of every weight of the engine's model, by name."""
         self._require_open()
         with self._between_steps():
             return {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}
@@ -476,7 +476,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """Build the engine with a copy of ``options.model``, or with the model of ``options.model_path``."""
+    """Build the engine from a copy of ``options.model``; if that is None, load ``options.model_path``."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

@@ -1,4 +1,4 @@
-"""The vLLM engine, in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
+"""Rollout engine on vLLM in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, SamplingSupp
 logger = logging.getLogger(__name__)
 
 PROVIDER = "sota_grpo_cpu"
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM accepts
 
 
 def cpu_norms() -> dict[str, list[str]]:
-    """Register vLLM's own C++ norms for its CPU engine; return the argument ``ir_op_priority`` that prefers them.
+    """Register vLLM's C++ RMS norms for its CPU engine; return the argument ``ir_op_priority`` that prefers them.
 
-    vLLM 0.32 would compute norms in plain torch, a fifth of a small model's decoding time. They are registered once per
-    process as implementations of its operations (``vllm.ir``); the native ones still serve tensors that the kernels do
-    not take. The result is empty if this build of vLLM lacks them.
+    By default vLLM computes norms in plain torch, a fifth of a small model's decoding time. The kernels are
+    registered once per process as implementations of vLLM's operations (``vllm.ir``); tensors that the kernels do not
+    support still use plain torch. The result is empty if this build of vLLM lacks the kernels.
     """
     from vllm import ir
     from vllm.platforms import current_platform
@@ -51,7 +51,7 @@ def cpu_norms() -> dict[str, list[str]]:
 
 
 def _takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Contiguous rows and a weight of their dtype."""
+    """Return whether the kernel supports the tensors: contiguous rows and a weight of the same dtype."""
     return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
 
 
@@ -76,21 +76,21 @@ def _fused_add_rms_norm(
 
 
 class VLLMEngine(SteppingEngine):
-    """Samples with vLLM inside this process: one request per group (``n`` samples), prompts shared by its cache.
+    """Rollout engine on vLLM in this process: one request per group (``n`` samples) and vLLM's prefix cache.
 
-    Sample ``i`` of a request is drawn from vLLM's own stream of seed ``sample_seed(request.seed) + i``; equal calls
-    give equal tokens if vLLM batches them alike. Log-probs are those of the sampled (processed) distribution.
+    Sample ``i`` of a request uses vLLM's random stream of seed ``sample_seed(request.seed) + i``; equal calls return
+    equal tokens if vLLM batches them alike. Log-probs are those of the processed distribution (after top-k etc.).
 
-    With top-k the support is the tokens of finite processed log-prob among the ``top_k + TIES`` most likely ones;
-    without top-k, the support of top-p and min-p is not reported: vLLM's ``return_sampling_mask`` needs its second
+    With top-k the sampling support is reported: the tokens of finite processed log-prob among the ``top_k + TIES`` most
+    likely ones. Under top-p or min-p without top-k it is not reported: vLLM's ``return_sampling_mask`` needs its second
     model runner, which it has on GPUs only.
 
     Weights may be pushed from another thread or between two steps: running requests continue with the new weights, and
-    every token has the version that sampled it. Cached prompts of an older version are never used for a new group.
+    every token records the version that sampled it. A new group never uses cached prompts of an older version.
 
-    Environment, set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are passed as
-    tensors); if unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM
-    computes with this process's OpenMP threads (``OMP_NUM_THREADS``), in turns with the learner.
+    Environment variables that are set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are
+    passed as tensors); if unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU
+    vLLM and the learner compute in turn, with the same OpenMP threads (``OMP_NUM_THREADS``).
     """
 
     name = "vllm"
@@ -100,7 +100,7 @@ class VLLMEngine(SteppingEngine):
         self._on_cpu = not torch.cuda.is_available()
         self._can_sleep = not self._on_cpu  # vLLM cannot on a CPU
         self._eos_token_ids = sorted(options.eos_token_ids)
-        # vLLM ends a response at these texts; `stops` cuts it, as in every engine
+        # vLLM ends a response at these texts; `stops` cuts the response, as in every engine
         stop = {"stop": list(options.stop), "include_stop_str_in_output": True, "detokenize": True}
         self._stop = stop | {"skip_special_tokens": False} if options.stop else {}
         self._requests: dict[int, GroupRequest] = {}  # in flight, by ticket; vLLM knows them as str(ticket)
@@ -114,8 +114,8 @@ class VLLMEngine(SteppingEngine):
         self.max_model_len = int(self._engine.model_config.max_model_len)
         if not self._on_cpu and not self._engine.vllm_config.use_v2_model_runner:
             logger.warning(
-                "vLLM samples with its model runner V1, which draws with each row's own seed in a Python loop; leave "
-                "VLLM_USE_V2_MODEL_RUNNER unset."
+                "vLLM uses its model runner V1, which samples seeded rows one by one in a slow Python loop; unset the "
+                "environment variable VLLM_USE_V2_MODEL_RUNNER."
             )
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
@@ -168,14 +168,14 @@ class VLLMEngine(SteppingEngine):
                 self._engine.abort_request([str(ticket)])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace every weight; the next token of every request comes from them.
+        """Replace every weight; every request samples its next token with the new weights.
 
-        An engine with ``adapter_rank`` takes an adapter instead, and serves it unmerged. All names of the
+        An engine with ``adapter_rank`` accepts a LoRA adapter instead and serves it unmerged. All names of the
         ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer of a tied
         model.
 
         Raises:
-            ValueError: a name is unknown or missing, a shape differs, or a tied pair differs; nothing was copied then.
+            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
         """
         self._require_open()
         adapter = weights if self._adapters and isinstance(weights, WeightPack) and weights.scales else None
@@ -199,7 +199,7 @@ class VLLMEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """See :class:`~sota_grpo.engines.Engine`; None on several GPUs and with adapters, which are not merged."""
+        """See :class:`~sota_grpo.engines.Engine`; None on several GPUs, and with ``adapter_rank``."""
         if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():
@@ -209,9 +209,9 @@ class VLLMEngine(SteppingEngine):
         return sums
 
     def _finish_batches(self) -> None:
-        """Fetch the batches that have been launched, without launching more.
+        """Fetch the results of all launched batches without launching more.
 
-        With asynchronous scheduling, as on CUDA, a step launches a batch and returns the tokens of the previous one,
+        With asynchronous scheduling, as on CUDA, a step launches a batch and returns the tokens of the previous batch,
         labelled with the current version: the last batch of the old weights must be fetched before the version changes.
         """
         core = self._engine.engine_core.engine_core
@@ -263,7 +263,7 @@ def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
 
 @contextlib.contextmanager
 def _process_state_restored() -> Iterator[None]:
-    """Undo what vLLM changes: it reseeds every random generator and, on CPU, replaces ``torch.set_num_threads``."""
+    """Restore what vLLM changes in the block: all random states and, on CPU, the function ``torch.set_num_threads``."""
     states, set_num_threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -275,7 +275,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _weight_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype of vLLM's own model; no lambda, because it is pickled to the process that has the model."""
+    """Return the dtype of vLLM's model; a function, not a lambda, because it is pickled to the model's process."""
     return matrix_dtype(model.parameters())
 
 
@@ -293,16 +293,16 @@ def _sample(completion: Any, vocab: int) -> Sample:
 
 
 def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
-    """Return log-probs ``[R]`` of the sampled tokens, and their sampling supports if these were requested.
+    """Return log-probs ``[R]`` of the sampled tokens, and the sampling support if it was requested, else None.
 
     Args:
-        logprobs: vLLM's ``FlatLogprobs``: for each token itself, then equally many of the most likely ones, which may
-            include it; tokens that were not kept have a log-prob of minus infinity.
-        num_tokens: of the response.
-        vocab: size of the vocabulary.
+        logprobs: vLLM's ``FlatLogprobs``: per position the sampled token, then a fixed number of the most likely
+            tokens, possibly with the sampled one; tokens outside the support have a log-prob of minus infinity.
+        num_tokens: number of tokens of the response.
+        vocab: vocabulary size.
 
     Raises:
-        RuntimeError: all requested tokens are kept, so that there may be more.
+        RuntimeError: at some position all returned tokens are in the support, so that it may be larger.
 
     >>> from types import SimpleNamespace
     >>> ids, nothing = [5, 7, 5, 3], float("-inf")
@@ -318,8 +318,8 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
     count = log_probs.shape[1] - 1
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
-            f"vLLM kept {count} tokens or more at one position, where more than {TIES} tie with the last one of top_k, "
-            "and does not report the rest; use engine=transformers, or float32 weights (torch_dtype=float32)."
+            f"vLLM samples from {count} tokens or more at one position, because more than {TIES} tie with the last one "
+            f"of top_k, and reports {count} of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
         )
     finite = log_probs.isfinite()
     finite[:, 1:] &= ids[:, 1:] != ids[:, :1]
@@ -327,26 +327,26 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Return vLLM's arguments for one adapter of ``rank``; raise UserError if that is above its highest rank.
+    """Return vLLM's arguments for one LoRA adapter of ``rank``; raise UserError if vLLM does not support the rank.
 
     >>> adapter_arguments(12)
     {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': 16}
     """
     room = next((most for most in ADAPTER_RANKS if most >= rank), None)
     if room is None:
-        raise UserError(f"train_model.lora.r={rank} is above {ADAPTER_RANKS[-1]}, the highest rank that vLLM serves.")
+        raise UserError(f"train_model.lora.r={rank} is above {ADAPTER_RANKS[-1]}, vLLM's highest; reduce it.")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
 
 class Adapters:
-    """The newest LoRA adapter in a folder that vLLM reads; it computes ``W x + (alpha / r) B A x`` unmerged."""
+    """Stores the newest LoRA adapter in a folder for vLLM, which computes ``W x + (alpha / r) B A x`` unmerged."""
 
     def __init__(self) -> None:
         self._folder = WeightFolder({}, None)
-        self.request: Any = None  # the adapter of a request; None before the first
+        self.request: Any = None  # argument of generation requests; None before the first adapter
 
     def loading(self, adapter: WeightPack) -> Any:
-        """Write ``adapter`` as PEFT saves one; return the request that makes vLLM read it in place of the last."""
+        """Write ``adapter`` in PEFT's format; return the request that makes vLLM load it in place of the last one."""
         from vllm.lora.request import LoRARequest
 
         tensors, ranks, folder = {}, set(), self._folder.path

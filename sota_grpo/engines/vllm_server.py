@@ -1,11 +1,11 @@
-"""vLLM's arguments, and code that vLLM's own processes import: reading weights back, and a key for every path.
+"""Arguments of vLLM, and code that vLLM's processes import: checksums of weights, and an API key for every path.
 
-Any vLLM server that was started with the options of :attr:`ServerEngine.remedy
-<sota_grpo.engines.server_engine.ServerEngine>` will do, as long as it can read the folder of pushed weights. With
-``--worker-extension-cls sota_grpo.engines.vllm_server.WeightSums`` it also reports which weights it holds, for the
-checks before training. On CPU it needs ``--no-enable-chunked-prefill`` too (seeds). Its ``--api-key`` alone leaves the
-control of the weights open to everyone who can reach it; ``VLLM_API_KEY`` with
-``--middleware sota_grpo.engines.vllm_server.RequireKey`` closes that.
+A running vLLM server can be used if it was started with the options of :attr:`ServerEngine.remedy
+<sota_grpo.engines.server_engine.ServerEngine>` and can read the folder of pushed weights. With
+``--worker-extension-cls sota_grpo.engines.vllm_server.WeightSums`` it also reports checksums of its weights, for the
+checks before training. On CPU it needs ``--no-enable-chunked-prefill`` too (for seeds). With ``--api-key`` alone every
+client that reaches the server can replace its weights; ``VLLM_API_KEY`` with
+``--middleware sota_grpo.engines.vllm_server.RequireKey`` requires the key for that too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM's CUDA graphs before Blackwe
 
 
 def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments besides the model's path, in this process or as a server, from resolved options.
+    """Return vLLM's arguments except the model's path, for ``LLM`` or a server, from resolved options.
 
-    A copy on several GPUs runs in processes that vLLM starts itself (``mp``), on this process's devices. By default
-    vLLM uses Ray inside a Ray actor and then refuses the actor's placement group: it needs a bundle per GPU.
+    With several GPUs vLLM starts processes itself (``mp``), on this process's devices. In a Ray actor its default is
+    Ray, which fails because the actor's placement group has no bundle per GPU.
     """
     arguments: dict[str, Any] = {
-        "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults of its own
+        "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_SUPPORT + TIES,
         "enable_prefix_caching": True,
@@ -71,14 +71,14 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Checksum]:
-    """Return a checksum of every weight that vLLM's own ``model`` computes with, by its name in a push.
+    """Return a checksum of every weight in vLLM's ``model``, by the weight's name in a push.
 
-    A fused layer (``qkv_proj``) is split into the rows of its components. On a CPU vLLM packs its matrices (of the
-    output layer a second copy): they are read bit for bit as their product with the identity. A weight with another
+    A fused layer (``qkv_proj``) is split into its components' rows. On a CPU vLLM packs its matrices (and a second copy
+    of the output layer): a packed matrix is read exactly, by multiplying it with the identity. A weight with another
     name or shape, such as a shard on one of several GPUs, is left out.
 
     Args:
-        shapes: of the weights of a push, by name.
+        shapes: shapes of the weights of a push, by name.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
     sums: dict[str, Checksum] = {}
@@ -100,39 +100,39 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
 
 
 class WeightSums:
-    """Worker extension of a vLLM server: :func:`weight_sums` for ``/collective_rpc``."""
+    """vLLM worker extension class: adds the method :func:`weight_sums`, which clients call by ``/collective_rpc``."""
 
     def weight_sums(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
-        """Return the checksums as JSON values."""
+        """Return ``{name: [dtype, total, by_row]}``, the checksums as JSON values."""
         sums = weight_sums(self.get_model(), shapes)  # type: ignore[attr-defined]  # the worker's
         return {name: [str(one.dtype).removeprefix("torch."), one.total, one.by_row] for name, one in sums.items()}
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")
-_REFUSED = {  # prefixes of vLLM's arguments, and why they are refused
+_REFUSED = {  # prefix of vLLM's arguments: why they are refused
     **dict.fromkeys(
         ("speculative_", "spec_"),
-        "a step would give several tokens, whose seeds and versions of the weights are unknown, and fly keeps tokens "
+        "a step would sample several tokens, whose seeds and weight versions are unknown, and fly keeps tokens "
         "that the policy rejects",
     ),
     **dict.fromkeys(
         ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),
-        "responses would be drawn from another distribution than the learner's, which biases every ratio",
+        "responses would be sampled from another distribution than the learner's, which biases every ratio",
     ),
     **dict.fromkeys(
         ("quantization", "allow_deprecated_quantization", "model_", "hf_config_path", "hf_overrides", "config_format"),
-        "the model has to be the learner's, whose weights are pushed by name",
+        "the engine's model must be the learner's, because weights are pushed by name",
     ),
     **dict.fromkeys(
         ("revision", "code_revision", "tokenizer"),
-        "learner, tokenizer and engine need one revision: set model.name to its folder",
+        "learner, tokenizer and engine must use one revision: set model.name to the folder of that revision",
     ),
     **dict.fromkeys(
         (
             *("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_"),
             *("nnodes", "node_rank", "master_", "device_ids"),
         ),
-        "devices follow from inference_model.num_devices, devices and tensor_parallel_size",
+        "devices are set by inference_model.num_devices, devices and tensor_parallel_size",
     ),
     **dict.fromkeys(
         ("enable_lora", "max_lora", "default_mm_loras"),
@@ -140,17 +140,17 @@ _REFUSED = {  # prefixes of vLLM's arguments, and why they are refused
     ),
     **dict.fromkeys(
         ("worker_cls", "worker_extension_cls", "scheduler_cls", "weight_transfer_config"),
-        "weights and versions are pushed to vLLM's own workers and scheduler",
+        "pushed weights and their versions need vLLM's own worker and scheduler classes",
     ),
     "hf_token": "it would be saved with the run; set HF_TOKEN",
 }
 
 
 def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
-    """Check ``options.engine_kwargs`` before anything is started.
+    """Check ``options.engine_kwargs`` before an engine is started.
 
     Raises:
-        UserError: an argument that is set here, that would bias sampling, or that vLLM does not have.
+        UserError: an argument is set by other options, would bias sampling, or does not exist in vLLM.
     """
     ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2, max_rows=1), on_cpu=on_cpu)
     for name in options.engine_kwargs:
@@ -177,7 +177,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
 
 
 def flag(name: str, value: Any) -> tuple[str, ...]:
-    """Return an argument of ``LLM`` as words of the server's command line.
+    """Return an argument of vLLM's ``LLM`` as command-line arguments of the server.
 
     >>> flag("block_size", 32), flag("enforce_eager", False), flag("max_model_len", None)
     (('--block-size', '32'), ('--no-enforce-eager',), ())
@@ -197,7 +197,7 @@ def flag(name: str, value: Any) -> tuple[str, ...]:
 def sampling_parameters(
     request: GroupRequest, sampling: Sampling, room: int, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of one group; sample ``i`` has the seed ``sample_seed(seed) + i``."""
+    """Return vLLM's sampling parameters for one group; sample ``i`` has the seed ``sample_seed(seed) + i``."""
     return {
         "n": 1
         if sampling.temperature == 0
@@ -216,16 +216,16 @@ def sampling_parameters(
 
 
 class RequireKey:
-    """ASGI middleware: every path but ``/health`` needs the key of the environment variable ``VLLM_API_KEY``.
+    """ASGI middleware: every path except ``/health`` requires the key in the environment variable ``VLLM_API_KEY``.
 
-    vLLM's own check covers ``/v1`` and ``/inference`` only, which leaves pausing, pushing weights and calling the
-    workers' methods open to every user of the machine.
+    vLLM's own check covers only ``/v1`` and ``/inference``: without the key, every user of the machine could pause the
+    server, push weights and call the workers' methods.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
         key = os.environ.get(KEY_VARIABLE)
         if not key:
-            raise RuntimeError(f"{KEY_VARIABLE} is not set; the server would be open to every user of this machine.")
+            raise RuntimeError(f"{KEY_VARIABLE} is not set, so any user of this machine could use the server; set it.")
         self._app = app
         self._expected = f"Bearer {key}".encode()
 

@@ -1,6 +1,6 @@
-"""The mathematics: pure functions of tensors. No TensorDict, config, logger, device choice or random state here.
+"""The mathematics: pure functions of tensors, without TensorDict, config, logger, device choice or random state.
 
-Functions are imported when they are first used: options are judged by the surrogates' declarations before torch is.
+A function is imported at its first use, because options are validated with ``SURROGATES`` before torch is imported.
 
 >>> import torch
 >>> from sota_grpo.functional import group_advantages, row_weights

@@ -4,11 +4,11 @@
 baseline ``b_i``
 ===================  ===================================================================================================
 ``group_mean``       mean of the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2)
-``leave_one_out``    mean of its *other* members (Ahmadian et al. 2024, arXiv:2402.14740, section 3.4)
-``length_weighted``  ``sum_j |o_j| r_j / sum_j |o_j|`` over the group, of least variance where the squared gradient of a
-                     response grows with its length (Hao et al. 2025, arXiv:2505.23585)
-``best_of_others``   ``r_i - b_i`` is ``max_j r_j - max_{j != i} r_j``, what the response adds to the best of its group:
-                     0 for all but a single best one (Tang et al. 2025, arXiv:2503.19595)
+``leave_one_out``    mean of the group's *other* members (Ahmadian et al. 2024, arXiv:2402.14740, section 3.4)
+``length_weighted``  ``sum_j |o_j| r_j / sum_j |o_j|`` over the group; it minimizes the variance if the squared gradient
+                     of a response grows with its length (Hao et al. 2025, arXiv:2505.23585)
+``best_of_others``   ``r_i - b_i`` is ``max_j r_j - max_{j != i} r_j``, what the response adds to the group's maximum:
+                     0 for all but a unique best response (Tang et al. 2025, arXiv:2503.19595)
 ``batch_mean``       mean of the batch (Hu 2025, arXiv:2501.03262)
 ``none``             0
 ===================  ===================================================================================================
@@ -23,7 +23,7 @@ scale ``s_i``
 ``none``             1 (Liu et al. 2025, arXiv:2503.20783, eq. 2)
 ===================  ===================================================================================================
 
-Two prompts with rewards (1, 0) and (1, 1), against the mean and std (0.5) of all four:
+Two prompts with rewards (1, 0) and (1, 1), normalized by the mean and std (0.5) of all four rewards:
 
 >>> import torch
 >>> rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
@@ -40,11 +40,11 @@ from torch import Tensor
 
 Baseline = Literal["group_mean", "leave_one_out", "length_weighted", "best_of_others", "batch_mean", "none"]
 Scale = Literal["group_std", "group_mean", "batch_std", "advantage_std", "none"]
-GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std")  # compare siblings
+GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others", "group_std")  # depend on the group
 
 
 class UnusableValues(ValueError):
-    """Rewards or log-probs in the data that a formula cannot use."""
+    """Rewards or log-probs in the data that a formula cannot use: not finite, negative, or too few."""
 
 
 def group_advantages(
@@ -56,29 +56,29 @@ def group_advantages(
     eps: float = 1e-6,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of every response over its siblings, or over the batch: ``A_i = (r_i - b_i) / s_i``.
+    """Return the advantage of every response relative to its group or the batch: ``A_i = (r_i - b_i) / s_i``.
 
-    The module's tables have the baselines and scales. Standard deviations have ddof=1; sums run in float64.
+    The module's tables define the baselines and scales. Standard deviations have ddof=1; sums are computed in float64.
 
     Constant rewards give exactly 0: the largest reward is compared with the smallest, so rounding error is never
-    divided by ``eps``. The set that must be constant is the *group* where the baseline or the scale is one of the group
-    (one alone is constant), the *batch* where one is of the batch, and none otherwise. So a constant group inside a
-    varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
+    divided by ``eps``. If the baseline or the scale is one of the group, every *group* of equal rewards (or of one
+    response) gets 0; if one is of the batch, a *batch* of equal rewards does. So a constant group in a varied batch
+    keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
         rewards: ``[N]``, one per response.
         group_ids: int64 ``[N]``, equal for the responses to one prompt; any values, in any order.
-        baseline: a name, or ``r - b`` itself, ``[N]``, of another estimator.
+        baseline: a name, or a tensor ``[N]`` with ``r - b`` of another estimator.
         eps: added to the standard deviation, in units of reward.
-        lengths: ``[N]``, tokens of each response; read by ``length_weighted`` only.
+        lengths: ``[N]``, number of tokens of each response; read by ``length_weighted`` only.
 
     Returns:
         ``[N]`` in the dtype of the rewards (float32 for integer or boolean rewards).
 
     Raises:
-        UnusableValues: a reward that is not finite, a group of one under ``leave_one_out`` or ``best_of_others``, or a
-            negative reward under the scale ``group_mean``.
-        ValueError: shapes other than ``[N]``, an unknown choice, or ``length_weighted`` without lengths.
+        UnusableValues: a reward is not finite, a group has one response under ``leave_one_out`` or ``best_of_others``,
+            or a reward is negative under the scale ``group_mean``.
+        ValueError: shapes other than ``[N]``, an unknown name, or ``length_weighted`` without ``lengths``.
 
     >>> rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])
     >>> group_advantages(rewards, ids, baseline="leave_one_out", scale="none").tolist()
@@ -106,22 +106,22 @@ def group_advantages(
 
 
 def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Return rewards whose terms are compared within the group before they are added (GDPO).
+    """Return rewards whose terms are standardized within each group before they are summed (GDPO).
 
-    ``r_i = sum_k w_k (t_ik - mean_k) / (std_k + eps)``, mean and std (ddof=1) over the responses of the group that have
-    term k. So a term with a wide spread does not drown another. :func:`group_advantages` with the baseline ``none`` and
-    the scale ``batch_std`` whitens the result over the batch.
+    ``r_i = sum_k w_k (t_ik - mean_k) / (std_k + eps)``, with mean and std (ddof=1) over the group's responses that have
+    term k, so that a term with a wide spread does not dominate. To whiten the result over the batch, pass it to
+    :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std``.
 
     Args:
-        terms: ``[N, K]``; NaN where a term does not apply, which adds 0.
-        weights: ``[K]``.
+        terms: ``[N, K]``; NaN for a term that does not apply to a response, which adds 0.
+        weights: ``[K]``, weight of each term.
         group_ids: int64 ``[N]``.
 
     Returns:
-        float64 ``[N]``, exactly 0 throughout a group whose terms are each constant.
+        float64 ``[N]``, exactly 0 in a group in which every term is constant.
 
     Raises:
-        ValueError: other shapes, or a term that is infinite.
+        ValueError: other shapes, or an infinite term.
 
     Source: Liu et al. 2026 (arXiv:2601.05242).
 
@@ -143,9 +143,9 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 
 
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return True for every response of a group whose rewards are all equal, bit for bit, or that has one response.
+    """Return a bool mask ``[N]`` of the responses in groups whose rewards are all equal, bit for bit, or of size 1.
 
-    ``counted`` bool ``[N]`` are the rewards that are compared; None: all. A reward that is not finite raises
+    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A reward that is not finite raises
     ``UnusableValues``.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
@@ -159,18 +159,18 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | No
 def distilled_advantages(
     advantage: Tensor, log_prob: Tensor, teacher: Tensor, *, distill_coeff: float, advantage_coeff: float = 1.0
 ) -> Tensor:
-    """Return the advantage ``[N, T]`` of every token under a teacher, with or without the task's; no gradient.
+    """Return the advantage ``[N, T]`` of every token from the task's advantage and a teacher's log-probs, detached.
 
-    ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the log-probs of the sampled token under
-    the teacher ``q`` and under the policy ``p`` that is being trained. In a surrogate that weighs tokens by the ratio
-    ``p_t / mu_t`` without a clip, the second term has in expectation the gradient of ``distill_coeff * KL(p, q)`` in
+    ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the sampled token's probability under the
+    teacher, ``q_t``, and under the policy being trained, ``p_t``. In a surrogate that weights tokens by the ratio
+    ``p_t / mu_t`` without a clip, the expected gradient of the second term is that of ``distill_coeff * KL(p, q)`` in
     the visited states, each token for its own state only (a discount of 0).
 
     Args:
-        advantage: ``[N, T]`` or ``[N, 1]``, the task's.
-        log_prob: ``[N, T]``, nats, of the policy at this step, not of the one that sampled: several steps on the same
-            tokens then end at the teacher instead of running past it.
-        teacher: ``[N, T]``, nats, under the same temperature.
+        advantage: ``[N, T]`` or ``[N, 1]``, the task's advantage.
+        log_prob: ``[N, T]``, nats, under the current policy, not the one that sampled, so that several steps on the
+            same tokens converge to the teacher instead of overshooting.
+        teacher: ``[N, T]``, nats, under the teacher at the same temperature.
 
     Sources: Agarwal et al. 2023 (arXiv:2306.13649, on-policy data, reverse KL); Lu and Thinking Machines Lab 2025
     ("On-Policy Distillation", reverse KL per token as the advantage, discount 0).
@@ -185,9 +185,9 @@ def distilled_advantages(
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
     """Return DAPO's length penalty, float32 ``[N]``, to be added to the reward.
 
-    0 up to ``max_tokens - buffer_tokens``, then ``(max_tokens - buffer_tokens - |o|) / buffer_tokens``, down to -1 at
-    ``max_tokens`` and beyond. ``lengths`` are the tokens of each response, int64 ``[N]``. A buffer that is not 1 to
-    ``max_tokens`` raises ``ValueError``.
+    It is 0 up to ``max_tokens - buffer_tokens`` tokens, then ``(max_tokens - buffer_tokens - |o|) / buffer_tokens``,
+    and -1 from ``max_tokens`` on. ``lengths``, int64 ``[N]``: tokens of each response. ``ValueError`` unless
+    ``1 <= buffer_tokens <= max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -196,8 +196,8 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(
-            f"buffer_tokens is {buffer_tokens} and max_tokens is {max_tokens}; "
-            "the buffer is the end of the allowed length, from 1 token up to all of it."
+            f"buffer_tokens is {buffer_tokens} and max_tokens is {max_tokens}; the penalty needs "
+            "1 <= buffer_tokens <= max_tokens."
         )
     left = (max_tokens - buffer_tokens - lengths).clamp(min=-buffer_tokens, max=0)
     return (left.double() / buffer_tokens).float()
@@ -228,7 +228,7 @@ def _constant_rows(values: Tensor, index: Tensor, counts: Tensor, counted: Tenso
 def _centred(
     values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline | Tensor, lengths: Tensor | None
 ) -> Tensor:
-    """Return ``r - b`` ``[N]``."""
+    """Return ``r - b`` ``[N]`` for the baseline."""
     if isinstance(baseline, Tensor):
         return baseline.double()
     if baseline == "group_mean":
@@ -239,7 +239,7 @@ def _centred(
         return values
     if baseline == "length_weighted":
         if lengths is None or lengths.shape != values.shape:
-            raise ValueError("baseline 'length_weighted' needs lengths [N], the tokens of each response.")
+            raise ValueError("baseline 'length_weighted' needs lengths [N], the number of tokens of each response.")
         weights = lengths.double()
         total = _group_sum(weights, index, counts).clamp(min=1)
         return values - (_group_sum(weights * values, index, counts) / total)[index]

@@ -1,26 +1,26 @@
 """Divergences of two policies from the log-probs of sampled tokens, correction weights, and entropy control.
 
-**KL estimators**, one value per token, nothing reduced. All three look at the sampled token only; with
-``d = log_prob - ref_log_prob``, both ``[N, T]`` in nats, and tokens drawn from the policy:
+**KL estimators** return one value per token, without a reduction. All three use only the sampled token's log-probs;
+with ``d = log_prob - ref_log_prob``, both ``[N, T]`` in nats, and tokens sampled from the policy:
 
 ====  ======================  ==================================  ======================================================
 name  value                   mean of the value                   mean of the gradient, as a term of the loss
 ====  ======================  ==================================  ======================================================
-k1    ``d``                   ``KL(policy, ref)``                 0: it pulls nowhere, use it in the reward only
+k1    ``d``                   ``KL(policy, ref)``                 0: no effect in a loss, use it in the reward
 k2    ``d^2 / 2``             ``KL(policy, ref)`` + O(d^3)        that of ``KL(policy, ref)``, exactly
 k3    ``exp(-d) + d - 1``     ``KL(policy, ref)``                 that of ``KL(ref, policy)``, the *forward* divergence
 ====  ======================  ==================================  ======================================================
 
 The gradients of one token are ``1``, ``d`` and ``1 - exp(-d)`` times that of ``log_prob``. The last column follows from
 ``E[grad log_prob] = 0``, ``grad KL(policy, ref) = E[d grad log_prob]`` and ``E[exp(-d) grad log_prob] =
--grad KL(ref, policy)``. For small ``d`` k2 and k3 agree; for a token much likelier under the reference k3's pull grows
-exponentially, for one much less likely it saturates at 1.
+-grad KL(ref, policy)``. For small ``d`` k2 and k3 agree; k3's gradient grows exponentially for a token
+that is much likelier under the reference, and saturates at 1 for one that is much less likely.
 
 Sources: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); k3 in the loss, Shao et al. 2024
 (arXiv:2402.03300, eq. 4); gradients, Tang and Munos 2025 (arXiv:2506.09477).
 
-**Correction weights** from the behaviour policy that sampled to the proximal policy that the ratio is taken to, with
-``floor <= w <= cap`` as "inside":
+**Correction weights** are the ratio of the proximal policy (the denominator of the loss's ratio) to the behaviour
+policy (which sampled); "inside" means ``floor <= w <= cap``:
 
 ============  ====================================  ====================================================================
 mode          weight                                source
@@ -28,12 +28,12 @@ mode          weight                                source
 ``truncate``  ``min(max(w, floor), cap)``           Ionides 2008, "Truncated importance sampling", J. Comput. Graph.
                                                     Stat. 17; Espeholt et al. 2018 (arXiv:1802.01561, section 4.1)
 ``mask``      ``w`` inside, 0 outside               IcePop, Ling Team 2025 (arXiv:2510.18855)
-``reject``    1 inside, 0 outside                   verl's rollout correction (per row of the geometric mean:
+``reject``    1 inside, 0 outside                   verl's rollout correction (for the geometric mean of a row:
                                                     ``seq_mean_k1``)
 ============  ====================================  ====================================================================
 
-Of engine and trainer, whose log-probs differ by rounding, :func:`mean_ratio` and :func:`temperature_slope` show what
-else differs.
+:func:`mean_ratio` and :func:`temperature_slope` detect differences between the log-probs of engine and trainer other
+than rounding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-9  # 0.8 * 5 is 4, and where it comes out a little above, a token more must not be left out
+_ROUNDING = 1e-9  # tolerance of a rank: a product such as 0.8 * 5 may be computed slightly above 4
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value, GRPO's form.
+    """Return ``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value; the form in GRPO.
 
     ``expm1`` keeps the digits of a log-ratio of 1e-3 in float32.
 
@@ -90,24 +90,24 @@ def importance_weights(
     cap: float,
     floor: float = 0.0,
 ) -> Tensor:
-    """Return the detached weight of every token ``[N, T]``: proximal over behaviour probability, between floor and cap.
+    """Return the correction weight of every token ``[N, T]``: proximal over behaviour probability, bounded, detached.
 
-    With ``log_ratio = proximal_log_prob - behaviour_log_prob``, ``w_t = exp(log_ratio_t)`` per token, or on each of the
-    row's trainable tokens their *product*, ``w = exp(sum_t log_ratio_t)`` (``sequence``), or their *geometric mean*,
-    ``w = exp(mean_t log_ratio_t)`` (``geometric``), bounded as the module's table says. Off the mask the weight is 0.
+    With ``log_ratio = proximal_log_prob - behaviour_log_prob``, the weight is ``exp(log_ratio_t)`` per token
+    (``token``); or, for all trainable tokens of a row, the *product* ``exp(sum_t log_ratio_t)`` (``sequence``) or the
+    *geometric mean* ``exp(mean_t log_ratio_t)`` (``geometric``) of the ratios. The weight is 0 where the mask is False.
 
-    Token weights are biased but tame; the product is the unbiased weight of a whole response, and most long rows end
-    near 0 or at the cap. The geometric mean has no such spread; it measures how far the row is off.
+    Token weights are biased but of low variance. The product is the unbiased weight of a whole response, but for most
+    long rows it is near 0 or at the cap. The geometric mean has a small spread; it measures how off-policy the row is.
 
     Args:
-        log_ratio: ``[N, T]``, nats; not read off the mask.
+        log_ratio: ``[N, T]``, nats; values where the mask is False are ignored.
         mask: bool ``[N, T]``, the trainable tokens.
-        level: one weight per token, or one per row, product or geometric mean.
-        mode: what happens outside of the bounds.
-        cap, floor: largest weight, positive, and smallest, below the cap; 0: none.
+        level: ``token``, ``sequence`` or ``geometric``, see above.
+        mode: treatment of weights outside the bounds, see the module's table: ``truncate``, ``mask`` or ``reject``.
+        cap, floor: largest weight, above 0, and smallest weight, below the cap; ``floor=0``: no lower bound.
 
     Raises:
-        ValueError: an unknown level or mode, or bounds that leave nothing between them.
+        ValueError: an unknown level or mode, ``cap <= 0``, ``floor < 0`` or ``floor >= cap``.
 
     Source: decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3); see the module's table.
 
@@ -121,9 +121,9 @@ def importance_weights(
     if mode not in ("truncate", "mask", "reject"):
         raise ValueError(f"mode is {mode!r}; choose truncate, mask or reject.")
     if not cap > 0:
-        raise ValueError(f"cap is {cap}; the largest weight must be positive.")
+        raise ValueError(f"cap is {cap}; it bounds the weights from above and must be greater than 0.")
     if not 0 <= floor < cap:
-        raise ValueError(f"floor is {floor} and cap is {cap}; the smallest weight is from 0 to below the largest.")
+        raise ValueError(f"floor is {floor} and cap is {cap}; the bounds of the weights must satisfy 0 <= floor < cap.")
     weight = raw_weights(log_ratio, mask, level=level)
     if mode == "truncate":
         weight = weight.clamp(floor, cap)
@@ -134,7 +134,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return the weights of :func:`importance_weights` before they are bounded; 1 in a row without a token."""
+    """Return the weights of :func:`importance_weights` without bounds; 1 in a row without trainable tokens."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)
@@ -148,17 +148,17 @@ def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "seq
 def off_policy_tokens(
     log_prob: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """Return True on the tokens of responses with ``A < 0`` that are off-policy, which the loss should leave out.
+    """Return a bool mask ``[N, T]`` of the trainable tokens to drop from the loss: off-policy responses with ``A < 0``.
 
-    They are those with ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over the row's trainable tokens: the
-    policy has already moved away from a bad response. bool ``[N, T]``, False off the mask.
+    A row is off-policy if ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over its trainable tokens: the
+    policy has already moved away from a bad response.
 
     Args:
-        log_prob: ``[N, T]``, nats, of the policy being trained; its gradient is not followed.
-        behaviour: ``[N, T]``, nats, of the policy that sampled.
+        log_prob: ``[N, T]``, nats, log-probs of the policy being trained; detached.
+        behaviour: ``[N, T]``, nats, log-probs of the policy that sampled.
         advantage: ``[N, T]`` or ``[N, 1]``.
-        mask: bool ``[N, T]``, the trainable tokens; whole rows.
-        threshold: nats per token; below 0 it raises ``ValueError``.
+        mask: bool ``[N, T]``, all trainable tokens of each row.
+        threshold: nats per token; ``ValueError`` if it is below 0.
 
     Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, eq. 9 by TRL's count, off-policy sequence masking).
 
@@ -184,9 +184,9 @@ class Estimate(NamedTuple):
 def mean_ratio(gap: Tensor) -> Estimate:
     """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``.
 
-    It is the trainer's mass on the engine's support: 1 for any two policies, unless the engine leaves tokens out (under
-    top-p it is about the p) or reports another distribution than it samples from. ``gap [n]`` is the log-prob of the
-    trainer minus that of the engine, nats.
+    It estimates the trainer's probability mass on the engine's support: 1, unless the engine excludes tokens (then
+    about ``p`` under top-p) or samples from another distribution than it reports. ``gap [n]``, nats, is the trainer's
+    log-prob minus the engine's log-prob of each sampled token.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9
@@ -196,20 +196,20 @@ def mean_ratio(gap: Tensor) -> Estimate:
 
 
 def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimate:
-    """Return ``1 - T_trainer / T_engine``, from log-probs alone.
+    """Estimate ``1 - T_trainer / T_engine`` from log-probs; return the estimate and its standard error.
 
     With ``p_b(x) = exp(b z_x) / Z`` the score of the inverse temperature is ``s = d log p_b(x) / d log b = log p_b(x)
     + H``, whose mean under ``p_b`` is 0. Two temperatures give ``gap = (1 - T_trainer / T_engine) s`` to first order;
-    the slope of least squares through the origin is ``sum(gap s) / sum(s^2)``. Rounding does not depend on the score,
-    so its slope is 0. The standard error, ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``, allows each token its
-    variance.
+    the estimate is the slope of least squares through the origin, ``sum(gap s) / sum(s^2)``. Rounding errors are
+    uncorrelated with ``s`` and give a slope of 0 on average. The standard error is heteroskedasticity-robust:
+    ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
 
-    ``gap [n]`` is as in :func:`mean_ratio`; ``log_prob`` and ``entropy`` ``[n]`` are the trainer's. Where every token
-    is certain the result is 0 with error 0.
+    ``gap [n]`` is the trainer's minus the engine's log-prob of each sampled token; ``log_prob`` and ``entropy`` ``[n]``
+    are the trainer's, all in nats. If every token has probability 1, the result is 0 with error 0.
 
     Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
 
-    Two symbols at odds of 3 to 1, sampled as often; the trainer's logits are 1.25 times the engine's:
+    Two tokens of probability 3/4 and 1/4, sampled in that proportion; the trainer's logits are 1.25 times the engine's:
 
     >>> logits, sampled = torch.tensor([3.0, 1.0]).log(), torch.tensor([0, 0, 0, 1])
     >>> engine, trainer = (torch.log_softmax(b * logits, 0) for b in (1.0, 1.25))
@@ -227,18 +227,18 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor:
-    """Return True on the ``share`` of the trained tokens whose entropy is highest.
+    """Return a bool mask of the fraction ``share`` of the trained tokens with the highest entropy.
 
-    ``H_t >= tau``, ``tau`` the quantile ``1 - share`` of ``H`` over the ``n`` tokens of the mask: the value of rank
-    ``ceil((1 - share) (n - 1))``, counted from 0. Tokens whose entropy equals ``tau`` are all kept.
+    It is ``H_t >= tau``, with ``tau`` the quantile ``1 - share`` of ``H`` over the ``n`` tokens of ``mask``: the value
+    of rank ``ceil((1 - share) (n - 1))``, counted from 0. All tokens with entropy ``tau`` are in the result.
 
     Args:
-        entropy: ``[N, T]`` or ``[n]``, nats; not read off the mask.
-        mask: bool of the same shape, all trained tokens of an optimizer step; so is the result.
-        share: above 0, up to 1, which keeps them all, else ``ValueError``; the paper's is 0.2.
+        entropy: ``[N, T]`` or ``[n]``, nats; values where the mask is False are ignored.
+        mask: bool, all trained tokens of an optimizer step; ``entropy``, ``mask`` and the result have one shape.
+        share: fraction above 0 and up to 1 (all tokens), else ``ValueError``; 0.2 in the paper.
 
     Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv:2506.01939), rho and tau of its objective; the rank is
-    that of a linear quantile, as TRL's ``top_entropy_quantile`` takes it.
+    that of a linear quantile, as in TRL's ``top_entropy_quantile``.
 
     >>> entropy = torch.tensor([[0.1, 2.0, 0.3], [0.0, 1.0, 9.0]])
     >>> mask = torch.tensor([[True, True, True], [True, True, False]])
@@ -246,7 +246,7 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
     [[False, True, False], [False, True, False]]
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share is {share}; keep more than none of the tokens, and at most all: 1.")
+        raise ValueError(f"share is {share}; the fraction of tokens must be above 0 and at most 1.")
     values = entropy[mask]
     if len(values) == 0:
         return torch.zeros_like(mask)
@@ -257,15 +257,15 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
 def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, delta: float, largest: float
 ) -> tuple[float, float]:
-    """Return the entropy bonus's ``c'`` after a step of mean entropy ``H``, and the next step's ``alpha``.
+    """Adapt the entropy bonus to the mean entropy ``H`` of a step; return ``c'`` and the next step's weight ``alpha``.
 
-    ``c' = min(c + delta, c_max)`` where ``H <= H*``, else ``max(c - delta, 0)``; ``alpha = c' 1[H <= H*]``: the bonus
-    acts only while the entropy is too low. ``coef`` is ``c``, ``entropy`` ``H`` and ``target`` ``H*``, in nats,
+    ``c' = min(c + delta, c_max)`` if ``H <= H*``, else ``max(c - delta, 0)``; ``alpha = c' 1[H <= H*]``: the bonus acts
+    only while the entropy is too low. ``coef`` is ``c``, ``entropy`` ``H`` and ``target`` ``H*``, in nats,
     ``delta`` the change and ``largest`` ``c_max``.
 
-    Source: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), adaptive entropy control, by the entropy of
-    the step itself; here and in TRL 1.16 (``use_adaptive_entropy``) by that of the step before, so nothing is computed
-    twice.
+    Source: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), adaptive entropy control. The paper uses
+    the entropy of the same step; here and in TRL 1.16 (``use_adaptive_entropy``) it is the previous step's, which is
+    already known.
 
     >>> adapted_entropy_coef(0.25, 0.1, target=0.2, delta=0.125, largest=1.0)
     (0.375, 0.375)

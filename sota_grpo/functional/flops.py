@@ -1,9 +1,9 @@
 """Floating-point operations of a training step, counted from the shape of a model and the layout of its rows.
 
 A multiply-add is 2 operations. Per weight and position the forward pass takes 2, the backward pass 4: 2 for the
-gradient of the input, 2 for that of the weight unless it is frozen. A (query, key) pair takes 4 per unit of attention
-width forward and 8 backward. Norms, activations, softmax and the optimizer are not counted, nor what a kernel computes
-twice. One prompt of 3 tokens with responses of 2 and 1 tokens::
+gradient of the input and 2 for the gradient of the weight, unless it is frozen. A (query, key) pair takes 4 per unit of
+attention width forward and 8 backward. Norms, activations, softmax, the optimizer and recomputation are not counted.
+One prompt of 3 tokens with responses of 2 and 1 tokens::
 
     positions             3 + 2 + 1 = 6
     pairs of one layer    prompt 6, responses (2 * 3 + 3) + (1 * 3 + 1)
@@ -19,20 +19,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a dense decoder that its operations depend on."""
+    """Sizes of a dense decoder that determine its number of operations."""
 
-    trainable_weights: int  # entries of the decoder's matrices that are trained, adapters included; no embedding
-    frozen_weights: int  # entries of those that are not
-    attention_width: int  # query heads times their size, summed over the layers
-    head_weights: int  # vocabulary times hidden size
+    trainable_weights: int  # entries of trained decoder matrices, adapters included, without the embedding
+    frozen_weights: int  # entries of frozen decoder matrices
+    attention_width: int  # query heads times head size, summed over the layers
+    head_weights: int  # entries of the output layer: vocabulary times hidden size
     head_trainable: bool = True
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is computed: decoder positions, causal (query, key) pairs of one layer, and positions that have logits.
+    """Workload: number of decoder positions, of causal (query, key) pairs in one layer, and of positions with logits.
 
-    A sliding window has fewer pairs than are counted here.
+    Pairs are counted as without a sliding window.
 
     >>> shared_load(3, [2, 1]).times(2) + shared_load(2, [])
     Load(positions=14, pairs=41, predicted=6)
@@ -50,7 +50,7 @@ class Load:
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
-    """Return the load of one prompt of ``P`` tokens computed once and its responses of ``R`` tokens, which have logits.
+    """Return the load of one prompt of ``P`` tokens, computed once, and its responses of ``R`` tokens with logits.
 
     Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
 
@@ -64,7 +64,7 @@ def shared_load(prompt: int, responses: Sequence[int]) -> Load:
 
 
 def forward_flops(shape: ModelShape, load: Load) -> int:
-    """Operations of one forward pass.
+    """Return the floating-point operations of one forward pass.
 
     >>> shape, load = ModelShape(100, 0, 8, 50), Load(positions=6, pairs=19, predicted=3)
     >>> forward_flops(shape, load), backward_flops(shape, load), step_flops(shape, load)  # 1200 + 608 + 300; twice that
@@ -75,12 +75,12 @@ def forward_flops(shape: ModelShape, load: Load) -> int:
 
 
 def backward_flops(shape: ModelShape, load: Load) -> int:
-    """Operations of one backward pass; frozen weights still pass the gradient on."""
+    """Return the floating-point operations of one backward pass; gradients also pass through frozen weights."""
     per_position = 4 * shape.trainable_weights + 2 * shape.frozen_weights
     head = (4 if shape.head_trainable else 2) * shape.head_weights
     return per_position * load.positions + 8 * shape.attention_width * load.pairs + head * load.predicted
 
 
 def step_flops(shape: ModelShape, load: Load) -> int:
-    """Operations of both passes, each quantity computed once: what utilisation (MFU) is measured by."""
+    """Return the operations of forward and backward pass without recomputation, as MFU counts them."""
     return forward_flops(shape, load) + backward_flops(shape, load)

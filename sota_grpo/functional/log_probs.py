@@ -1,7 +1,7 @@
-"""Log-probs of given tokens from hidden states, without ever holding the ``[M, V]`` logits.
+"""Log-probs of given tokens from hidden states, computed in tiles: the ``[M, V]`` logits are never held in memory.
 
-Tiles of logits are made one after the other in the same buffers. Over all tiles of ``r`` rows and ``c`` columns,
-``M V H (1 / r + 1 / c)`` numbers are read; of tiles of one size the square reads the fewest.
+Tiles of logits are computed one after the other in the same buffers. With tiles of ``r`` rows and ``c`` columns
+``M V H (1 / r + 1 / c)`` numbers are read in all; for a given tile size, square tiles read the fewest.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.autograd.function import once_differentiable
 LN2 = math.log(2.0)
 LOGITS_BYTES_ON_CPU = 8 * 2**20
 LOGITS_BYTES = 2**30
-SAVED_SHARE = 12  # part of a GPU's memory that probabilities may take from the head's forward to its backward pass
+SAVED_SHARE = 12  # 1/12 of a GPU's memory may hold probabilities from the output layer's forward to its backward
 ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastest
 
 
 class LogitTiles:
-    """Pieces ``rows`` and ``columns`` of the logits of ``[M, H]`` hidden states, and the buffers to compute them in.
+    """Tiles of the logits of ``[M, H]`` hidden states: slices of ``rows`` and ``columns``, and buffers for one tile.
 
-    Logits are in base 2, ``z log2 e``, because on a CPU ``exp2`` is four times as fast as ``exp``: ``factor`` times
-    what :meth:`raw` returns. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and with a softcap
-    ``slope raw (1 - raw)``. ``num_bytes`` is that of all buffers together (None: 8 MiB on a CPU and 1 GiB elsewhere);
-    they are float32 (float64 if ``hidden`` is).
+    Logits are in base 2, ``z log2 e``, because on a CPU ``exp2`` is four times as fast as ``exp``: the result of
+    :meth:`raw` times ``factor``. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and with a softcap
+    ``slope raw (1 - raw)``. ``num_bytes`` is the memory of all buffers together (None: 8 MiB on a CPU and 1 GiB
+    elsewhere); the buffers are float32 (float64 if ``hidden`` is).
 
-    Memory for 9 logits cuts 5 rows and 7 columns into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
+    With memory for 9 logits, 5 rows and 7 columns are cut into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
 
     >>> hidden, weight = torch.ones(5, 2), torch.ones(7, 2)
     >>> tiles = LogitTiles(hidden, weight, None, temperature=1.0, softcap=None, num_bytes=9 * 4, num_buffers=1)
@@ -81,7 +81,7 @@ class LogitTiles:
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)
         if self.dtype == self.wide:
             torch.mm(hidden, weight.t(), out=x)
-        elif x.is_cuda:  # the sums of the products as they are, not rounded to half precision first
+        elif x.is_cuda:  # sums of products in float32, not rounded to half precision first
             torch.mm(hidden, weight.t(), out_dtype=self.wide, out=x)
         else:
             x.copy_(torch.mm(hidden, weight.t(), out=self.narrow_buffer[: x.numel()].view(shape)))
@@ -90,26 +90,26 @@ class LogitTiles:
         return x if self.softcap is None else x.mul_(2 / self.softcap).sigmoid_()
 
     def minus(self, raw: Tensor, shift: Tensor) -> Tensor:
-        """Logits minus ``shift [r, 1]``, both in base 2, in the place of ``raw`` unless there is a softcap."""
+        """Return logits minus ``shift [r, 1]``, both in base 2; overwrite ``raw`` unless there is a softcap."""
         return torch.add(-shift, raw, alpha=self.factor, out=raw if self.softcap is None else self.buffer(1, raw))
 
     def buffer(self, i: int, tile: Tensor) -> Tensor:
-        """Wide buffer ``i`` in the shape of ``tile``."""
+        """Return float32 (or float64) buffer ``i`` in the shape of ``tile``."""
         return self.buffers[i, : tile.numel()].view_as(tile)
 
     def narrow(self, tile: Tensor) -> Tensor:
-        """Room for ``tile`` in the dtype of the matrix products, which is its own where that is the wide one."""
+        """Return a buffer for ``tile`` in the dtype of matrix products; ``tile`` itself if that is its dtype."""
         return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile)
 
     @staticmethod
     def find(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Index of each target ``[r, 1]`` among the columns, and whether it is there at all."""
+        """Return each target's index ``[r, 1]`` in ``columns``, clamped, and whether the target is in ``columns``."""
         index, last = targets - columns.start, columns.stop - columns.start - 1
         return index.clamp(0, last), (index >= 0) & (index <= last)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in one kernel where the dtypes agree, else summed in the dtype of ``total``."""
+    """Compute ``total += left @ right``, accumulated in the dtype of ``total``; in one kernel if the dtypes agree."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -119,13 +119,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> bool:
-    """Whether :mod:`sota_grpo.functional.tile_kernels` computes these logits."""
+    """Return whether :mod:`sota_grpo.functional.tile_kernels` can process the tiles of these logits."""
     takes = hidden.is_cuda and hidden.dtype != torch.float64 and bias is None and softcap is None
     return takes and builds_kernels()
 
 
 def automatic_precision(chosen: str, device_type: str) -> str:
-    """``bf16`` or ``fp32`` for ``auto`` (exact on a CPU) and ``native`` (bf16 where the CPU multiplies it)."""
+    """Resolve the precision ``auto`` (bf16 on CUDA, else fp32) or ``native`` (also bf16 if the CPU supports it)."""
     if chosen not in ("auto", "native"):
         return chosen
     return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
@@ -133,7 +133,7 @@ def automatic_precision(chosen: str, device_type: str) -> str:
 
 @cache
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the CPU has instructions for products of bf16. Others emulate them slowly and round differently."""
+    """Return whether the CPU has bf16 instructions; other CPUs emulate them slowly and round differently."""
     try:
         words = {*cpuinfo.read_text().lower().split()}
     except OSError:  # no Linux; float32 is right everywhere
@@ -143,13 +143,13 @@ def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @cache
 def builds_kernels() -> bool:
-    """Whether kernels can be built here: by Triton, which comes with torch for CUDA on Linux, and a C compiler."""
+    """Return whether GPU kernels can be built: Triton (part of torch for CUDA on Linux) and a C compiler are here."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
 
 def _pieces(total: int, most: int, multiple: int = 1) -> list[slice]:
-    """Return ``range(total)`` in nearly equal pieces of at most ``most``, all but the last a ``multiple`` if possible.
+    """Split ``range(total)`` into nearly equal slices of at most ``most``, all but the last a ``multiple`` if possible.
 
     >>> [(piece.start, piece.stop) for piece in _pieces(1000, 400, 128)]
     [(0, 384), (384, 768), (768, 1000)]
@@ -173,37 +173,38 @@ def chunked_log_probs(
     entropy_grad: bool = False,
     vocab_shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
+    """Return each target's log-prob under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
     ``log_prob_m = z_m[target_m] - lse_m`` and ``entropy_m = -sum_v p_mv log p_mv``, with ``z`` the scaled logits. With
     a softcap ``c``, ``z = c tanh((hidden weight^T + bias) / c) / temperature`` (Gemma 2, arXiv:2408.00118, sec. 2).
 
-    The backward pass computes the logits again tile by tile and carries ``(1[v = target] - p_v) g - p_v (log p_v +
-    entropy) h`` on to the inputs that require a gradient; on a CPU it leaves out rows whose ``g`` and ``h`` are 0.
-    Where ``hidden`` alone requires one (LoRA: the head is frozen), the forward pass keeps ``d log_prob_m / d hidden_m``
-    instead. On CUDA it keeps ``2^(z - top)`` of every logit, where that takes at most :func:`max_saved_bytes` bytes.
+    The backward pass recomputes the logits tile by tile and propagates their gradient ``(1[v = target] - p_v) g - p_v
+    (log p_v + entropy) h``, with ``g`` and ``h`` the gradients of the log-prob and the entropy; on a CPU rows with
+    ``g = h = 0`` are skipped. If only ``hidden`` needs a gradient (LoRA: the output layer is frozen), the forward pass
+    stores ``d log_prob_m / d hidden_m`` instead; on CUDA ``2^(z - top)`` of every logit, if
+    :func:`max_saved_bytes` allows.
 
-    The logits are multiplied in the dtype of ``hidden`` (under autocast in its dtype, as ``torch.nn.Linear`` would) and
-    all after is float32, or float64 when ``hidden`` is. The size of tiles changes rounding only.
+    Logits are multiplied in the dtype of ``hidden`` (under autocast in autocast's dtype, as in ``torch.nn.Linear``);
+    everything after that is float32, or float64 if ``hidden`` is. The tile size changes results by rounding only.
 
     Args:
-        hidden: ``[M, H]``, the states that predict the targets.
-        weight: ``[V, H]``, the output embedding; another dtype is converted to that of ``hidden``.
+        hidden: ``[M, H]``, last hidden states at the positions that predict the targets.
+        weight: ``[V, H]``, the output embedding; converted to the dtype of ``hidden``.
         targets: int64 ``[M]``, ids in ``[0, V)``.
         bias: ``[V]``, if the output layer has one.
-        temperature: the logits are divided by it; that of the sampling.
-        softcap: the bound ``c`` of the logits, if the model has one.
-        logits_bytes: memory for logits, whatever M and V are; by default 8 MiB on a CPU, about its cache, else 1 GiB.
+        temperature: sampling temperature, by which the logits are divided.
+        softcap: bound ``c`` of the model's logits; None: unbounded.
+        logits_bytes: memory for logits, independent of M and V; None: 8 MiB on a CPU, about its cache, else 1 GiB.
         with_entropy: also return the entropy of every row.
-        entropy_grad: let the gradient through the entropy, which is detached otherwise.
-        vocab_shard: ``weight`` and ``bias`` are this rank's rows of the whole vocabulary's, whose ids ``targets`` are;
-            every rank of the group has the same ``hidden`` and ``targets``.
+        entropy_grad: compute gradients of the entropy too; otherwise it is detached.
+        vocab_shard: under tensor parallelism, the rows of the full output embedding that ``weight`` and ``bias`` are;
+            every rank of the group passes the same ``hidden`` and ``targets`` (ids of the full vocabulary).
 
     Returns:
         log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: shapes that do not fit, a number that must be positive, ``entropy_grad`` without ``with_entropy``.
+        ValueError: shapes do not match, a number is not above 0, or ``entropy_grad`` is set without ``with_entropy``.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, -5.0]])
     >>> log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1]), with_entropy=True)
@@ -221,7 +222,7 @@ def chunked_log_probs(
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0.")
     if entropy_grad and not with_entropy:
-        raise ValueError("entropy_grad=True needs with_entropy=True: there is no entropy to differentiate.")
+        raise ValueError("entropy_grad=True needs with_entropy=True, because without it no entropy is computed.")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, vocab_shard)
@@ -229,13 +230,13 @@ def chunked_log_probs(
 
 
 class VocabShard(NamedTuple):
-    """The rows of the output embedding that this rank has under tensor parallelism."""
+    """The rows of the output embedding that this rank has under tensor parallelism: first id and process group."""
 
-    first: int  # id of its first row
-    group: dist.ProcessGroup  # of the ranks, in the order of their rows
+    first: int  # token id of the rank's first row
+    group: dist.ProcessGroup  # the ranks that share the vocabulary, in the order of their rows
 
     def joined(self, local: _Scan, has_target: Tensor) -> _Scan:
-        """Combine the ranks' results over their columns; ``has_target`` where this rank has the target."""
+        """All-reduce the ranks' partial softmax sums; ``has_target``: whether this rank has the row's target."""
         top = local.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         drop = local.top - top
@@ -253,11 +254,11 @@ class _Options(NamedTuple):
     with_entropy: bool
     entropy_grad: bool
     vocab_shard: VocabShard | None
-    keeps_slopes: bool = False  # d log_prob / d hidden, from the forward pass for the backward pass
-    keeps_tiles: bool = False  # 2^(z - top), likewise
+    keeps_slopes: bool = False  # the forward pass stores d log_prob / d hidden for the backward pass
+    keeps_tiles: bool = False  # the forward pass stores 2^(z - top) for the backward pass
 
     def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
-        """Keep slopes where ``hidden`` alone requires a gradient; those of a shard are of its own softmax."""
+        """Choose what the forward pass stores: slopes if only ``hidden`` needs a gradient, else tiles if they fit."""
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
         sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
         if not (torch.is_grad_enabled() and hidden.requires_grad and sufficient):
@@ -272,15 +273,15 @@ class _Options(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What the backward pass needs of the rows; all but ``hidden [R, H]`` are ``[R, 1]``."""
+    """Tensors of ``R`` rows that the backward pass reads; all but ``hidden [R, H]`` are ``[R, 1]``."""
 
     hidden: Tensor
     targets: Tensor
-    top: Tensor  # greatest logit, in base 2
+    top: Tensor  # largest logit, in base 2
     mass: Tensor  # sum of 2^(z - top)
     entropy: Tensor
-    g: Tensor  # gradient by the log-prob
-    h: Tensor | None  # gradient by the entropy
+    g: Tensor  # gradient of the loss by the log-prob
+    h: Tensor | None  # gradient of the loss by the entropy
 
     def take(self, where: slice | Tensor) -> _Rows:
         taken: list[Any] = [None if x is None else x[where] for x in self]
@@ -288,7 +289,7 @@ class _Rows(NamedTuple):
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and three ``[M]`` vectors, or the slopes ``[M, H]`` and nothing else."""
+    """Saves hidden, weight, bias, targets and three ``[M]`` vectors, or only the slopes ``[M, H]``."""
 
     @staticmethod
     def forward(
@@ -324,7 +325,7 @@ class _TiledLogProbs(torch.autograd.Function):
             tiles = ctx.options.tiles(hidden, weight, bias)
             return *_pull_saved(tiles, every, *vectors[4:]), None, None, None
         rows, active = every, None
-        if not hidden.is_cuda:  # a row costs three products; a GPU would have to be waited for
+        if not hidden.is_cuda:  # skipping a row saves three products; on a GPU it would cost a synchronization
             pulls = g if h is None else torch.cat((g, h), 1)
             active = (pulls != 0).any(1).nonzero().squeeze(1)
             rows = every if len(active) == len(hidden) else every.take(active)
@@ -338,14 +339,14 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def max_saved_bytes(device: torch.device) -> int:
-    """Most bytes of kept ``2^(z - top)`` on ``device``: a twelfth of a GPU's memory, none on a CPU."""
+    """Return the maximum bytes of stored ``2^(z - top)``: a twelfth of a GPU's memory, 0 on a CPU."""
     return torch.cuda.get_device_properties(device).total_memory // SAVED_SHARE if device.type == "cuda" else 0
 
 
 def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options) -> tuple[_Scan, list[Tensor]]:
-    """Return the scan over all tiles, and what is kept for the backward pass: slopes, or tiles and their tops.
+    """Return the softmax sums over all tiles, and the tensors for the backward pass: slopes, or tiles and their tops.
 
-    Online softmax (arXiv:1805.02867), with ``top`` the greatest base-2 logit so far: ``mass = sum_v 2^(z_v - top)``,
+    Online softmax (arXiv:1805.02867), with ``top`` the largest base-2 logit so far: ``mass = sum_v 2^(z_v - top)``,
     ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. Relative to ``top``, log-prob and entropy
     keep their digits for logits of any size.
 
@@ -376,7 +377,7 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
 
 
 class _Scan(NamedTuple):
-    """What the tiles so far say of their rows, each ``[R, 1]`` (all rows: ``[M]``); see :func:`_score`."""
+    """Softmax sums of ``R`` rows over the tiles so far, each ``[R, 1]`` (in the end ``[M]``); see :func:`_score`."""
 
     top: Tensor
     target: Tensor
@@ -395,7 +396,7 @@ class _Scan(NamedTuple):
 def _scan(
     tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, scan: _Scan, entropy: bool, weights: Tensor | None
 ) -> None:
-    """Add a tile to ``scan``, in place; fill ``weights [r, c]`` with ``2^(z - top)``, 0 at the target, for products."""
+    """Add a tile to the sums ``scan``, in place; fill ``weights [r, c]`` with ``2^(z - top)``, 0 at the target."""
     if tiles.kernels:
         index = targets - columns.start
         _kernels().scan(raw, index, *scan, factor=tiles.factor, with_entropy=entropy, weights=weights)
@@ -416,14 +417,14 @@ def _scan(
 
 
 def _kernels() -> ModuleType:
-    """The kernels for GPUs; Triton comes with torch's builds for CUDA only."""
+    """Import the GPU kernels late: only torch's builds for CUDA have Triton."""
     from sota_grpo.functional import tile_kernels
 
     return tile_kernels
 
 
 def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients of ``sum(g log_probs)`` by hidden and weight, from each tile's ``2^(z - top)`` and its ``top``.
+    """Return the gradients of ``sum(g log_probs)`` by hidden and weight from each tile's ``2^(z - top)`` and ``top``.
 
     With ``s = -g 2^(top_tile - top) / mass`` a tile adds ``s (kept weight)`` and ``kept^T (s hidden)``. The target's
     ``g (1 - p)`` is added separately, ``1 - p`` from the log-prob, so that half precision does not round it away.
@@ -451,10 +452,10 @@ def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tenso
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, needs_grad: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Return gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias, as far as wanted.
+    """Return the gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias; None if not ``wanted``.
 
-    Columns are the outer loop, so a tile of the weight's gradient is rounded once. It is summed transposed, which
-    matrix libraries do faster.
+    The outer loop is over columns, so that a tile of the weight's gradient is rounded once. The tile is summed
+    transposed, which is faster in matrix libraries.
     """
     hidden, weight, bias = rows.hidden, tiles.weight, tiles.bias
     grad_hidden = torch.zeros_like(hidden, dtype=tiles.wide) if needs_grad[0] else None
@@ -482,7 +483,7 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, needs_grad: tuple[bool, ...]) -> 
 
 
 def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice) -> Tensor:
-    """``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` for one tile, carried on through a softcap.
+    """Return ``(1[v = target] - p_v) g - p_v (log p_v + entropy) h`` of one tile, through a softcap if there is one.
 
     With ``p = 2^z / mass`` and ``log p = ln 2 (z - log2 mass)`` that is ``(by_p + by_zp z) 2^z``, plus g at the target.
     """

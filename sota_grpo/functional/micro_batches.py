@@ -1,4 +1,4 @@
-"""An optimizer step in micro-batches and over ranks: the weight of every token, and which rows are computed together.
+"""Loss weights of the tokens of an optimizer step, and its split into micro-batches and over ranks.
 
 With ``loss = sum_it w_it x_it`` the gradients of micro-batches and ranks add up to those of the step. Three rows of
 2, 0 and 4 trainable tokens and ``max_response_tokens=8``:
@@ -11,10 +11,10 @@ sequence     1/4     0       1/8     mean over the 2 rows that have any, of row 
 constant     1/24    0       1/24    sum over tokens / (3 rows * 8 tokens)
 ===========  ======  ======  ======  ===============================================
 
-A row without trainable tokens counts under ``constant`` only, whose divisor no sampled response can change.
+A row without trainable tokens counts only under ``constant``, whose divisor does not depend on the responses.
 
-What is cut and moved are prompt groups (:class:`PromptGroup`): rows whose common prompt is computed once where they
-stay together. Three prompts and a budget of 11 packed tokens::
+The unit of the split is the :class:`PromptGroup`: rows in one micro-batch compute their common prompt once. Three
+prompts and a budget of 11 packed tokens::
 
     rows 0-3   prompt 3, responses 4 4 2 2   15 tokens, more than the budget: cut into 9 and 9
     rows 4-5   prompt 2, responses 2 1        5 tokens
@@ -34,20 +34,20 @@ import torch
 from torch import Tensor
 
 SLOTS_PER_TOKEN = 64  # see fill
-EVEN_ENOUGH = 1.05  # the costliest rank over the mean at which no more rows are moved
+EVEN_ENOUGH = 1.05  # largest cost of a rank over the mean cost at which rows are no longer moved
 
 Aggregation = Literal["token", "sequence", "constant"]
 
 
 def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_tokens: int | None = None) -> Tensor:
-    """Return the weight of each trainable token of row i, float32 ``[N]``; a row's tokens all weigh the same.
+    """Return the loss weight of a trainable token of each row, float32 ``[N]``; a row's tokens have equal weights.
 
-    ``token``: ``1 / sum_j |o_j|``. ``sequence``: ``1 / (M |o_i|)``, M the number of rows with ``|o_i| > 0``.
-    ``constant``: ``1 / (N max_response_tokens)``. Rows of length 0 get 0.
+    With ``|o_i|`` the length of row i: ``token`` is ``1 / sum_j |o_j|``; ``sequence`` is ``1 / (M |o_i|)``, M the count
+    of rows with ``|o_i| > 0``; ``constant`` is ``1 / (N max_response_tokens)``. Rows of length 0 get 0.
 
     Args:
-        lengths: int64 ``[N]``, trainable tokens of each row of the whole optimizer step.
-        max_response_tokens: most tokens of one response; read by ``constant`` only.
+        lengths: int64 ``[N]``, number of trainable tokens of each row of the whole optimizer step.
+        max_response_tokens: maximum tokens of one response; read by ``constant`` only.
 
     Raises:
         ValueError: an unknown aggregation, lengths that are not ``[N]``, or ``constant`` without a positive
@@ -71,7 +71,7 @@ def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_token
     elif max_response_tokens is None or max_response_tokens < 1:
         raise ValueError(
             f"max_response_tokens is {max_response_tokens}; aggregation 'constant' divides by it, "
-            "so give the most tokens that one response may have."
+            "so set it to the maximum tokens of one response."
         )
     else:
         divisor = torch.full_like(counts, float(len(counts) * max_response_tokens))
@@ -79,7 +79,7 @@ def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_token
 
 
 def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens: int | None = None) -> Tensor:
-    """Return the weight of every slot ``[N, T]``: :func:`row_weights` of the mask's row sums on the mask, 0 off it.
+    """Return the loss weight of every token ``[N, T]``: its row's :func:`row_weights`, 0 where the mask is False.
 
     >>> loss_weights(torch.tensor([[False, True, True], [True, False, False]]), "sequence").tolist()
     [[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]
@@ -90,7 +90,7 @@ def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Rows of one prompt: their places in a list of rows, and how many tokens each has after the ``prompt`` ones."""
+    """Rows of one prompt: indices in a list of rows, number of prompt tokens, and response tokens of each row."""
 
     rows: tuple[int, ...]
     prompt: int
@@ -98,11 +98,11 @@ class PromptGroup:
 
     @property
     def tokens(self) -> int:
-        """Packed tokens: the prompt once, and every response."""
+        """Number of packed tokens: the prompt once, and every response."""
         return self.prompt + sum(self.responses)
 
     def subset(self, members: Iterable[int]) -> PromptGroup:
-        """Return some of the rows, in their order."""
+        """Return a group with only the rows at the indices ``members``, in ascending order."""
         chosen = sorted(members)
         rows, responses = ([values[member] for member in chosen] for values in (self.rows, self.responses))
         return PromptGroup(tuple(rows), self.prompt, tuple(responses))
@@ -111,16 +111,16 @@ class PromptGroup:
 def fill(
     groups: Iterable[PromptGroup], *, token_budget: int, slots_per_token: int = SLOTS_PER_TOKEN
 ) -> list[list[PromptGroup]]:
-    """Return micro-batches within the budget, few and full, the heaviest first.
+    """Split prompt groups into few, full micro-batches within the token budget; return the heaviest first.
 
     A micro-batch weighs ``max(packed tokens, padded slots / slots_per_token)``: the decoder runs over the packed
-    tokens, the elementwise loss over ``rows * longest row`` slots of about 150 bytes, so 64 of them stay small against
-    the activations of one token. A budget of padded tokens is ``slots_per_token=1``.
+    tokens, the elementwise loss over ``rows * longest row`` slots of about 150 bytes, so 64 slots are small compared
+    with the activations of one token. ``slots_per_token=1`` makes the budget one of padded tokens.
 
-    First fit, decreasing (Johnson 1973). A group within the budget is never cut. One above it is cut into as few parts
-    as first fit needs, each of which computes the prompt again, and so evenly that they differ by at most one response,
-    which makes the heaviest micro-batch the smallest. Where full parts and a rest make fewer micro-batches in all,
-    groups are cut so. A row above the budget is a micro-batch of its own. The result depends on the groups alone.
+    First fit, decreasing (Johnson 1973). A group within the budget is never cut. A larger group is cut into as few
+    parts as first fit needs, each of which computes the prompt again; the parts differ by at most one response, which
+    minimizes the heaviest micro-batch. If full parts and a rest make fewer micro-batches in all, groups are cut like
+    that instead. A row above the budget gets a micro-batch of its own. The result is a function of the arguments.
 
     >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
     >>> groups = [first, second, PromptGroup((6,), 1, (2,))]
@@ -140,7 +140,7 @@ def fill(
 
 
 def _packed(pieces: Sequence[PromptGroup], token_budget: int, slots_per_token: int) -> list[list[PromptGroup]]:
-    """Return the pieces in micro-batches, the heaviest first."""
+    """Pack the pieces into micro-batches; return the heaviest first."""
     sizes = [_size(piece) for piece in pieces]
     batches = _first_fit(sizes, token_budget, slots_per_token)
     batches.sort(key=lambda batch: -batch.weight(slots_per_token))
@@ -148,13 +148,13 @@ def _packed(pieces: Sequence[PromptGroup], token_budget: int, slots_per_token: i
 
 
 def _size(piece: PromptGroup) -> tuple[int, int, int]:
-    """Tokens, rows, and the longest row."""
+    """Return (packed tokens, number of rows, tokens of the longest row)."""
     return piece.tokens, len(piece.rows), piece.prompt + max(piece.responses)
 
 
 @dataclass
 class _Batch:
-    """What is computed together, as far as its weight depends on it."""
+    """Sizes of one micro-batch, on which its weight depends, and the indices of its members."""
 
     tokens: int
     rows: int = 0
@@ -162,7 +162,7 @@ class _Batch:
     members: list[int] = field(default_factory=list)
 
     def weight(self, slots_per_token: int, tokens: int = 0, rows: int = 0, longest: int = 0) -> float:
-        """The weight, with so much more."""
+        """Return the micro-batch's weight after adding ``tokens`` and ``rows`` of at most ``longest`` tokens."""
         slots = (self.rows + rows) * max(self.longest, longest)
         return max(self.tokens + tokens, slots / slots_per_token)
 
@@ -170,7 +170,7 @@ class _Batch:
 def _first_fit(
     sizes: Sequence[tuple[int, int, int]], budget: int, slots_per_token: int, *, tokens: int = 0
 ) -> list[_Batch]:
-    """Indices of ``sizes`` (tokens, rows, longest row) in batches that begin with ``tokens``; the heaviest first."""
+    """Pack ``sizes`` (tokens, rows, longest row), heaviest first, into batches that start with ``tokens``."""
     batches: list[_Batch] = []
     for index in sorted(range(len(sizes)), key=lambda index: -_Batch(0).weight(slots_per_token, *sizes[index])):
         more, rows, longest = sizes[index]
@@ -188,15 +188,15 @@ def _first_fit(
 def rank_shares(
     groups: Sequence[PromptGroup], num_ranks: int, cost: Callable[[PromptGroup], float]
 ) -> list[list[PromptGroup]]:
-    """Return the groups of each rank, of nearly equal cost, cutting as few rows off as that takes.
+    """Split prompt groups over ranks with nearly equal cost, cutting few groups; return the groups of each rank.
 
-    Whole groups are shared out first (:func:`balanced_shares`). While the costliest rank is above ``EVEN_ENOUGH`` times
-    the mean, the one of its groups that helps most gives some rows, or all, to the cheapest rank, so that the two come
-    out alike; the part computes its prompt again, which its cost counts. A move that lowers the higher of the two by
-    less than 1 % of the mean is not made. So the costliest rank is at most ``EVEN_ENOUGH`` times the mean, or exceeds
-    the cheapest by no more than one row with its prompt and that 1 %.
+    Whole groups are distributed first (:func:`balanced_shares`). While the costliest rank is above ``EVEN_ENOUGH``
+    times the mean cost, rows of one of its groups, or a whole group, are moved to the cheapest rank so that the two
+    ranks become most equal; moved rows compute their prompt again, which is counted. A move that lowers the higher cost
+    of the two by less than 1 % of the mean is not made. So the costliest rank is at most ``EVEN_ENOUGH`` times the
+    mean, or exceeds the cheapest rank by at most one row with its prompt and that 1 %.
 
-    ``cost`` is that of a group, of some of its rows, and of its prompt alone.
+    ``cost`` is called with whole groups, with groups of some of their rows, and with groups without rows.
 
     >>> groups = [PromptGroup((0, 1, 2, 3), 1, (5, 5, 5, 5)), PromptGroup((4, 5), 1, (4, 4))]
     >>> [[piece.rows for piece in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
@@ -228,7 +228,7 @@ def rank_shares(
 def _moved_and_remaining(
     piece: PromptGroup, price: float, cost: Callable[[PromptGroup], float]
 ) -> tuple[PromptGroup, list[PromptGroup]]:
-    """Return rows of cost ``price`` at most, longest first, else the shortest row alone; and the rest, if any."""
+    """Split off rows of cost at most ``price``, longest first, or the shortest row; return them and the rest."""
     order = sorted(range(len(piece.rows)), key=lambda member: -piece.responses[member])
     moved: list[int] = []
     for member in order:
@@ -240,17 +240,17 @@ def _moved_and_remaining(
 
 
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Return indices of ``costs`` in ``num_shares`` parts of nearly equal sums: the costliest to the least loaded.
+    """Split the indices of ``costs`` into ``num_shares`` lists with nearly equal sums of costs.
 
-    The largest sum exceeds the smallest by at most the largest cost, and is at most ``4/3 - 1/(3 n)`` of the best
-    possible one (Graham 1969, "Bounds on multiprocessing timing anomalies", theorem 2). The result is a function of the
-    costs alone, so every rank computes the same. ``num_shares`` below 1 raises ``ValueError``.
+    Each index, the costliest first, goes to the list with the least sum. The largest sum exceeds the smallest by at
+    most the largest cost, and is at most ``4/3 - 1/(3 n)`` times the optimum (Graham 1969, "Bounds on multiprocessing
+    timing anomalies", theorem 2). Every rank computes the same result. ``num_shares`` below 1 raises ``ValueError``.
 
     >>> balanced_shares([1, 7, 3, 4], 2)
     [[1, 0], [3, 2]]
     """
     if num_shares < 1:
-        raise ValueError(f"num_shares is {num_shares}; there must be at least 1.")
+        raise ValueError(f"num_shares is {num_shares}; it must be at least 1.")
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     loads: list[tuple[float, int]] = [(0, share) for share in range(num_shares)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):

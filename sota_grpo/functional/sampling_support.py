@@ -1,9 +1,9 @@
-"""Log-probs of tokens that were drawn from a part of the vocabulary only (top-k, top-p, min-p).
+"""Log-probs under truncated sampling (top-k, top-p, min-p), renormalised over the sampling support of each token.
 
-Sampling that keeps the set ``S`` of a position draws from ``q(v) = p(v) 1[v in S] / p(S)``. Every policy that the loss
-compares is renormalised over the same ``S``, that of the engine's policy when it drew the token. Then on samples of
-``q`` the mean of ``q_new(v) / q(v)`` is 1, as importance sampling requires; that of ``p_new(v) / p(v)`` is not. Only
-the logits in ``S`` are computed.
+The sampling support ``S`` of a position is the set of tokens that truncation leaves; the token is sampled from
+``q(v) = p(v) 1[v in S] / p(S)``. Every policy in the loss is renormalised over the same ``S``, the engine's when it
+sampled the token. Then the mean of ``q_new(v) / q(v)`` over samples of ``q`` is 1, as importance sampling requires;
+the mean of ``p_new(v) / p(v)`` is not. Only the logits in ``S`` are computed.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU
 
 
 class SupportSets(NamedTuple):
-    """The sampling supports of ``M`` positions, ``K`` tokens in all, set after set.
+    """Sampling supports of ``M`` positions, concatenated: ``K`` tokens in all.
 
     >>> sets = SupportSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
     >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist(), sets.columns.tolist(), sets.largest
     ([3, 8], [0, 1, 1], [0, 0, 1], 2)
     """
 
-    ids: Tensor  # int64 [K], tokens
-    rows: Tensor  # int64 [K], the position of each, ascending
-    columns: Tensor  # int64 [K], its index in its set
-    drawn: Tensor  # int64 [M], where in ``ids`` the token that was drawn is
-    largest: int  # tokens of the largest set
+    ids: Tensor  # int64 [K], token ids
+    rows: Tensor  # int64 [K], position of each token, ascending
+    columns: Tensor  # int64 [K], index of each token in its position's set
+    drawn: Tensor  # int64 [M], index in ``ids`` of each position's sampled token
+    largest: int  # number of tokens of the largest set
 
     @classmethod
     def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> SupportSets:
-        """Build it from ids ``[K]``, the size of each set ``[M]``, and the tokens that were drawn, int64 ``[M]``.
+        """Build the sets from token ids ``[K]``, the size of each set ``[M]``, and the sampled tokens, int64 ``[M]``.
 
         Raises:
-            ValueError: a set lacks its token or has it twice, or the sizes do not add up to K.
+            ValueError: a sampled token is not exactly once in its set, or the sizes do not add up to K.
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
-            raise ValueError(f"{len(ids)} tokens do not fill sets of {int(counts.sum())}.")
+            raise ValueError(f"{len(ids)} token ids were passed, but the set sizes add up to {int(counts.sum())}.")
         every = torch.arange(len(counts), device=ids.device)
         rows = every.repeat_interleave(counts)
         columns = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
@@ -48,8 +48,8 @@ class SupportSets(NamedTuple):
         if not torch.equal(rows[drawn], every):
             wrong = every[torch.bincount(rows[drawn], minlength=len(counts)) != 1]
             raise ValueError(
-                f"{len(wrong)} of {len(counts)} sampled tokens are not once in the set that they were drawn from "
-                f"(the first is token {int(targets[wrong[0]])}): the engine's sets are not those of its tokens."
+                f"{len(wrong)} of {len(counts)} sampled tokens are not exactly once in their sampling support "
+                f"(the first is token {int(targets[wrong[0]])}): the engine's supports do not match its tokens."
             )
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
 
@@ -70,24 +70,24 @@ def support_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each drawn token under the softmax over its support, and that distribution's entropy.
+    """Return each sampled token's log-prob under the softmax over its sampling support, and that softmax's entropy.
 
     ``log q_m = z_m[target_m] - log sum_{v in S_m} exp z_m[v]`` and ``entropy_m = -sum_{v in S_m} q_m(v) log q_m(v)``,
-    with ``z`` the logits of :func:`sota_grpo.functional.log_probs.chunked_log_probs`, which this equals where every
-    set is the vocabulary, up to rounding. A set of one token has a log-prob, an entropy and gradients of exactly 0.
-
-    Takes ``K H`` products for ``K`` supported tokens in all and ``M max |S|`` numbers for the softmax. On CUDA the
-    gradients are summed in no fixed order.
+    with ``z`` the scaled logits. If every set is the whole vocabulary, the result equals that of
+    :func:`sota_grpo.functional.log_probs.chunked_log_probs` up to rounding. For a set of one token the log-prob, the
+    entropy and the gradients are exactly 0.
+    Cost: ``K H`` multiply-adds for ``K`` tokens in all sets and the hidden size ``H``, and memory for ``M max |S|``
+    numbers. On CUDA gradients are summed in no fixed order.
 
     Args:
-        sets: of the ``M`` tokens.
-        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: as there.
-        logits_bytes: memory for output embeddings that are gathered; the defaults are those of the logits there.
+        sets: sampling supports of the ``M`` tokens.
+        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: see ``chunked_log_probs``.
+        logits_bytes: memory for gathered rows of ``weight``; the default is that of ``chunked_log_probs``.
 
     Returns:
         log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
 
-    Source: importance sampling, Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
+    Source of importance sampling: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [9.0, -5.0]])
     >>> sets = SupportSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))
@@ -116,7 +116,7 @@ def support_log_probs(
 
 
 class _SupportLogits(torch.autograd.Function):
-    """``hidden[rows_k] . weight[ids_k] + bias[ids_k]``, ``[K]``, with the gathered rows made again in the backward."""
+    """Compute ``hidden[rows_k] . weight[ids_k] + bias[ids_k]``, ``[K]``; the backward gathers the rows again."""
 
     @staticmethod
     def forward(
@@ -153,12 +153,12 @@ class _SupportLogits(torch.autograd.Function):
 
 
 def _gather(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """States and embeddings of some logits, in the wide dtype; the embedding as the dtype of ``hidden`` rounds it."""
+    """Return hidden states and embeddings of some logits in float32 (64); embeddings rounded to ``hidden``'s dtype."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.index_select(0, rows).to(wide), weight.index_select(0, ids).to(hidden.dtype).to(wide)
 
 
 def _pieces(total: int, hidden: Tensor, num_bytes: int) -> list[slice]:
-    """``range(total)`` in pieces whose gathered rows, and their products, take ``num_bytes``."""
+    """Split ``range(total)`` into slices whose gathered rows and products take ``num_bytes``."""
     size = max(1, num_bytes // (3 * hidden.shape[1] * max(4, hidden.element_size())))
     return [slice(start, start + size) for start in range(0, total, size)]

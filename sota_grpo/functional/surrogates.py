@@ -1,13 +1,13 @@
-"""Policy-gradient surrogates, one value per token, nothing reduced; each declares what options and exporters read.
+"""Policy-gradient surrogates (losses per token, without a reduction), and the registry ``SURROGATES`` of them.
 
-Each is a loss: its negative gradient raises the probability of tokens with a positive advantage. Arguments and results
-are ``[N, T]``, in nats where they are logarithms: ``log_prob`` of the policy being trained; ``log_ratio``, the log of
-``rho``, ``log_prob - old_log_prob``; the ``mask`` of the trainable tokens, of whole rows. An ``advantage`` may be
-``[N, 1]``. Select finite values in masked slots *before* these functions: a NaN that enters an exponential leaves a
-NaN in the gradient.
+Minimizing a surrogate raises the probability of tokens with a positive advantage. Arguments and results are
+``[N, T]``, logarithms in nats: ``log_prob`` of the policy being trained; ``log_ratio = log rho = log_prob -
+old_log_prob``; ``mask``, bool, all trainable tokens of each row. An ``advantage`` may be ``[N, 1]``. Replace values
+that are not finite in masked slots *before* calling these functions: after an exponential, a NaN stays in the gradient
+even if it is masked.
 
-A number out of its range raises ``ValueError``: clip widths are 0 or more, a dual clip or a cap of the ratio above 1,
-temperatures, exponents and rates above 0. Options are checked before torch is imported, so this module imports none.
+A number outside its range raises ``ValueError``: clip widths must be 0 or more, a dual clip or a cap of the ratio above
+1, temperatures, exponents and rates above 0. This module does not import torch, because options are validated first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def clipped_tokens(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return True where the clip of :func:`clipped_surrogate` takes the gradient of a token that has an advantage.
+    """Return a bool mask of the tokens with ``A != 0`` whose gradient the clip of :func:`clipped_surrogate` sets to 0.
 
-    ``rho > 1 + clip_high`` with ``A > 0``, ``rho < 1 - clip_low`` with ``A < 0``, ``rho > dual_clip`` with ``A < 0``.
+    That is ``rho > 1 + clip_high`` for ``A > 0``, and ``rho < 1 - clip_low`` or ``rho > dual_clip`` for ``A < 0``.
 
     >>> import torch
     >>> log_ratio = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
@@ -44,14 +44,14 @@ def clipped_surrogate(
     """Return PPO's clipped loss of each token, optionally with the dual clip.
 
     ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``; with the dual clip, for ``A < 0``, at most
-    ``-dual_clip A``. It is computed as ``-A exp(clamp(log rho))``, so the gradient is exactly 0 where
-    :func:`clipped_tokens` is True, also where ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob``
-    elsewhere, the bounds included. ``rho = inf`` with ``A < 0`` and no dual clip gives ``inf``: that is the loss.
+    ``-dual_clip A``. It is computed as ``-A exp(clamp(log rho))``: the gradient is exactly 0 where
+    :func:`clipped_tokens` is True, even if ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob``
+    elsewhere, the bounds included. ``rho = inf`` with ``A < 0`` and no dual clip gives the correct loss ``inf``.
 
     Args:
         clip_low: the ratio is clipped below ``1 - clip_low``; 1 or more never clips.
         clip_high: the ratio is clipped above ``1 + clip_high``.
-        dual_clip: largest ratio that counts for a negative advantage; None: no bound.
+        dual_clip: upper bound of the ratio for a negative advantage; None: no bound.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347, eq. 7); two widths, Yu et al. 2025 (arXiv:2503.14476, section 3.1);
     dual clip, Ye et al. 2020 (arXiv:1912.09729).
@@ -67,9 +67,9 @@ def clipped_surrogate(
 
 
 def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
-    """CISPO's loss of each token: REINFORCE weighted by the clipped ratio, which carries no gradient.
+    """Return CISPO's loss of each token: REINFORCE weighted by the clipped, detached ratio.
 
-    ``-sg(min(rho, 1 + clip_high)) A log_prob``. Every token keeps a gradient, the clipped ones too.
+    ``-sg(min(rho, 1 + clip_high)) A log_prob``. Clipped tokens keep a gradient too (``sg``: stop gradient).
 
     Source: MiniMax 2025 (arXiv:2506.13585, eq. 4 and 5, without a lower clip).
 
@@ -86,7 +86,7 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
 
 
 def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
-    """Return True where :func:`cispo_surrogate` cuts the ratio of a token with an advantage; bool ``[N, T]``.
+    """Return a bool mask ``[N, T]`` of the tokens with ``A != 0`` whose ratio :func:`cispo_surrogate` clips.
 
     >>> import torch
     >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
@@ -98,11 +98,11 @@ def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Ten
 def sapo_surrogate(
     log_ratio: Tensor, advantage: Tensor, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """Return SAPO's loss of each token: a sigmoid of the ratio in the place of the clip.
+    """Return SAPO's loss of each token: a sigmoid of the ratio instead of the clip.
 
-    ``-(4 / tau) sigmoid(tau (rho - 1)) A``, with ``tau_positive`` where ``A > 0`` and ``tau_negative`` elsewhere. Its
-    gradient is ``-4 p (1 - p) rho A`` times that of ``log_prob``, ``p`` the sigmoid: ``-A`` at ``rho = 1``, less on
-    either side. The ratio is held at ``tau (rho - 1) = 50``, so that one that overflows has the gradient 0 and not NaN.
+    ``-(4 / tau) sigmoid(tau (rho - 1)) A``, with ``tau_positive`` if ``A > 0``, else ``tau_negative``. Its gradient is
+    ``-4 p (1 - p) rho A`` times that of ``log_prob``, with ``p`` the sigmoid: ``-A`` at ``rho = 1``, smaller for any
+    other ratio. The ratio is clamped at ``tau (rho - 1) = 50``, so that the gradient of an overflow is 0 and not NaN.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
 
@@ -129,11 +129,11 @@ def dppo_surrogate(
     clip_high: float,
     ratio_cap: float | None = 20.0,
 ) -> Tensor:
-    """DPPO's loss of each token: REINFORCE weighted by the ratio, masked by the change of the *probability*.
+    """Return DPPO's loss of each token: REINFORCE weighted by the ratio, masked if the *probability* has moved far.
 
-    ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere; no cap is no bound. The
-    change of the sampled token's probability bounds the total variation between the policies from below (binary total
-    variation): it leaves rare tokens alone, whose ratio is large and whose probability hardly moves.
+    ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere; ``ratio_cap=None``: no
+    cap. The change of the sampled token's probability is a lower bound of the total variation between the policies
+    (binary total variation). It does not mask rare tokens, whose ratio is large while their probability hardly moves.
 
     Source: Qi et al. 2026 (arXiv:2602.04879, the binary total variation; the cap, section 5.4).
 
@@ -153,9 +153,9 @@ def dppo_surrogate(
 
 
 def moved_tokens(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """True where :func:`dppo_surrogate` masks a token that has an advantage; bool ``[N, T]``.
+    """Return a bool mask ``[N, T]`` of the tokens with ``A != 0`` that :func:`dppo_surrogate` masks.
 
-    ``p - p_old > clip_high`` with ``A > 0``, ``p - p_old < -clip_low`` with ``A < 0``.
+    ``A > 0`` and ``p - p_old > clip_high``, or ``A < 0`` and ``p - p_old < -clip_low``.
 
     >>> import torch
     >>> log_prob = torch.tensor([0.6, 0.02]).log()
@@ -181,10 +181,10 @@ def vespo_surrogate(
     """Return VESPO's loss of each token: REINFORCE weighted by a smooth function of the ratio of the whole response.
 
     ``-sg(phi(W)) A log_prob`` with ``phi(W) = W^k exp(lambda (1 - W))`` and ``W = prod_t rho_t`` over the row's
-    trainable tokens; ``k`` and ``lambda`` by the sign of the advantage (0 counts as positive). ``phi(1) = 1``, it is
-    largest at ``W = k / lambda``. It is computed from ``log W``, so that a long row cannot overflow.
+    trainable tokens; ``k`` and ``lambda`` depend on the advantage's sign (0 counts as positive). ``phi(1) = 1``; the
+    maximum of ``phi`` is at ``W = k / lambda``. It is computed from ``log W``, so that a long row cannot overflow.
 
-    Source: Shen et al. 2026 (arXiv:2602.10693); these values are TRL's defaults.
+    Source: Shen et al. 2026 (arXiv:2602.10693); the default values are TRL's.
 
     >>> import torch
     >>> log_ratio, mask = torch.tensor([[2.0, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)  # W is 1
@@ -213,12 +213,12 @@ def gmpo_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return GMPO's loss: the geometric mean of the row's clipped ratios, on each of its tokens.
+    """Return GMPO's loss of each token: the geometric mean of the row's clipped ratios times ``-A``.
 
-    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` where ``A >= 0`` and ``max(log rho_t, -clip_low)``,
-    at most ``log dual_clip``, where ``A < 0``: the widths are in nats. Each token has the gradient of its own
-    ``log_prob``, 0 where :func:`outlying_tokens` is True, as in :func:`sequence_log_ratio`. ``dual_clip`` is the
-    largest ratio of a token that counts for a negative advantage; None: no bound.
+    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` if ``A >= 0``, and ``max(log rho_t, -clip_low)``,
+    at most ``log dual_clip``, if ``A < 0``; the clip widths are in nats. The loss of a token has a gradient by the
+    token's own ``log_prob`` only, as in :func:`sequence_log_ratio`; it is 0 where :func:`outlying_tokens` is True.
+    ``dual_clip`` is the upper bound of a token's ratio for a negative advantage; None: no bound.
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
 
@@ -235,7 +235,7 @@ def gmpo_surrogate(
 def outlying_tokens(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return True where :func:`gmpo_surrogate` clips the log-ratio of a token with an advantage; bool ``[N, T]``.
+    """Return a bool mask ``[N, T]`` of the tokens with ``A != 0`` whose log-ratio :func:`gmpo_surrogate` clips.
 
     >>> import torch
     >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
@@ -259,32 +259,32 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """All that a value of ``algorithm.objective`` declares.
+    """Declaration of one value of ``algorithm.objective``: its loss, its mask of clipped tokens, and what it supports.
 
-    The parameters of its functions say what they read: any of ``TENSORS`` and ``OPTIONS``. One that reads the ``mask``
-    sees whole rows, whatever the micro-batches.
+    The names of the functions' parameters select their arguments: any of ``TENSORS`` and ``OPTIONS``. A function with a
+    parameter ``mask`` always receives whole rows.
 
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)
     """
 
-    loss: Callable[..., Tensor]  # to [N, T]
-    clipped: Callable[..., Tensor] | None = None  # to bool [N, T], where the clip acts; None: nowhere
-    verl: Mapping[str, str] = field(default_factory=dict)  # its loss_mode of the same loss, by algorithm.ratio
-    ratios: tuple[str, ...] = ("token", "sequence")  # values of algorithm.ratio that it can be given
-    weighs_rows: bool = False  # its own weight of a row takes the place of a correction
-    advantage_only: bool = True  # its gradient is 0 where the advantage is 0
+    loss: Callable[..., Tensor]  # returns [N, T]
+    clipped: Callable[..., Tensor] | None = None  # returns bool [N, T], the clipped tokens; None: there is no clip
+    verl: Mapping[str, str] = field(default_factory=dict)  # verl's loss_mode for this loss, by algorithm.ratio
+    ratios: tuple[str, ...] = ("token", "sequence")  # supported values of algorithm.ratio
+    weighs_rows: bool = False  # it weights rows by their ratio, so a correction of staleness is refused
+    advantage_only: bool = True  # its gradient is 0 if the advantage is 0
 
     def reads(self, term: str) -> bool:
-        """Whether the loss is a function of ``term``; of ``log_ratio`` where it has an importance ratio."""
+        """Return whether the loss has a parameter ``term``; ``log_ratio`` means that it uses importance ratios."""
         return term in signature(self.loss).parameters
 
 
-#: What a surrogate may read of the tokens, each ``[N, T]`` (the advantage possibly ``[N, 1]``) ..
+#: Tensors that a surrogate may have as parameters, each ``[N, T]`` (the advantage possibly ``[N, 1]``).
 TENSORS = ("log_prob", "log_ratio", "advantage", "mask", "entropy", "ref_log_prob")
-#: .. and of the options, under their names in the config.
+#: Options that a surrogate may have as parameters, named as in ``algorithm``.
 OPTIONS = ("clip_low", "clip_high", "dual_clip")
-#: By the value of ``algorithm.objective``.
+#: Surrogates by the value of ``algorithm.objective``.
 SURROGATES = {
     "clipped": Surrogate(clipped_surrogate, clipped_tokens, {"token": "vanilla", "sequence": "gspo"}),
     "cispo": Surrogate(cispo_surrogate, capped_tokens, {"token": "cispo"}),
@@ -297,24 +297,24 @@ SURROGATES = {
 
 
 def readers(term: str) -> str:
-    """The surrogates that read ``term``, for messages."""
+    """Return the names of the surrogates whose loss reads ``term``, joined by "or", for messages."""
     return " or ".join(name for name, declared in SURROGATES.items() if declared.reads(term))
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
-    """Call ``function`` with those of ``terms`` that its parameters name, with all where it takes any."""
+    """Call ``function`` with the ``terms`` that are its parameters, or with all if it has ``**kwargs``."""
     accepted = signature(function).parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
     return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return GSPO's log-ratio of the whole response on each of its tokens, with that token's own gradient.
+    """Return GSPO's log-ratio of the whole response for each token, with a gradient by that token's log-prob.
 
     ``log s_it = sg(log s_i) + log_prob_t - sg(log_prob_t)``, ``log s_i = mean_t (log_prob_t - old_log_prob_t)`` over
-    the masked tokens of the row; 0 without a gradient off the mask. When the tokens of a row share one advantage and
-    one loss weight, that is the gradient of plain GSPO, whose ratio ``s_i`` is differentiated as it is: ``w_i s_i A_i
-    sum_t grad log_prob_t``. The gradient of ``old_log_prob`` is not followed.
+    the row's tokens in ``mask``; 0 without a gradient for all other tokens. If the tokens of a row have one advantage
+    and one loss weight, the gradient equals that of GSPO, which differentiates ``s_i`` itself: ``w_i s_i A_i sum_t grad
+    log_prob_t``. ``old_log_prob`` is detached.
 
     Source: Zheng et al. 2025 (arXiv:2507.18071, eq. 7 and section 4.3, GSPO-token).
 
@@ -329,21 +329,21 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the row's masked tokens, on each of them with the gradient of its own value; 0 off the mask."""
+    """Return the row's mean for each token in ``mask``, with the gradient of that token's value; 0 elsewhere."""
     masked = values.where(mask, 0.0)
     mean = masked.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (mean + (masked - masked.detach())).where(mask, 0.0)
 
 
 def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """``clamp`` with the gradient 1 at a bound; torch 2.14's has 0.5 or 0 there."""
+    """Clamp ``values`` with a gradient of 1 at a bound, where ``torch.clamp`` of torch 2.14 has 0.5 or 0."""
     return upper.where(values > upper, lower.where(values < lower, values))
 
 
 def _nat_bounds(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The interval in which GMPO's log-ratio keeps its gradient: two tensors of the advantage's shape."""
+    """Return the bounds between which GMPO's log-ratio has a gradient: two tensors of the advantage's shape."""
     _check_width("clip_low", clip_low)
     _check_width("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
@@ -361,7 +361,7 @@ def _nat_bounds(
 def _log_bounds(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The interval in which the log-ratio keeps its gradient: two tensors of the advantage's shape."""
+    """Return the bounds between which the clipped log-ratio has a gradient: two tensors of the advantage's shape."""
     _check_width("clip_low", clip_low)
     _check_width("clip_high", clip_high)
     low = -math.log1p(-clip_low) if clip_low < 1 else math.inf

@@ -1,8 +1,8 @@
-"""The elementwise half of the log-probs over one tile of logits, one kernel per direction: each logit is read once.
+"""Triton kernels for the elementwise part of log-probs over one tile of logits: one for forward, one for backward.
 
-The same arithmetic as :func:`sota_grpo.functional.log_probs.chunked_log_probs` does with torch's operators, which is
-its reference: a program takes one row, whose logits stay in registers. Logits are in base 2; see
-:class:`sota_grpo.functional.log_probs.LogitTiles`.
+They compute what :func:`sota_grpo.functional.log_probs.chunked_log_probs` computes with torch's operators, which are
+the reference. Each program processes one row, whose logits stay in registers and are read once. Logits are in base 2;
+see :class:`sota_grpo.functional.log_probs.LogitTiles`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_COLUMNS = 8192  # of a tile, whose rows lie in the registers of a kernel
+MAX_COLUMNS = 8192  # of a tile, because a kernel holds a row in registers
 
 WARPS = 8
 
@@ -78,10 +78,10 @@ def scan(
 ) -> None:
     """Add a tile ``raw [r, c]`` (float32, contiguous; ``z = factor raw``) to the online softmax of its rows, in place.
 
-    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` where another tile has it. ``top, target, mass,
-    moment`` are float32 ``[r, 1]``: greatest logit so far, and, relative to it, the target's logit, ``sum 2^z`` and
-    ``sum z 2^z`` (kept ``with_entropy``). ``weights [r, c]`` is filled with ``2^(z - top)``, 0 at the target, under the
-    new ``top``.
+    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` if another tile has it. ``top, target, mass,
+    moment`` are float32 ``[r, 1]``: the largest logit so far and, relative to it, the target's logit, ``sum 2^z`` and
+    ``sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` is filled with ``2^(z - top)`` for the new
+    ``top``, and with 0 at the target.
     """
     rows, columns = raw.shape
     with _current(raw):
@@ -104,8 +104,8 @@ def pull(
 ) -> None:
     """Fill ``grad [r, c]`` with ``(by_p + by_zp z) 2^z``, plus ``at_target`` at the target; ``z = factor raw - top``.
 
-    ``raw, index, top`` are as in :func:`scan`, the coefficients float32 ``[r, 1]``, where ``by_zp`` None is 0. ``grad``
-    is contiguous, in any dtype; ``raw`` itself will do.
+    For ``raw, index, top`` see :func:`scan`. The coefficients are float32 ``[r, 1]``; ``by_zp=None`` means 0. ``grad``
+    is contiguous, in any dtype; it may be ``raw`` itself.
     """
     rows, columns = raw.shape
     with _current(raw):
@@ -117,10 +117,10 @@ def pull(
 
 def _block(columns: int) -> int:
     if columns > MAX_COLUMNS:
-        raise ValueError(f"a tile of {columns} columns is wider than {MAX_COLUMNS}")
+        raise ValueError(f"A tile has {columns} columns; a kernel supports at most {MAX_COLUMNS}.")
     return triton.next_power_of_2(columns)
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, whatever the tensors' is."""
+    """Make the tensor's device current, because Triton launches kernels on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,16 +1,14 @@
-"""Triton kernels for the attention of packed rows on CUDA: prompts are read in place by all of their responses.
+"""Triton kernels for attention over packed rows on CUDA: all responses of a prompt read its keys in place.
 
-A query ``i`` of a packed sequence sees the keys ``[start_i, i]`` of its own span (its prompt, or its response) and, in
-a response, all keys of its prompt (:mod:`sota_grpo.policy.shared_prompt`). The forward pass is the online softmax over
-both (FlashAttention-2, arXiv:2307.08691, algorithm 1), a program per tile of queries and query head. A tile may hold
-several short responses of one prompt.
+A query ``i`` of a packed sequence attends to the keys ``[start_i, i]`` of its own span (its prompt, or its response)
+and, in a response, to all keys of its prompt (:mod:`sota_grpo.policy.shared_prompt`). The forward pass is the online
+softmax over both (FlashAttention-2, arXiv:2307.08691, algorithm 1), with one program per tile of queries and query
+head. A tile may hold several short responses of one prompt.
 
-The backward pass is two kernels: one per tile of queries for their gradients, one per tile of keys for theirs. The
-latter runs over the query heads that share the keys, so no key is repeated per head. All responses read a prompt's
-keys, so their queries are cut into pieces, whose float32 sums are added in one order. There are no atomic additions:
-equal inputs give equal bits.
-
-Tables say what each program computes (:mod:`sota_grpo.policy.shared_prompt`).
+The backward pass has two kernels: one computes the gradients of a tile of queries, the other those of a tile of keys
+and values. The latter loops over the query heads that share the keys, so no key is repeated per head. The queries of
+all responses of a prompt are cut into pieces, whose float32 sums are added in a fixed order. There are no atomic
+additions: equal inputs give equal bits. :class:`~sota_grpo.policy.shared_prompt.Tables` assign work to programs.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from torch import Tensor
 
 from sota_grpo.policy.shared_prompt import TILE, Tables
 
-LOWEST = tl.constexpr(-1e30)  # a score that is not seen; finite, so that rows which have seen nothing yet stay numbers
+LOWEST = tl.constexpr(-1e30)  # score of a masked key; finite, so that a row without any key yet gives no NaN
 
 
 class Blocks(NamedTuple):
-    """Tile sizes of a kernel (divisors of ``TILE``), its warps and the stages of its pipeline."""
+    """Tile sizes of a kernel (divisors of ``TILE``), and its numbers of warps and pipeline stages."""
 
     queries: int
     keys: int
@@ -38,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The blocks of the three kernels for heads of one width on one kind of device."""
+    """Tile sizes of the three kernels for one head width on one type of GPU."""
 
     forward: Blocks
     by_query: Blocks
@@ -46,7 +44,7 @@ class Launch(NamedTuple):
 
 
 def launch_for(width: int, shared_memory: int) -> Launch:
-    """Blocks that fit the shared memory of a streaming multiprocessor, in bytes: 227 KiB on an H100, 99 KiB on an L4.
+    """Return tile sizes for a head width that fit ``shared_memory`` bytes a block: 227 KiB on an H100, 99 KiB on an L4.
 
     >>> launch_for(128, 227 * 1024).forward.queries, launch_for(256, 99 * 1024).forward.queries
     (128, 64)
@@ -62,7 +60,7 @@ def launch_for(width: int, shared_memory: int) -> Launch:
 
 @triton.jit
 def _scaled(raw, factor, cap, CAPPED: tl.constexpr):
-    """Scores in base 2 of products: ``raw factor``, or ``cap tanh(raw factor / cap)``, in base 2 too."""
+    """Return base-2 scores of query-key products: ``raw factor``, or with a cap ``cap tanh(raw factor / cap)``."""
     scores = raw * factor
     if CAPPED:
         scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
@@ -75,7 +73,7 @@ def _attend(
     OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys ``[first, end)``; ``OWN``: of the queries' span; ``PROMPT``: the last tile is short."""
+    """Online softmax over keys ``[first, end)``; ``OWN``: mask by span and causally; ``PROMPT``: mask the last tile."""
     column = tl.arange(0, PADDED)
     for n in range(first, end, KEYS):
         j = n + tl.arange(0, KEYS)
@@ -126,7 +124,7 @@ def _forward_tile(
     peak = tl.full([QUERIES], LOWEST, tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     nearer = tl.zeros([QUERIES], tl.int32)
-    further = prompt_end - start  # a prompt's keys are as far as if the response came right after
+    further = prompt_end - start  # distance to a prompt's keys as if the response followed the prompt
     whole = prompt + (prompt_end - prompt) // KEYS * KEYS
     middle = high + (first - high) // KEYS * KEYS
     total, peak, mass = _attend(
@@ -160,7 +158,7 @@ def _forward_tile(
 
 @triton.jit
 def _delta_tile(grad, out, delta, length, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """``sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
+    """Compute ``delta = sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
     head, i = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     real = (i < length)[:, None] & (column < WIDTH)[None, :]
@@ -177,7 +175,7 @@ def _pull_query(
     OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add ``sum_j dscore_ij key_j`` over keys ``[first, end)``, which are seen as in :func:`_attend`."""
+    """Add ``sum_j dscore_ij key_j`` over keys ``[first, end)`` to ``total``; for masks see :func:`_attend`."""
     column = tl.arange(0, PADDED)
     for n in range(first, end, KEYS):
         j = n + tl.arange(0, KEYS)
@@ -259,7 +257,7 @@ def _pull_key(
     window, factor, cap, OWN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of queries ``[first, end)`` of one head; ``OWN``: they see keys of their span up to them."""
+    """Add the gradients by keys and values from queries ``[first, end)`` of a head; ``OWN``: mask by span, causally."""
     column = tl.arange(0, PADDED)
     for n in range(first, end, QUERIES):
         i = n + tl.arange(0, QUERIES)
@@ -275,7 +273,7 @@ def _pull_key(
         if OWN:
             p = tl.where((j[:, None] <= i[None, :]) & (j[:, None] >= start[None, :]), p, 0.0)
         if WINDOWED:
-            shift = tl.minimum(prompt_end - start, 0)  # of a prompt's keys, to the queries of its responses
+            shift = tl.minimum(prompt_end - start, 0)  # 0 for keys of the query's own span
             p = tl.where(i[None, :] - j[:, None] + shift[None, :] < window, p, 0.0)
         by_value = tl.dot(p.to(pulls.dtype), pulls, by_value)
         by_score = p * (tl.dot(values, tl.trans(pulls)) - means[None, :])
@@ -333,7 +331,7 @@ def _by_key_tile(
 def _join_pieces(
     by_key, by_value, key_sums, value_sums, tiles, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sum the pieces of a prompt's keys, whose slots are ``stride`` rows apart, in order; ``row`` numbers each."""
+    """Sum the partial gradients of a prompt's keys in order; a key has ``row`` numbers (see ``Tables.joins``)."""
     tile = tl.program_id(0) // (TILE // ROWS)
     begin, end = tl.load(tiles + 5 * tile), tl.load(tiles + 5 * tile + 1)
     slot, stride = tl.load(tiles + 5 * tile + 2).to(tl.int64), tl.load(tiles + 5 * tile + 3)
@@ -352,23 +350,23 @@ def _join_pieces(
 
 
 class Scores(NamedTuple):
-    """How products become scores: their scale, a cap (0: none) and a sliding window in tokens (0: none)."""
+    """Score options: scale of the products, softcap (0: none) and sliding window in tokens (0: none)."""
 
     scale: float
     softcap: float
     window: int
 
     def numbers(self) -> tuple[int, float, float, dict[str, bool]]:
-        """Window, factor and cap as the kernels take them, in base 2; and what is compiled in."""
+        """Return (window, base-2 factor, base-2 cap, compile-time flags) for the kernels."""
         base_2 = 1.4426950408889634
         capped, windowed = self.softcap > 0, self.window > 0
         return self.window, self.scale * base_2, self.softcap * base_2, {"CAPPED": capped, "WINDOWED": windowed}
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Attention of ``[L, heads, width]`` over ``[L, key heads, width]``, and its log-sums ``[heads, L]`` in base 2.
+    """Return the attention ``[L, heads, width]`` and the base-2 log-sum-exp of the scores ``[heads, L]``.
 
-    Rows may be slices of wider ones; a row's heads are contiguous.
+    ``key`` and ``value`` are ``[L, key heads, width]``. Rows may be slices of wider rows; a row's heads are contiguous.
     """
     starts, tiles, _, _ = tables.split()
     length, heads, width = query.shape
@@ -393,7 +391,7 @@ def backward(
     tables: Tables,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous; ``grad`` is that of ``out`` and contiguous as it is."""
+    """Return the gradients by query, key and value, contiguous; ``grad``, by ``out``, must be contiguous."""
     starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()
@@ -438,16 +436,16 @@ def _constants(query: Tensor, key: Tensor, blocks: Blocks) -> dict[str, Any]:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))  # the least that a product takes
+    return max(16, triton.next_power_of_2(width))  # minimum width of a Triton product
 
 
 def _launch(query: Tensor) -> Launch:
-    if not query.is_cuda:  # the interpreter's
+    if not query.is_cuda:  # Triton's interpreter
         return Launch(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(16, 32, 4, 1))
-    properties: Any = torch.cuda.get_device_properties(query.device)  # whose stubs lack this name
+    properties: Any = torch.cuda.get_device_properties(query.device)  # Any: the type stubs lack an attribute
     return launch_for(query.shape[2], properties.shared_memory_per_block_optin)
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, whatever the tensors' is."""
+    """Make the tensor's device current, because Triton launches kernels on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,9 +1,9 @@
-"""The trainer's policy: a transformers causal language model that answers with log-probabilities, never with logits.
+"""The trainer's policy: a transformers causal language model that returns log-probabilities, never logits.
 
-Its decoder is given packed rows where that is found to change rounding only. On CUDA its layers can be compiled
-(:func:`fuse_layers`): norms, rotary positions, gated activations and residuals, which in eager mode read and write the
-float32 residual stream many times, become few kernels, and each layer one call. All attention but CUDA's kernel for
-half precision stays outside: it reads the layout of the packed rows, which is another in every micro-batch.
+Its decoder computes packed rows if a test shows that this changes results by rounding only. On CUDA its layers can be
+compiled (:func:`fuse_layers`): norms, rotary positions, gated activations and residuals, which in eager mode read and
+write the float32 residual stream many times, become few kernels, and each layer one call. Attention is compiled only
+with CUDA's kernel for half precision: other attention reads the packed layout, which differs in every micro-batch.
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ from sota_grpo.policy.shared_prompt import (
 logger = logging.getLogger(__name__)
 
 ENTROPY = "entropy"
-#: Families whose packed rows are tested to equal padded ones: where they are padded, something is wrong.
+#: Model families whose packed rows are tested to equal padded rows: if one of them is padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
-#: Compiled once for training, scoring, adapter on and off, each precision; beyond this torch goes back to eager.
+#: Limit of compiled variants (training, scoring, adapter on and off, each precision); above it torch uses eager mode.
 COMPILED_VARIANTS = 32
-#: Round where eager does, so that both give the same log-probs.
+#: Round intermediate results as eager mode does, so that both give the same log-probs.
 COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
 class CausalPolicy(TensorDictModuleBase):
-    """Log-probability and entropy of every assistant token under the distribution that is sampled.
+    """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
-    elsewhere. Rows with the same prompt compute it once, and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`),
-    where the model's attention allows it; else, with a warning that says why, rows are padded. The LM head runs only at
-    the positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32;
-    autocast is the caller's. Where sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are over
-    the support alone (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard` spreads it
+    elsewhere. If the model's attention allows it, rows with the same prompt compute the prompt once and nothing is
+    padded (:mod:`sota_grpo.policy.shared_prompt`); else rows are padded and a warning gives the reason. The LM head
+    runs only at positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are
+    float32; autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are
+    over the sampling support (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard`
+    shards the policy.
 
     Args:
         model: a transformers causal language model, with or without LoRA.
-        temperature: logits are divided by it, as in sampling; above 0.
+        temperature: sampling temperature, by which logits are divided; above 0.
         with_entropy: also write ``"entropy"``.
-        entropy_grad: let the entropy carry a gradient, which an entropy bonus of
+        entropy_grad: compute gradients of the entropy, as an entropy bonus of
             :class:`~sota_grpo.rl.objectives.GRPOLoss` needs.
         shared_prompt: False pads every row and leaves the model's attention as it is.
         fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
@@ -71,7 +72,7 @@ class CausalPolicy(TensorDictModuleBase):
         UserError: a head that is more than a linear layer with a softcap or a scale.
         ValueError: a temperature that is not positive.
 
-    Example (2 rows, prompts of 2 and 1 tokens; 0 off the assistant mask):
+    Example (2 rows, prompts of 2 and 1 tokens; 0 where the assistant mask is False):
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -100,7 +101,7 @@ class CausalPolicy(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, but log-probabilities need one above 0")
+            raise ValueError(f"temperature is {temperature}; log-probabilities need a temperature above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, shared_prompt)
@@ -115,16 +116,16 @@ class CausalPolicy(TensorDictModuleBase):
 
     @property
     def shared_prompt(self) -> bool:
-        """Whether equal prompts are computed once and nothing is padded."""
+        """Whether equal prompts are computed once and rows are not padded."""
         return self.scorer.shared_prompt
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
 
-        The rows are not changed: their ``log_probs`` are the behaviour policy's.
+        ``tensordict`` itself keeps its ``log_probs``, the behaviour policy's.
 
         Raises:
-            ValueError: as :meth:`layout`.
+            ValueError: see :meth:`layout`.
         """
         log_probs, entropy = self.log_probs(tensordict, tensordict.get_non_tensor(keys.LAYOUT, default=None))
         out = tensordict.copy()
@@ -134,7 +135,7 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]`` (float32, 0 off the mask), on the model's device."""
+        """Return log-probabilities and entropies ``[N, T]``, float32, 0 where the assistant mask is False."""
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
@@ -144,15 +145,15 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, support=None if sets is None else sets.to(device))
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
-        """Return how the rows ``[N, T]`` will be packed, on the CPU; None for rows or a model that cannot be.
+        """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
 
         Raises:
-            ValueError: the first token of a row is an assistant token, or a token is not in its support.
+            ValueError: a row's first token is an assistant token, or a token is not in its sampling support.
         """
         tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
-            raise ValueError(f"row {row} begins with an assistant token, which nothing predicts; give it a prompt")
+            raise ValueError(f"row {row} begins with an assistant token, which no token predicts; prepend a prompt")
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         layout = pack(tokens, attention_mask, assistant_mask)
@@ -161,13 +162,13 @@ class CausalPolicy(TensorDictModuleBase):
 
 
 def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """The ids of the sampling support ``[N, K]`` and counts ``[N, T]`` of padded rows, where they have them."""
+    """Return the sampling supports of padded rows: ids ``[N, K]`` and counts ``[N, T]``; None if there are none."""
     ids, counts = rows.get(keys.SUPPORT_IDS, None), rows.get(keys.SUPPORT_COUNTS, None)
     return None if ids is None or counts is None else (ids, counts)
 
 
 def _support_sets(rows: TensorDictBase) -> SupportSets | None:
-    """The sets of the assistant tokens, row after row, on the CPU."""
+    """Return the sampling supports of all assistant tokens, row after row, on the CPU; None if there are none."""
     if (support := support_of(rows)) is None:
         return None
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
@@ -177,7 +178,7 @@ def _support_sets(rows: TensorDictBase) -> SupportSets | None:
 
 
 class Scorer(nn.Module):
-    """The module inside a :class:`CausalPolicy`: tensors in, tensors out, so that it can be sharded.
+    """Module inside a :class:`CausalPolicy` that maps tensors to tensors, so that FSDP2 can shard it.
 
     Every computation goes through ``forward``, whose hooks gather the parameters of a sharded policy.
     """
@@ -204,7 +205,7 @@ class Scorer(nn.Module):
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CausalPolicy.log_probs`: of a layout, or of padded ``rows``; all on the model's device."""
+        """See :meth:`CausalPolicy.log_probs`; input: a layout, or the three padded ``rows``, on the model's device."""
         model = base_model(self.model)
         if layout is not None:
             hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
@@ -226,39 +227,39 @@ class Scorer(nn.Module):
         options: dict[str, Any] = {"with_entropy": self.with_entropy, "entropy_grad": self.entropy_grad}
         options["temperature"] = self.temperature / self.logit_scale
         options |= {"bias": head.bias, "softcap": self.softcap}
-        if support is not None:  # a few logits per token: each rank of a divided head computes all of them
+        if support is not None:  # few logits per token: every rank computes all of them from the gathered head
             weight = weight if shard is None else head.weight.full_tensor()
             return support_log_probs(hidden, weight, support, **options)
         return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
 
 
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
-    """Whether there is no ``reason`` against packed rows; it is logged."""
+    """Log whether rows are packed, and the ``reason`` if not; return whether ``reason`` is None."""
     if reason is not None:
-        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason)
+        logger.warning("%s computes padded rows, each prompt many times: %s.", type(model).__name__, reason)
     else:
         logger.info("%s computes packed rows, each prompt once.", type(model).__name__, extra={"file_only": True})
     return reason is None
 
 
-#: Names by which a config says what logits are multiplied with, and to which power: Cohere; Granite; HyperCLOVA X.
+#: Config keys of a factor of the logits, and its exponent: Cohere; Granite; HyperCLOVA X.
 _LOGIT_SCALES = (("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 1))
 
 
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
-    """Return the number that ``model`` multiplies its head's output by, 1 for most.
+    """Return the factor by which ``model`` multiplies its head's output, 1 for most models.
 
-    A few tokens go through the whole model, and its logits are compared with those computed here: that finds every
-    scale, cap or projection around the head, which configuration keys would not.
+    The model's logits for a few tokens are compared with logits computed here, which detects every scale, cap or
+    projection around the head, even one without a configuration key.
 
     Raises:
-        UserError: its logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
+        UserError: the logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
     """
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(head, nn.Linear):
         raise UserError(
-            f"{type(model).__name__}: its head is a {type(head).__name__}, and log-probs here need a plain linear; use "
+            f"The output layer of {type(model).__name__} is a {type(head).__name__}; only nn.Linear is supported; use "
             "another model."
         )
     seen: dict[str, Tensor] = {}
@@ -282,14 +283,14 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
             if torch.allclose(scale * expected, logits, rtol=1e-2, atol=1e-5):
                 return scale
     raise UserError(
-        f"{type(model).__name__} changes hidden states or logits around its head in a way that log-probabilities here "
-        "would miss; use a model whose logits are lm_head(decoder(tokens)), softcapped or scaled by its config."
+        f"{type(model).__name__} changes hidden states or logits around its head in an unsupported way; use a "
+        "model whose logits are lm_head(decoder(tokens)), softcapped or scaled by its config."
     )
 
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
-    """Last hidden states ``[L, H]`` in the order of ``layout``, under :data:`SHARED_ATTENTION`."""
-    no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # transformers makes none where it is given one
+    """Return last hidden states ``[L, H]`` of packed tokens; the model must use :data:`SHARED_ATTENTION`."""
+    no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # so that transformers makes none
     output = model.get_decoder()(
         input_ids=layout.tokens.unsqueeze(0),
         attention_mask=no_mask,
@@ -302,9 +303,9 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
 
 
 def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Last hidden states ``[N, T, H]`` of rows that each carry their whole prompt.
+    """Return last hidden states ``[N, T, H]`` of padded rows, each with its whole prompt.
 
-    Where no real token follows padding, the causal mask hides the padding, and attention needs no ``[T, T]`` mask.
+    If all rows are right-padded, the causal mask already hides the padding, and attention needs no ``[T, T]`` mask.
     """
     mask: Tensor | None = attention_mask
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -315,9 +316,9 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
-    """Switch ``model`` to the attention of packed rows; else leave it as it is and return why, as half a sentence.
+    """Switch ``model`` to attention over packed rows and return None; if it cannot be, return the reason as a clause.
 
-    Whether a model can be packed is measured: a few rows go through it both ways.
+    To test it, the hidden states of a few rows are computed packed and padded, and compared.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -328,18 +329,18 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
         return f"it has layers of type {', '.join(sorted(kinds))}"
     if getattr(config, "attention_dropout", 0.0):
         return "its attention has dropout"
-    # on CUDA half precision goes through another kernel
+    # on CUDA half precision uses another kernel
     autocasts = [False, True] if model.device.type == "cuda" else [False]
     training = model.training
     model.eval()
     try:
         model.set_attn_implementation(SHARED_ATTENTION)
         reason = next((difference for half in autocasts if (difference := _difference(model, config, half))), None)
-    except Exception as error:  # any model's own code runs here: what it cannot do is no reason to end
+    except Exception as error:  # the model's code runs here: if it fails, rows are padded
         *_, frame = traceback.extract_tb(error.__traceback__)
         is_ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
         if is_ours and isinstance(error, (TypeError, AttributeError, NameError)):
-            raise  # a mistake of ours, or another torch than was tested
+            raise  # an error in this package, or an untested version of torch
         reason = f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
@@ -350,9 +351,9 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return why the attention of packed rows cannot run on ``device``, as half a sentence, for a model elsewhere.
+    """Return why attention over packed rows cannot run on ``device``, as a clause; None if it can.
 
-    Its kernel for half precision runs three rows with the model's heads, and is compared with plain attention.
+    The half-precision kernel is run there on random rows with the model's heads, and compared with plain attention.
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -361,7 +362,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
     length = len(layout.tokens)
-    rng = torch.Generator().manual_seed(0)  # rank 0 alone is here: its other random numbers stay those of the others
+    rng = torch.Generator().manual_seed(0)  # not the global state: only rank 0 runs this
     query, key, value = (torch.randn(1, count, length, width, generator=rng) for count in (heads, key_heads, key_heads))
     expected, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     query, key, value = (tensor.to(device, torch.bfloat16) for tensor in (query, key, value))
@@ -376,7 +377,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | None:
-    """Return what packed rows change, over two prompts with ragged responses; None where they change rounding only."""
+    """Return how packed rows change hidden states, as a clause; None if by rounding only. Three rows are tested."""
     device = next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
     picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
@@ -385,7 +386,7 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
     real = position < lengths
     layout = pack(tokens, real, real & (position >= prompts)).to(device)
-    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers hide their windows
+    eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not record their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
@@ -404,32 +405,32 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model itself, out of its LoRA wrapper when it has one."""
+    """Return the transformers model, unwrapped from peft's LoRA wrapper if it has one."""
     unwrap = getattr(model, "get_base_model", None)  # peft's, which is not imported to ask
     return cast(PreTrainedModel, model if unwrap is None else unwrap())
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The layers: what transformers itself keeps together when it spreads a model over devices."""
+    """Return the decoder layers of ``model``: the modules of transformers' ``_no_split_modules``."""
     names = set(model._no_split_modules or ())
     kinds = ((module, type(module).__mro__) for module in model.modules())  # FSDP2 makes a sharded one a subclass
     return [module for module, bases in kinds if not names.isdisjoint(kind.__name__ for kind in bases)]
 
 
 def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
-    """Every two-dimensional parameter inside a decoder layer: neither embedding nor head, no bias and no norm."""
+    """Return all two-dimensional parameters of the decoder layers, thus no embedding, head, bias or norm."""
     layers = decoder_layers(base_model(policy.model))
     return [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2]
 
 
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Compile the decoder layers of ``model`` in place, at their first call: half a minute, for rows of any length.
+    """Compile the decoder layers of ``model`` in place; the first call takes half a minute, for rows of any length.
 
     One compilation serves all layers. Copies of the model are not compiled. Results differ from eager mode by rounding.
     """
     limit: dict[str, int] = {}
     if "recompile_limit" in signature(torch.compile).parameters:
-        limit = {"recompile_limit": COMPILED_VARIANTS}  # in any thread; the setting below holds in this one only
+        limit = {"recompile_limit": COMPILED_VARIANTS}  # for all threads; the setting below holds in this thread only
     else:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
     for layer in decoder_layers(model):
@@ -437,18 +438,18 @@ def fuse_layers(model: PreTrainedModel) -> None:
 
 
 def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which ``model`` computes what its base does, bit for bit; ValueError without an adapter."""
+    """Return a context in which the LoRA adapter of ``model`` is off; ValueError if ``model`` has no adapter."""
     if base_model(model) is model:
-        raise ValueError(f"{type(model).__name__} has no adapter to switch off; wrap it with add_lora first")
+        raise ValueError(f"{type(model).__name__} has no adapter to switch off; add one with add_lora first")
     adapted: Any = model
     return adapted.disable_adapter()
 
 
 class ReferencePolicy(Protocol):
-    """Padded rows in, log-probabilities ``[N, T]`` out: float32, 0 off the assistant mask, on the device of the rows.
+    """Protocol of a reference: log-probs ``[N, T]`` of padded rows, float32, 0 where the assistant mask is False.
 
     Attributes:
-        shared_prompt: whether it computes packed rows, so that a call's cost counts each prompt once.
+        shared_prompt: whether it computes packed rows, so that each prompt is computed once per call.
     """
 
     shared_prompt: bool
@@ -458,11 +459,11 @@ class ReferencePolicy(Protocol):
     def close(self) -> None: ...  # idempotent
 
 
-Context = Callable[[], AbstractContextManager[Any]]  # in which a reference computes
+Context = Callable[[], AbstractContextManager[Any]]  # makes the context in which a reference computes
 
 
 class _Computed:
-    """Log-probabilities of a policy of this process, until it is closed."""
+    """Reference policy that computes with a :class:`CausalPolicy` in this process until it is closed."""
 
     def __init__(self, policy: CausalPolicy, autocast: Context, context: Context = nullcontext) -> None:
         self._policy: CausalPolicy | None = policy
@@ -470,9 +471,9 @@ class _Computed:
 
     @torch.no_grad()
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return log-probabilities [N, T] on the device of the rows; RuntimeError if the reference was closed."""
+        """Return log-probabilities ``[N, T]`` on the device of the rows; RuntimeError after ``close()``."""
         if self._policy is None:
-            raise RuntimeError("the reference policy was closed and cannot answer any more")
+            raise RuntimeError("the reference policy was closed and cannot compute log-probabilities any more")
         with self._autocast(), self._context():
             log_probs, _ = self._policy.log_probs(rows)
         return log_probs.to(rows.get(keys.FULL_TOKENS).device)
@@ -482,12 +483,12 @@ class _Computed:
 
 
 class FrozenReference(_Computed):
-    """A reference with weights of its own, on the device of its model.
+    """Reference policy with its own weights, on the device of its model.
 
     Args:
-        model: taken over: frozen and put in evaluation mode. Give a copy of a model that still trains.
-        autocast: of the learner: the KL of equal weights is 0 then.
-        options: of :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        model: the reference model; it is frozen and put in evaluation mode, so pass a copy of a model that is trained.
+        autocast: function that returns the learner's autocast context, so that the KL of equal weights is 0.
+        options: keyword arguments of :class:`~sota_grpo.policy.causal.CausalPolicy`.
     """
 
     def __init__(self, model: nn.Module, *, autocast: Context = nullcontext, **options: Any) -> None:
@@ -495,7 +496,7 @@ class FrozenReference(_Computed):
 
 
 class AdapterOffReference(_Computed):
-    """The base model under a LoRA policy, whose adapter is off during a call; ValueError without an adapter."""
+    """Reference policy that computes with the base weights of a LoRA ``policy``; ValueError without an adapter."""
 
     def __init__(self, policy: CausalPolicy, *, autocast: Context = nullcontext) -> None:
         with adapter_disabled(policy.model):

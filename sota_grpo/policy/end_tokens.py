@@ -1,4 +1,4 @@
-"""Where a response ends: its end tokens, and its text without them."""
+"""End tokens of responses, and the text of a response without them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 
-_SAID = "plaintext"  # plain letters, which every template and every filter in it leaves alone
+_SAID = "plaintext"  # plain letters, which no template changes
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's, the generation config's, the chat template's end of turn.
+    """Return the sorted ids that end a response: of tokenizer, generation config and the chat template's turn end.
 
-    Qwen2.5's base models, for example, name ``<|endoftext|>`` while their template ends turns with ``<|im_end|>``. The
-    ids are kept on the tokenizer, so that all its users agree; sorted, maybe none.
+    Qwen2.5's base models, for example, declare ``<|endoftext|>``, but their template ends turns with ``<|im_end|>``.
+    The ids are cached on the tokenizer, so that all its users agree. The result may be empty.
 
     Raises:
-        UserError: the generation config names something else than a number.
+        UserError: an ``eos_token_id`` in the generation config is not a number.
     """
     eos = getattr(tokenizer, "eos_token_id", None)
     known = getattr(tokenizer, "known_ends", None)
@@ -25,20 +25,20 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
         named = getattr(generation_config, "eos_token_id", None)
         known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
         if odd := [token for token in known - {None} if not isinstance(token, int)]:
-            raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is no token's number.")
-        with suppress(AttributeError):  # of a class with slots: asked again each time
+            raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is not a token id; correct it.")
+        with suppress(AttributeError):  # a class with slots: computed again at each call
             tokenizer.known_ends = known
     return tuple(sorted({*known, eos} - {None}))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the token that ends an assistant's turn in the chat template; None without one, or where it is text."""
+    """Return the special token that ends an assistant turn in the chat template; None if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
     try:
         _, mark, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID)
-    except Exception:  # a template is a program that came with the model; one that prompts need says so there
+    except Exception:  # a template is the model's program; if prompts need it, its error is reported there
         return None
     added = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if mark else []
@@ -46,7 +46,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
-    """Return the text of a response ``[R]`` without end tokens and padding; other special tokens are written."""
+    """Decode a response ``[R]`` without end tokens and padding; other special tokens stay in the text."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return tokenizer.decode([number for number in ids if number not in left_out], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Causal language models with their tokenizers: checked, read from a folder or the hub, and written to a folder."""
+"""Load causal language models and tokenizers from a folder or the Hugging Face hub, check them, and export models."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class ModelNotFoundError(UserError, FileNotFoundError):
-    """The model is neither a folder here nor reachable on the hub; the message says what to do."""
+    """The model is neither a local folder nor reachable on the hub; the message says how to fix it."""
 
 
 def resolve_model_path(name: str) -> str:
-    """Return what transformers can load: a local folder (``"tiny"`` and ``"smollm2"`` have one), or a hub id as it is.
+    """Return the local folder of the model ``name`` (also of ``"tiny"`` and ``"smollm2"``); a hub id is returned as is.
 
     Raises:
-        ModelNotFoundError: ``name`` is written as a path and no model folder is there.
-        UserError: ``smollm2`` is not installed, or cannot be converted.
+        ModelNotFoundError: ``name`` is a path, and there is no model folder at that path.
+        UserError: the packages of ``smollm2`` are not installed, or it cannot be converted.
     """
     if name == TINY:
         folder = Path(str(files("sota_grpo"))) / "assets" / TINY
@@ -71,16 +71,16 @@ def resolve_model_path(name: str) -> str:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``name``; without a padding token it pads with its end-of-sequence token.
+    """Load the tokenizer of the model ``name``; if it has no padding token, the end-of-sequence token is used.
 
-    It knows all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). ``name`` is as in
-    :func:`resolve_model_path`; ``trust_remote_code`` runs Python code of the model's repository.
+    The tokenizer stores all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). ``name`` is a
+    folder or a hub id; ``trust_remote_code`` allows Python code in the model's repository to run.
 
     Raises:
-        ModelNotFoundError: missing folder, or a hub that does not answer.
+        ModelNotFoundError: the folder is missing, or the hub does not answer.
     """
     tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
-    if tokenizer.pad_token_id is None:  # masks say what is padding, never ids, so sharing the id with EOS is harmless
+    if tokenizer.pad_token_id is None:  # masks define padding, ids do not: sharing the id with EOS is harmless
         tokenizer.pad_token = tokenizer.eos_token
     path = resolve_model_path(name)
     try:
@@ -91,7 +91,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-#: transformers replaces torch's initialisers while it builds a model, for all threads: one model at a time.
+#: Lock for building one model at a time: transformers replaces torch's initialisers meanwhile, for all threads.
 MODEL_LOCK = threading.Lock()
 
 
@@ -106,30 +106,30 @@ def load_model(
     weights: bool = True,
     load_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model for training: every dropout at 0, in training mode, on ``device``.
+    """Load a causal language model for training: all dropout rates 0, in training mode, on ``device``.
 
-    The probability ratio of GRPO compares two evaluations of the same weights, so the model must be deterministic; and
-    transformers checkpoints activations in training mode only.
+    The probability ratio of GRPO compares two evaluations of the same weights, so the model must be deterministic.
+    Training mode is needed because transformers checkpoints activations only in it.
 
     Args:
-        name: as in :func:`resolve_model_path`.
-        dtype: of the parameters.
-        attn_implementation: as transformers names it (``"sdpa"``, ``"eager"``, ...); None takes its default.
-        trust_remote_code: run Python code of the model's repository.
-        gradient_checkpointing: keep one activation per decoder layer and recompute the rest in the backward pass.
-        device: where the parameters go.
-        weights: False reads none and takes no memory for them, for a rank that receives its shard
+        name: folder or hub id, see :func:`resolve_model_path`.
+        dtype: dtype of the parameters.
+        attn_implementation: name in transformers (``"sdpa"``, ``"eager"``, ...); None: transformers' default.
+        trust_remote_code: allow Python code in the model's repository to run.
+        gradient_checkpointing: keep one activation per decoder layer and recompute the others in the backward pass.
+        device: device of the parameters.
+        weights: False: read no weights and use no memory for them, for a rank that receives its shard later
             (:func:`sota_grpo.policy.sharding.shard`).
-        load_kwargs: further arguments of ``from_pretrained``, where weights are read.
+        load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
 
     Raises:
-        UserError: ``load_kwargs`` that the model does not take; weights that are missing or not finite; or a model that
-            cannot checkpoint activations.
-        ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
-        ValueError: an unknown ``dtype``.
+        UserError: the model does not accept ``load_kwargs``, weights are missing or not finite, or the model does not
+            support gradient checkpointing.
+        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
+        ValueError: ``dtype`` is unknown.
     """
     if dtype not in get_args(DType):
-        raise ValueError(f"dtype is {dtype!r}, but the parameters can be one of {', '.join(get_args(DType))}")
+        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}")
     config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
     if weights:
         _require_stored(config, name)
@@ -151,7 +151,7 @@ def load_model(
 
 
 def _require_stored(config: PretrainedConfig, name: str) -> None:
-    """Check that a folder's weight files could hold the model of its ``config.json``: what they lack would be made."""
+    """Refuse weight files that are too small for the folder's ``config.json``: huge random weights would be made."""
     folder, text = Path(resolve_model_path(name)), config.get_text_config()
     shape = [getattr(text, each, None) or 0 for each in ("vocab_size", "intermediate_size", "num_hidden_layers")]
     width = getattr(text, "hidden_size", None) or 0
@@ -160,34 +160,36 @@ def _require_stored(config: PretrainedConfig, name: str) -> None:
         if 0 < 8 * stored < described:
             raise ModelNotFoundError(
                 f"model.name={name}: its config.json describes a model with a tensor of {described} elements, and its "
-                f"weight files have {stored} bytes together; one of them is damaged, or another model's."
+                f"weight files have {stored} bytes together: a file is damaged or belongs to another model; replace it."
             )
 
 
 def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
-    """The model of the folder's weights alone, all of them finite: transformers draws those that the files lack."""
+    """Load a model and check its weights: all finite, and none missing, which transformers would fill at random."""
     options |= {**load_kwargs, "output_loading_info": True}
     try:
         model, info = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
     except ModelNotFoundError as error:
         if not (load_kwargs and isinstance(error.__cause__, TypeError)):
             raise
-        raise UserError(f"model.load_kwargs={dict(load_kwargs)} does not fit this model: {error.__cause__}.") from error
+        raise UserError(
+            f"model.load_kwargs={dict(load_kwargs)} is not accepted by the model ({error.__cause__}); remove it."
+        ) from error
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
         raise UserError(
             f"model.name={name}: its files lack {len(missing)} of the weights of {type(model).__name__}, for example "
-            f"{missing[0]}; give the folder of a whole causal language model."
+            f"{missing[0]}; use a folder with all weights of a causal language model."
         )
     for weight, value in model.named_parameters():
         if value.is_floating_point() and not all(bound.isfinite() for bound in value.detach().aminmax()):
             raise UserError(
-                f"model.name={name}: its weight {weight} is not finite; its files are damaged, replace them."
+                f"model.name={name}: its weight {weight} is not finite, so its files are damaged; replace them."
             )
     return model
 
 
 def _fill(model: nn.Module) -> None:
-    """Replace tensors on the meta device by ones of the same shape that repeat one number; tied ones stay tied."""
+    """Replace meta tensors by tensors of the same shape that repeat one stored number; tied tensors stay tied."""
     made: dict[int, torch.Tensor] = {}
     for owner in model.modules():
         for table in (owner._parameters, owner._buffers):
@@ -200,9 +202,9 @@ def _fill(model: nn.Module) -> None:
 
 
 def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] = ()) -> list[dict[str, float]]:
-    """Set every dropout, layer-drop and router-jitter rate of the configuration and return the rates before.
+    """Set every dropout, layer-drop and router-jitter rate of the configuration; return the previous rates.
 
-    ``rates`` are such a return value; without them every rate becomes 0.
+    ``rates``: the return value of an earlier call, to restore those rates; by default every rate becomes 0.
     """
     before = []
     text = config.get_text_config()
@@ -215,7 +217,7 @@ def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] =
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Switch on non-reentrant activation checkpointing; UserError if no layer supports it."""
+    """Enable non-reentrant activation checkpointing; raise UserError if no layer supports it."""
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -226,36 +228,36 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
-    """Return ``load`` of the model called ``name``; whatever it raises becomes one sentence.
+    """Call ``load(path of the model name, **options)``, and turn its errors into one-sentence messages.
 
     Raises:
-        ModelNotFoundError: missing folder, damaged folder, or a hub that does not answer.
+        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
     """
     path = resolve_model_path(name)
     try:
         return load(path, **options)
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # not there, damaged, or unknown to this transformers: its readers raise anything
+    except Exception as error:  # missing, damaged or unsupported by this transformers, whose readers raise anything
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"model.name={name} brings Python code of its own; read it, and set model.trust_remote_code=true."
+                f"model.name={name} contains Python code; read that code, then set model.trust_remote_code=true."
             ) from error
         cause = first_line(error) if isinstance(error, OSError) else sentence(error)
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({cause}); give the folder of a saved model, check the "
+            f"model.name={name} could not be loaded from {path} ({cause}); use the folder of a saved model, check the "
             "network and the hub id, or use model.name=tiny"
         ) from error
 
 
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
-    """Return the shape of the model called ``name``, and its source; no weight is read.
+    """Return the architecture of the model ``name`` and a phrase that names its source; no weights are read.
 
-    The sources are a folder, the table of :mod:`sota_grpo.policy.model_sizes`, and the hub, in this order.
+    Sources, in this order: a local folder, the table of :mod:`sota_grpo.policy.model_sizes`, the hub.
 
     Raises:
-        ModelNotFoundError: no such folder, or a hub that does not answer about a model that is not in the table.
-        UserError: it is no causal language model, or its weights are quantised.
+        ModelNotFoundError: there is no such folder, or the hub does not answer about a model outside the table.
+        UserError: it is not a causal language model, or its weights are quantised.
     """
     known = model_sizes.architecture_of(name)
     if known is not None and not Path(resolve_model_path(name)).is_dir():
@@ -270,7 +272,7 @@ def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Ar
 
 
 def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Architecture:
-    """The shape that a transformers config describes; its parameters are counted on the meta device."""
+    """Return the architecture that a transformers config describes; parameters are counted on the meta device."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     with MODEL_LOCK, torch.device("meta"):
@@ -301,23 +303,22 @@ def save_hf(
     *,
     dtype: DType | None = None,
 ) -> Path:
-    """Write weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
+    """Export weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
 
-    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM load it. The folder replaces an earlier export when it
-    is complete. Of a sharded model every rank takes part, and rank 0 writes each weight as it is gathered. Where
-    transformers stores a model in another form than it computes with, rank 0 has all weights at once.
+    ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM can load it. An earlier export is replaced only after
+    the new one is complete. For a sharded model every rank must call this; rank 0 writes each weight when it is
+    gathered. If transformers stores a model in another form than it computes with, rank 0 holds all weights at once.
 
     Args:
         model: a causal language model, with or without LoRA; not changed.
         tokenizer: the tokenizer the model was trained with.
-        directory: the folder.
+        directory: folder of the export.
         progress: called for every weight.
-        dtype: of the weights as written; None: that of the files that :func:`load_model` read, or the model's own if
-            that is narrower.
+        dtype: dtype of the written weights; None: the narrower of the model's and that of the files it was loaded from.
 
     Raises:
-        OSError: the file system refused; an earlier export is still there.
-        ValueError: ``directory`` holds something that is not an export (no ``config.json``), so is not replaced.
+        OSError: writing failed; an earlier export is unchanged.
+        ValueError: ``directory`` is not empty and has no ``config.json``, so it is not an export to be replaced.
     """
     inner = base_model(model)
     stored: torch.dtype | None = getattr(inner, "stored_dtype", None)
@@ -325,19 +326,22 @@ def save_hf(
     written = getattr(torch, dtype) if dtype else written
     target, weights = Path(directory), engine_weights(model, progress=progress)
     first = next(weights, None)
-    if first is None:  # another rank's
+    if first is None:  # this is not rank 0
         return target
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
-            raise ValueError(f"{target} is not empty and holds no exported model; name another folder or empty it")
-        saved, inner.generation_config = inner.generation_config, GenerationConfig()  # not all it reads is written
+            raise ValueError(f"{target} is not empty and holds no exported model; use another folder or empty it")
+        saved, inner.generation_config = (
+            inner.generation_config,
+            GenerationConfig(),
+        )  # transformers refuses to write some
         stored_dropout = getattr(inner, "stored_dropout", None)
         rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
             with atomic_folder(target) as partial:
                 _write_weights(inner, partial, chain([first], weights), written)
                 tokenizer.save_pretrained(partial)
-                ending = copy.deepcopy(saved) or GenerationConfig()  # with every end token of training after its own
+                ending = copy.deepcopy(saved) or GenerationConfig()  # its own end tokens come before training's
                 named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
                 ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
                 ends = [end for end in ends if end is not None]
@@ -348,7 +352,7 @@ def save_hf(
             if rates:
                 set_dropout(inner.config, rates)
     finally:
-        for _ in weights:  # whatever failed: the other ranks are taking part
+        for _ in weights:  # after a failure too: the other ranks gather with this one
             pass
     return target
 
@@ -357,13 +361,13 @@ def _write_weights(
     model: PreTrainedModel, folder: Path, weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 ) -> None:
     def as_written(stored: torch.dtype) -> torch.dtype:
-        return dtype if stored == model.dtype else stored  # what a model keeps in float32 on purpose stays so
+        return dtype if stored == model.dtype else stored  # weights that the model keeps in float32 stay so
 
     weights = ((name, weight.to(as_written(weight.dtype))) for name, weight in weights)
-    if getattr(model, "_weight_conversions", None) != []:  # transformers' own; None: it was not loaded by it
+    if getattr(model, "_weight_conversions", None) != []:  # None: the model was not loaded by transformers
         model.save_pretrained(folder, state_dict=dict(weights))
     else:
-        model.save_pretrained(folder, state_dict={})  # its configuration
+        model.save_pretrained(folder, state_dict={})  # writes the configuration only
         layout = {name: replace(piece, dtype=as_written(piece.dtype)) for name, piece in engine_layout(model).items()}
         write_model(folder, layout, (weight.cpu() for name, weight in weights if name in layout))
     before, now = (f'"dtype": "{kind}"'.replace("torch.", "") for kind in (model.dtype, dtype))
@@ -372,7 +376,7 @@ def _write_weights(
 
 
 def require_whole(name: str, folder: str | Path, option: str = "model.name") -> None:
-    """Raise ``UserError`` where the ``folder`` of a model holds an adapter, which transformers would put into it."""
+    """Raise UserError if a model's ``folder`` has a LoRA adapter, which transformers would load into the model."""
     if (Path(folder) / "adapter_config.json").is_file():
         raise UserError(
             f"{option}={name} has an adapter_config.json; merge the adapter into its base (merge_and_unload) and "
@@ -381,7 +385,7 @@ def require_whole(name: str, folder: str | Path, option: str = "model.name") -> 
 
 
 def require_causal(name: str, config: PretrainedConfig, option: str = "model.name") -> None:
-    """Raise ``UserError`` unless a model is a causal language model with attention whose weights are not quantised."""
+    """Raise UserError unless ``config`` is a causal language model with attention and without quantised weights."""
     remote_class = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     text: Any = config.get_text_config()
     what = None
@@ -397,20 +401,20 @@ def require_causal(name: str, config: PretrainedConfig, option: str = "model.nam
     if quantized:
         settings = quantized if isinstance(quantized, dict) else vars(quantized)
         raise UserError(
-            f"{option}={name} has quantised weights ({settings.get('quant_method')}), which can neither be trained nor "
-            "be a reference; use the model that they were made of (model.quantization=nf4 with "
+            f"{option}={name} has quantised weights ({settings.get('quant_method')}), which can be neither trained nor "
+            "used as a reference; use the original model (model.quantization=nf4 with "
             "train_model.lora.enabled=true keeps it in 4 bits)."
         )
 
 
 def require_rows(name: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ``UserError`` unless an embedding of ``rows`` has one for every token of a prompt, a response or padding.
+    """Raise UserError if a token id of prompts, responses or padding is ``rows`` (the embedding's size) or more.
 
-    A special token that is never written needs none: Gemma 3 1B has one for images.
+    Special tokens that never occur may be out of range, for example the image token of Gemma 3 1B.
     """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
-    if len(vocabulary) <= len(added):  # transformers makes one without words where the folder has none
-        raise UserError(f"model.name={name} has no tokenizer; put its tokenizer.json beside its config.json.")
+    if len(vocabulary) <= len(added):  # transformers makes an empty one if the folder has none
+        raise UserError(f"model.name={name} has no tokenizer; put its tokenizer.json next to its config.json.")
     special = {token.content for token in added.values() if token.special}
     written, template = {tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token}, str(tokenizer.chat_template)
     lost = [
@@ -420,9 +424,9 @@ def require_rows(name: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> No
     ]
     if lost:
         raise UserError(
-            f"model.name={name}: its tokenizer has {len(lost)} tokens that its embedding of {rows} has no row for, for "
-            f"example {min(lost)!r}; resize the model (resize_token_embeddings) and save it, or give it its own "
-            "tokenizer."
+            f"model.name={name}: its tokenizer has {len(lost)} tokens with ids beyond its {rows} embedding rows, for "
+            f"example {min(lost)!r}; resize the model (resize_token_embeddings) and save it, or use the tokenizer "
+            "that belongs to the model."
         )
 
 
@@ -431,10 +435,10 @@ WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64 << 20, 256, 64 << 10
 
 
 def model_digest(name: str) -> str | None:
-    """Return the digest of a model's configuration, tokenizer and weights; None where no weights are on this machine.
+    """Return a digest of a model's configuration, tokenizer and weights; None if the weights are not on this machine.
 
-    Of a file above 64 MiB its length and 256 blocks of 64 KiB, spread evenly, are read. Of a hub id the cached snapshot
-    is read.
+    For a file above 64 MiB it covers the length and 256 evenly spread blocks of 64 KiB. For a hub id the cached
+    snapshot is read.
     """
     folder = Path(resolve_model_path(name))
     if not folder.is_dir():

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021, arXiv:2106.09685, eq. 3): ``W x + (alpha / r) B A x`` with ``B = 0`` at the start.
 
-And QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandbytes. The learner computes with the
-*dequantised* weights, layer by layer. Engines load merged weights, computed without touching the training weights.
+Also QLoRA (Dettmers et al. 2023, arXiv:2305.14314): ``W`` in 4 bits, by bitsandbytes. The learner computes with
+*dequantised* weights, layer by layer. Engines load merged weights; merging does not change the training weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sota_grpo.policy.sharding import divided, gather, replicated
 from sota_grpo.policy.tensor_files import Piece
 from sota_grpo.policy.weight_pack import WeightPack, padded, rounded, rounded_dtype
 
-if TYPE_CHECKING:  # where bitsandbytes is installed peft imports it, a second that runs without an adapter save
+if TYPE_CHECKING:  # peft imports bitsandbytes, which takes a second: only for runs with an adapter
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
@@ -36,24 +36,24 @@ def add_lora(
 ) -> PeftModel:
     """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to its linear layers.
 
-    The LM head and the embedding get none: the log-probabilities read their weight directly. Dropout acts in training
-    mode only.
+    The LM head and the embedding get no adapter, because log-probabilities read the head's weight directly.
+    Dropout acts in training mode only.
 
     Args:
         model: a causal language model; its layers are wrapped in place.
         r: rank, at least 1.
         alpha: numerator of the scale.
         dropout: probability of dropping an input of ``A``, in [0, 1).
-        target_modules: last names of the layers that get an adapter, such as ``q_proj``; None: every one.
+        target_modules: last name components of the layers that get an adapter, such as ``q_proj``; None: all.
 
     Raises:
-        ValueError: rank or dropout out of range.
-        UserError: no linear layer of that name, or it is the LM head.
+        ValueError: rank or dropout is out of range.
+        UserError: a name in ``target_modules`` is no linear layer, or it is the LM head.
     """
     if r < 1:
-        raise ValueError(f"the LoRA rank is {r}, but it must be at least 1")
+        raise ValueError(f"the LoRA rank is {r}; it must be at least 1")
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"the LoRA dropout is {dropout}, but it must lie in [0, 1)")
+        raise ValueError(f"the LoRA dropout is {dropout}; it must be in [0, 1)")
     from peft import LoraConfig, get_peft_model
 
     if target_modules is not None:
@@ -62,7 +62,8 @@ def add_lora(
         linear = dict.fromkeys(name.rpartition(".")[2] for name, module in layers if module is not head)
         if missing := [name for name in target_modules if name not in linear]:
             raise UserError(
-                f"train_model.lora.target_modules names {', '.join(missing)}; an adapter can be on {', '.join(linear)}."
+                f"train_model.lora.target_modules names {', '.join(missing)}; the linear layers of this model are "
+                f"{', '.join(linear)}."
             )
     config = LoraConfig(
         r=r,
@@ -73,22 +74,22 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     in_4_bits: Any = any(getattr(parameter, "quant_state", None) is not None for parameter in model.parameters())
-    model.is_loaded_in_4bit = in_4_bits  # asked by peft, which has layers for it
+    model.is_loaded_in_4bit = in_4_bits  # peft reads it to choose 4-bit layers
     return get_peft_model(model, config)
 
 
 def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = None) -> PreTrainedModel:
-    """Keep every linear layer inside the decoder layers in 4 bits, in place; the rest of the model as it is.
+    """Quantise every linear layer inside the decoder layers to 4 bits, in place; return ``model``.
 
-    A block of 64 weights shares a scale, which is kept in 8 bits itself: 4.13 bits a weight. Products are computed in
-    the dtype that the weights had. bitsandbytes 0.50 reads rows that are not whole blocks with a wrong scale on a CPU.
+    64 weights share a scale, which is itself stored in 8 bits: 4.13 bits a weight. Products are computed in the dtype
+    that the weights had. Rows must be a multiple of 64: bitsandbytes 0.50 uses wrong scales for other rows on a CPU.
 
     Args:
         kind: ``nf4``, whose 16 values are quantiles of a normal distribution, or ``fp4``.
-        device: where the model goes, one layer at a time; None: it stays.
+        device: device to which the model is moved, one layer at a time; None: it is not moved.
 
     Raises:
-        UserError: bitsandbytes is not installed, or a layer's rows are not whole blocks.
+        UserError: bitsandbytes is not installed, or the rows of a layer are not a multiple of 64.
     """
     require_installed("bitsandbytes", f"model.quantization={kind}", "model.quantization=null")
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -100,21 +101,21 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = No
             width, weight = module.in_features, module.weight.detach()
             if width % BLOCK:
                 raise UserError(
-                    f"model.quantization={kind} keeps a scale for each {BLOCK} weights of a row, and this model has "
-                    f"rows of {width}; use model.quantization=null."
+                    f"model.quantization={kind} stores a scale for each {BLOCK} weights of a row, and this model has "
+                    f"rows of {width}, which is no multiple of it; use model.quantization=null."
                 )
             options: Any = {"quant_type": kind, "device": "meta"}
             small: Any = Linear4bit(width, module.out_features, module.bias is not None, weight.dtype, **options)
             small.weight = Params4bit(weight, requires_grad=False, quant_type=kind, module=small)
             small.bias = module.bias
-            small.support_avx512bf16_for_cpu = False  # there it would compute otherwise without gradient than with it
+            small.support_avx512bf16_for_cpu = False  # else results with and without gradient would differ
             owner, _, leaf = name.rpartition(".")
             setattr(layer.get_submodule(owner), leaf, small.to(device or weight.device).train(module.training))
     return model if device is None else model.to(device)  # type: ignore[arg-type]
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that a layer computes with."""
+    """Return the weight as the layer computes with it: dequantised if it is in 4 bits, else as is."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight
@@ -132,19 +133,18 @@ def engine_weights(
     names: Set[str] | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weight) as a rollout engine loads them: transformers' names, LoRA merged, detached.
+    """Yield ``(name, weight)`` for a rollout engine: transformers' names, LoRA merged, detached.
 
     A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
-    ``W``. A tied head comes as its own ``lm_head.weight`` too: engines that process weights at load time keep the old
-    head otherwise. Of a sharded model every rank must exhaust the iterator; rank 0 alone gets the weights, on the CPU.
+    ``W``. A tied ``lm_head.weight`` is yielded too, because engines that process weights while loading would otherwise
+    keep the old head. For a sharded model every rank must exhaust the iterator; only rank 0 receives weights (on CPU).
 
     Args:
         model: a causal language model, with or without LoRA.
-        base: False leaves out parameters that are frozen and have no adapter.
-        merged: False gives the weights under the adapter instead, for :meth:`WeightPack.merged`.
-        dtype: of all the engine's matrices: these are rounded to it before they are gathered or leave their device.
-            None leaves them as they are.
-        names: of the weights to yield; None: all.
+        base: False: leave out parameters that are frozen and have no adapter.
+        merged: False: yield the base weights without the adapter, for :meth:`WeightPack.merged`.
+        dtype: the engine's dtype, to which matrices are cast before they are gathered or moved; None: no cast.
+        names: names of the weights to yield; None: all.
         progress: called for every weight.
     """
     inner = base_model(model)
@@ -170,14 +170,14 @@ def packed_weights(
     names: Set[str] | None = None,
     **options: Any,
 ) -> WeightPack:
-    """:func:`engine_weights` in one buffer of the host, filled one by one; of a sharded model, rank 0's."""
+    """Copy :func:`engine_weights` one by one into a new :class:`WeightPack`; of a sharded model, on rank 0."""
     values = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
     room = sum(_room(value, dtype) for value in values)
     return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
 
 
 def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
-    state = getattr(value, "quant_state", None)  # of a weight in 4 bits, whose own shape is that of its bytes
+    state = getattr(value, "quant_state", None)  # of a 4-bit weight, whose tensor has the shape of its bytes
     if state is not None:
         value = torch.empty(state.shape, dtype=state.dtype, device="meta")
     return padded(value.numel() * rounded_dtype(value, dtype).itemsize)
@@ -186,7 +186,7 @@ def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
 def weight_slices(
     model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
 ) -> list[set[str]]:
-    """Names of :func:`engine_weights` in groups of ``most_bytes``, or one larger weight; tied ones stay together."""
+    """Split the names of :func:`engine_weights` into groups of at most ``most_bytes``; tied weights stay together."""
     slices: list[set[str]] = [set()]
     homes: dict[int, set[str]] = {}
     room = 0
@@ -202,7 +202,7 @@ def weight_slices(
 
 
 def engine_layout(model: nn.Module) -> dict[str, Piece]:
-    """Shapes and dtypes of :func:`engine_weights` before any is computed or gathered; a tied weight once."""
+    """Return dtype and shape of each weight of :func:`engine_weights` without computing any; tied weights once."""
     first: dict[int, tuple[str, Piece]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:
@@ -211,12 +211,12 @@ def engine_layout(model: nn.Module) -> dict[str, Piece]:
 
 
 def _is_adapted(module: nn.Module) -> TypeGuard[LoraLayer]:
-    """Whether peft has added its matrices to those of this layer."""
+    """Return whether peft has added LoRA matrices to this layer."""
     return hasattr(module, "lora_A") and hasattr(module, "active_adapters")
 
 
 def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tensor, LoraLayer | None]]:
-    """The weights of :func:`engine_weights` as this rank holds them, each with the layer whose adapter it lacks."""
+    """Yield (name, this rank's tensor, its LoRA layer to be merged or None) for :func:`engine_weights`."""
     adapted = {name: module for name, module in inner.named_modules() if _is_adapted(module)}
     trainable = {name for name, value in inner.named_parameters(remove_duplicate=False) if value.requires_grad}
     for name, value in inner.state_dict(keep_vars=True).items():
@@ -228,7 +228,7 @@ def _parts(inner: PreTrainedModel, base: bool) -> Iterator[tuple[str, torch.Tens
                 yield name, value, None
         elif leaf == "weight":
             yield f"{owner}.{leaf}", value, adapted[owner]
-        elif base and not leaf.startswith("weight."):  # those say how a weight is quantised
+        elif base and not leaf.startswith("weight."):  # that is quantisation state
             yield f"{owner}.{leaf}", value, None
 
 
@@ -237,7 +237,7 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     weight = dequantized(weight)
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for adapter in layer.active_adapters:
-        if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:  # every rank has both factors for a moment
+        if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:  # every rank gathers both factors for a moment
             first, second = (replicated(factors[adapter].weight) for factors in (layer.lora_A, layer.lora_B))
             delta = divided((second @ first) * layer.scaling[adapter], weight)
         else:
@@ -247,10 +247,10 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_pack(model: nn.Module) -> WeightPack:
-    """Return the adapter of a model of :func:`add_lora` alone; rank 0 alone has that of a sharded one.
+    """Return the LoRA adapter of ``model`` without the base weights; for a sharded model, on rank 0 only.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no adapter.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     scales: dict[str, float] = {}
@@ -261,9 +261,9 @@ def adapter_pack(model: nn.Module) -> WeightPack:
             factors: list[Any] = [module.lora_A[adapter], module.lora_B[adapter]]
             first, second = (gather(factor.weight) for factor in factors)
             if first is not None and second is not None:
-                if getattr(module, "fan_in_fan_out", False):  # its weight is kept transposed: (B A)^T = A^T B^T
+                if getattr(module, "fan_in_fan_out", False):  # its weight is stored transposed: (B A)^T = A^T B^T
                     first, second = second.T, first.T
                 tensors += [(f"{name}.weight:A", first), (f"{name}.weight:B", second)]
     if not scales:
-        raise ValueError(f"{type(model).__name__} has no adapter; publish its weights instead")
+        raise ValueError(f"{type(model).__name__} has no adapter; push its weights instead")
     return replace(WeightPack.of(tensors), scales=scales)

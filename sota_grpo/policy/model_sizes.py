@@ -1,6 +1,6 @@
-"""Models by name: those of ``model.size``, and the public shape of common ones.
+"""Models of ``model.size``, and a table of the architectures of common public models.
 
-The shapes are those of the models' own ``config.json``, so that ``sota-grpo estimate`` needs neither hub nor weights.
+The table copies each model's ``config.json``, so that ``sota-grpo estimate`` needs neither the hub nor weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_MODEL_FOLDER = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder with gated MLPs and RMS norms: what its memory and its operations are counted from.
+    """Sizes of a dense decoder with gated MLPs and RMS norms, from which its memory and operations are computed.
 
     >>> qwen = architecture_of("Qwen/Qwen2.5-0.5B-Instruct")
     >>> qwen.parameters, qwen.head_weights
@@ -42,11 +42,11 @@ class Architecture:
     head_dim: int
     intermediate: int  # width of the MLP
     vocab: int  # rows of the embedding
-    tied: bool  # the head is the embedding
-    context: int  # most positions
+    tied: bool  # head and embedding are one matrix
+    context: int  # maximum number of positions
     qkv_bias: bool = False  # queries, keys and values have a bias (Qwen2)
-    qk_norm: bool = False  # queries and keys are normed per head (Qwen3)
-    other: int = 0  # parameters that these numbers do not account for, spread over the layers
+    qk_norm: bool = False  # queries and keys are normalized per head (Qwen3)
+    other: int = 0  # further parameters, spread over the layers
 
     @property
     def query_width(self) -> int:
@@ -58,7 +58,7 @@ class Architecture:
 
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of the linear layers of one decoder layer: q, k, v, o, gate, up, down."""
+        """(inputs, outputs) of the linear layers of one decoder layer: q, k, v, o, gate, up, down."""
         wide, narrow = self.query_width, self.kv_width
         attention = ((self.hidden, wide), (self.hidden, narrow), (self.hidden, narrow), (wide, self.hidden))
         mlp = ((self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden))
@@ -76,21 +76,21 @@ class Architecture:
 
     @property
     def head_weights(self) -> int:
-        """Entries of the head, and of the embedding."""
+        """Number of weights of the head; the embedding has as many."""
         return self.vocab * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding and the head together: one matrix where they are tied."""
+        """Number of parameters of embedding and head together; tied ones count once."""
         return self.head_weights * (1 if self.tied else 2)
 
     @property
     def parameters(self) -> int:
-        """All of them; tied ones count once."""
+        """Number of all parameters; tied ones count once."""
         return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of a LoRA adapter of that rank on every linear layer but the head."""
+        """Return the number of parameters of a LoRA adapter of ``rank`` on every linear layer except the head."""
         return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.linear_layers)
 
 
@@ -115,11 +115,11 @@ _SHAPES = {
     "llama-3.2-1b": (2048, 16, 32, 8, 64, 8192, 128_256, True, 131_072),
     "llama-3.2-3b": (3072, 28, 24, 8, 128, 8192, 128_256, True, 131_072),
 }
-_VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # names of one shape, trained differently
+_VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # variants of one architecture
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """Return the shape of a model on the hub or of a fine-tuned copy; None where it is unknown.
+    """Return the architecture of a model on the hub, or of a fine-tuned copy, by its name; None if it is unknown.
 
     >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
     6738415616
@@ -133,26 +133,26 @@ def architecture_of(name: str) -> Architecture | None:
 
 
 def model_of_size(size: str) -> str:
-    """The hub name of the model with about ``size`` parameters, written as in :data:`SIZES`, or a ``UserError``."""
+    """Return the hub id of the model with about ``size`` parameters; UserError if ``size`` is not in ``SIZES``."""
     name = _MODELS.get(size)
     if name is None:
-        raise UserError(f"model.size={size} is not one of {', '.join(SIZES)}; for another model give model.name.")
+        raise UserError(f"model.size={size} is not one of {', '.join(SIZES)}; for another model set model.name.")
     return name
 
 
 def missing_folder(name: str, option: str = "model.name") -> str | None:
-    """Where ``name`` is written as a path and no saved model is there: a sentence about ``option``; else None."""
+    """Return an error sentence about ``option`` if ``name`` is a path without a saved model; else None."""
     there = not is_a_path(name) or (Path(name).expanduser() / "config.json").is_file()
     return None if there else NO_MODEL_FOLDER.replace("model.name", option).format(name=name)
 
 
 def is_on_the_hub(name: str) -> bool:
-    """Whether ``name`` is written as a hub id, ``owner/model``, and no folder here is called so."""
+    """Return whether ``name`` looks like a hub id, ``owner/model``, and is not a local folder."""
     return "/" in name and not is_a_path(name)
 
 
 def is_a_path(name: str) -> bool:
-    """Whether ``name`` is one of a folder; the packaged models have names without a slash."""
+    """Return whether ``name`` is a path, not a hub id; the packaged models have names without a slash."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).exists())
 
 
@@ -160,17 +160,17 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def require_dense(name: str, config: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` where a model, by its ``config.json``, is a mixture of experts.
+    """Raise UserError if a model's ``config.json`` describes a mixture of experts.
 
-    Engine and learner choose experts independently, and rounding lets them differ. Training needs the engine's routing
+    Engine and learner choose experts independently, and rounding makes them differ. Training needs the engine's routing
     replayed in the learner (R3, Ma et al. 2025, arXiv:2510.11370) and a load-balancing loss (Fedus et al. 2021,
     arXiv:2101.03961, eq. 4).
     """
     for key, value in config.items():
-        if isinstance(value, Mapping):  # the text part of a model of several modalities
+        if isinstance(value, Mapping):  # the text config of a multimodal model
             require_dense(name, value)
         elif key in _EXPERTS and value not in (None, 0, 1):
             raise UserError(
-                f"model.name={name} is a mixture of experts ({key}={value}), and training one needs the engine's "
-                "routing replayed in the learner (R3) and a load-balancing loss, which are not here; use a dense model."
+                f"model.name={name} is a mixture of experts ({key}={value}), which needs the engine's routing "
+                "replayed in the learner (R3) and a load-balancing loss: not supported, so use a dense model."
             )

@@ -1,4 +1,4 @@
-"""Muon for the matrices of decoder layers, AdamW for all else, as one optimizer with one state."""
+"""One optimizer with one state: Muon for the matrices of decoder layers, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sota_grpo.policy.optimizers import Rates, decay_groups
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon (Jordan et al. 2024) orthogonalises the averaged gradient ``M [m, n]`` of a matrix before it is a step::
+    """Muon (Jordan et al. 2024) for ``matrices``, AdamW for ``others``. Muon orthogonalises the momentum ``M [m, n]``::
 
         W <- W - lr * (0.2 sqrt(max(m, n)) * NS(M) + weight_decay * W),   NS(M) ~ U V^T of  M = U S V^T
 
-    With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) entries of the step are as large as AdamW's, so both
-    share ``lr``, its schedule and ``weight_decay``. The first group is Muon's; the others, of embedding, head, biases
-    and norms, are AdamW's.
+    With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) the entries of a step are as large as AdamW's, so both
+    share ``lr``, its schedule and ``weight_decay``. The first parameter group is Muon's; AdamW has the others:
+    embedding, head, biases and norms.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):
@@ -32,13 +32,13 @@ class MuonAndAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Both parts read and write the groups and the state of this one."""
+        """Make Muon and AdamW use this optimizer's parameter groups and state."""
         for optimizer, groups in zip(self._parts, (self.param_groups[:1], self.param_groups[1:])):
             optimizer.param_groups, optimizer.state = groups, self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of both; ``closure`` is not called."""
+        """Make one step of Muon and AdamW; ``closure`` is not called."""
         for optimizer in self._parts:
             optimizer.step()
 

@@ -1,6 +1,6 @@
-"""The optimizers by ``optimizer.name``, each with its memory and limits.
+"""Registry of optimizers by ``optimizer.name``, each with its memory formula and limits.
 
-Torch and the packages of the optimizers are imported when one is built.
+Torch and the packages of the optimizers are imported when an optimizer is built.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sota_grpo.policy.model_sizes import Architecture
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 256  # numbers that share a scale in 8-bit moments
+BLOCK = 256  # elements that share a scale in 8-bit moments
 MIN_8BIT = 4096  # smaller tensors keep their moments in float32
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The options of ``optimizer`` in the config that optimizers are built from."""
+    """Options of ``optimizer`` in the config from which an optimizer is built."""
 
     lr: float
     weight_decay: float
@@ -33,22 +33,22 @@ class Rates:
 
     @property
     def adamw(self) -> dict[str, Any]:
-        """What every AdamW takes of them."""
+        """Keyword arguments of AdamW."""
         return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": self.betas, "eps": self.eps}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Sizes of what is trained."""
+    """Sizes of the trained parameters, from which an optimizer's memory is computed."""
 
-    matrices: Sequence[tuple[int, int]]  # (rows, columns), in decoder layers, adapters' included
-    others: Sequence[int]  # numbers of embedding and head
-    small: int  # numbers of biases and norms together, which are small tensors
-    weight_bytes: int  # of each number, and so of its gradient
+    matrices: Sequence[tuple[int, int]]  # (rows, columns) of matrices in decoder layers, LoRA factors included
+    others: Sequence[int]  # elements of embedding and head
+    small: int  # elements of all biases and norms together
+    weight_bytes: int  # bytes of an element, and of its gradient
 
     @classmethod
     def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
-        """All weights of a model, or the adapter of that rank, which is kept in float32."""
+        """Return the sizes of all weights of a model; if ``rank`` > 0, of a LoRA adapter, which is in float32."""
         if rank:
             pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
             return cls(pairs * model.layers, (), 0, 4)
@@ -59,7 +59,7 @@ class Trained:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of each tensor but the small ones."""
+        """Number of elements of each tensor, except biases and norms."""
         return [rows * columns for rows, columns in self.matrices] + list(self.others)
 
     @property
@@ -72,18 +72,18 @@ Build = Callable[[Sequence["torch.Tensor"], Sequence["torch.Tensor"], Rates], "t
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Declaration of an optimizer."""
+    """Declaration of an optimizer: how to build it, its memory, and what it supports."""
 
-    build: Build  # the optimizer of (matrices of decoder layers, all other parameters, rates)
-    state_bytes: Callable[[Trained], int]  # kept between two steps
-    step_bytes: Callable[[Trained, bool], int] = lambda trained, on_cpu: 0  # further bytes of a step, on a CPU or not
-    package: str | None = None  # that it needs beyond torch, which is the name of an extra too
-    trains_adapters: bool = True  # it can train LoRA's factors
-    over_ranks: bool = True  # its state can be divided over ranks (FSDP2)
+    build: Build  # called with (matrices of decoder layers, all other parameters, rates)
+    state_bytes: Callable[[Trained], int]  # bytes of its state between two steps
+    step_bytes: Callable[[Trained, bool], int] = lambda trained, on_cpu: 0  # further bytes during a step
+    package: str | None = None  # package and extra that it needs in addition to torch
+    trains_adapters: bool = True  # it can train LoRA factors
+    over_ranks: bool = True  # its state can be sharded over ranks (FSDP2)
 
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
-    """``parameters`` as groups of an optimizer: norms and biases, of one dimension, do not decay."""
+    """Return parameter groups for an optimizer: one-dimensional parameters (norms, biases) get no weight decay."""
     flat = [p for p in parameters if p.dim() < 2]
     if not flat or rates.weight_decay == 0:
         return [{"params": list(parameters)}]
@@ -91,7 +91,7 @@ def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[
 
 
 def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
     import torch
 
     return torch.optim.AdamW(decay_groups([*matrices, *others], rates), fused=True, **rates.adamw)
@@ -100,7 +100,7 @@ def _adamw(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rat
 def _adamw_8bit(
     matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates
 ) -> torch.optim.Optimizer:
-    """AdamW whose moments are kept in 8 bits, a scale for each 256 of them (Dettmers et al. 2022, arXiv:2110.02861)."""
+    """Build AdamW with 8-bit moments, one scale per 256 of them (Dettmers et al. 2022, arXiv:2110.02861)."""
     require_package("adamw_8bit")
     from bitsandbytes.optim import AdamW8bit
 
@@ -114,13 +114,13 @@ def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rate
 
 
 def _two_moments_in_8_bits(trained: Trained) -> int:
-    """A byte each and a float32 scale per block; those of small tensors in float32."""
+    """Return bytes of two moments: a byte per element and a float32 scale per block; float32 in small tensors."""
     bytes_of = (2 * (size + 4 * -(-size // BLOCK)) if size >= MIN_8BIT else 8 * size for size in trained.sizes)
     return 8 * trained.small + sum(bytes_of)
 
 
 def _orthogonalised(trained: Trained) -> int:
-    """Of the largest matrix: the update, in half precision three times, and two of its products with itself."""
+    """Return a Muon step's bytes for the largest matrix: update, 3 half-precision copies, 2 products with itself."""
     rows, columns = max(trained.matrices, key=lambda shape: shape[0] * shape[1])
     return (trained.weight_bytes + 6) * rows * columns + 4 * min(rows, columns) ** 2
 
@@ -130,7 +130,7 @@ _OWN: Mapping[str, OptimizerKind] = {
     "adamw_8bit": OptimizerKind(
         _adamw_8bit,
         _two_moments_in_8_bits,
-        # on a CPU one tensor after another is updated in float32: both moments, gradient, denominator and its root
+        # on a CPU each tensor is updated in float32: two moments, gradient, denominator and its root
         step_bytes=lambda trained, on_cpu: 20 * max(trained.sizes) if on_cpu else 0,
         package="bitsandbytes",
         over_ranks=False,
@@ -142,20 +142,20 @@ _OWN: Mapping[str, OptimizerKind] = {
         trains_adapters=False,
     ),
 }
-#: By the name that ``optimizer.name=`` takes; packages add theirs as entry points of "sota_grpo.optimizers".
+#: Optimizers by the value of ``optimizer.name=``; packages add optimizers as entry points of "sota_grpo.optimizers".
 OPTIMIZERS: Registry[OptimizerKind] = Registry("sota_grpo.optimizers", _OWN)
 
 
 def make_optimizer(
     name: str, parameters: Sequence[torch.Tensor], matrices: Collection[torch.Tensor], rates: Rates
 ) -> torch.optim.Optimizer:
-    """The optimizer ``name`` of ``parameters``, among which are the ``matrices`` inside decoder layers.
+    """Build the optimizer ``name`` of ``parameters``, of which ``matrices`` are those in decoder layers (for Muon).
 
     Raises:
-        UserError: its package is not installed.
+        UserError: the optimizer's package is not installed.
     """
     inside = {id(parameter) for parameter in matrices}
-    if name == "adamw":  # in the order of the model, which is that of older checkpoints
+    if name == "adamw":  # in the model's order, as in older checkpoints
         return OPTIMIZERS[name].build(parameters, (), rates)
     first = [parameter for parameter in parameters if id(parameter) in inside]
     return OPTIMIZERS[name].build(first, [one for one in parameters if id(one) not in inside], rates)
@@ -169,7 +169,7 @@ def require_package(name: str) -> None:
 
 
 def require_installed(package: str, option: str, other: str) -> None:
-    """Raise ``UserError``, which proposes ``other`` and the extra of that name, unless ``package`` is installed."""
+    """Raise UserError unless ``package`` is installed; it proposes to install the extra, or to use ``other``."""
     if find_spec(package) is None:
         raise UserError(
             f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."

@@ -1,21 +1,21 @@
-"""A policy over several processes (FSDP2): each rank keeps a shard of every parameter, gradient and optimizer moment.
+"""Sharding of a policy over processes (FSDP2): each rank keeps a shard of parameters, gradients and optimizer moments.
 
-Ranks form a mesh of up to three dimensions, the last one counted fastest. Eight of them as 2 x 2 x 2::
+Ranks form a mesh of up to three dimensions, in row-major order. Eight ranks as 2 x 2 x 2::
 
-    replicate   copies of the weights, whose gradients are added (hybrid sharding); size / fsdp_size / tensor_parallel
-    shard       ranks that divide a copy, and gather it layer by layer; fsdp_size
-    tensor      ranks that see the same rows and divide every matrix; tensor_parallel
+    replicate   copies of the weights, whose gradients are summed (hybrid sharding); size / fsdp_size / tensor_parallel
+    shard       ranks that shard one copy, and gather it layer by layer; fsdp_size
+    tensor      ranks that compute the same rows and shard every matrix; tensor_parallel
 
-Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) follows transformers' plan of the model
-(``base_model_tp_plan``); FSDP2 then divides what a rank has left among those that see other rows::
+Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) follows the model's plan in transformers
+(``base_model_tp_plan``); FSDP2 then shards each rank's matrices over the ranks that compute other rows::
 
-    q k v, gate up     by outputs ("colwise"): each rank has some of the heads, some of the MLP's width
-    o, down            by inputs ("rowwise"): each rank has a part of the sum, which is added over the ranks
-    embedding, head    by ids: a token's embedding is one rank's; log-probs are joined
+    q k v, gate up     by outputs ("colwise"): each rank has some of the heads and some of the MLP's width
+    o, down            by inputs ("rowwise"): each rank has a partial sum, which is added over the ranks
+    embedding, head    by token ids: each rank has some of the rows; log-probs are combined
                        (:class:`sota_grpo.functional.log_probs.VocabShard`)
     norms              whole on every rank
 
-One rank is the same code with nothing to share: :class:`Ranks` of size 1 calls no collective.
+The same code runs on one rank: :class:`Ranks` of size 1 calls no collective.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor, sharing its memory; a tensor that is not sharded is its own shard."""
+    """Return this rank's shard of a tensor, sharing memory; a tensor that is not sharded is returned as is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def gather(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The whole of a sharded tensor on rank 0's CPU and None on the others; collective. Any other tensor as it is."""
+    """Gather a sharded tensor to rank 0's CPU; None on other ranks; collective. Return any other tensor as is."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = tensor.full_tensor()
@@ -70,12 +70,12 @@ def gather(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor on every rank; collective. Any other tensor as it is."""
+    """Gather a sharded tensor on every rank; collective. Return any other tensor as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the first of those that hold the same shard of a tensor; rank 0 is, of a whole one."""
+    """Return whether this rank is the first that holds its shard of a tensor; rank 0 is, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return ranks.leads
     coordinate: Any = tensor.device_mesh.get_coordinate()
@@ -83,7 +83,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return this rank's shard to write, uncopied, and its offset in the whole tensor; None: nothing."""
+    """Return the shard that this rank must save, not copied, and its offset in the whole tensor; None if none."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -93,19 +93,19 @@ def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple
 
 
 def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's shard, and where it begins in the whole."""
+    """Return the shape of this rank's shard and its offset in the whole tensor."""
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``whole``, which every rank can read, cut as ``like`` is: the inverse of :func:`gather`.
+    """Shard ``whole``, which every rank has or can read, as ``like`` is sharded: the inverse of :func:`gather`.
 
-    No message is sent. Of a stored tensor this rank reads its own rows. A shard is a copy.
+    No message is sent. Of a stored tensor, each rank reads only its shard. The shard is a copy.
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
     if whole.shape != like.shape:
-        raise ValueError(f"a tensor of shape {tuple(whole.shape)} is given for one of {tuple(like.shape)}")
+        raise ValueError(f"the tensor has shape {tuple(whole.shape)}, and {tuple(like.shape)} is needed")
     cut = tuple(slice(start, start + size) for size, start in zip(*_bounds(like)))
     contiguous = torch.contiguous_format
     shard = whole.block(cut) if isinstance(whole, StoredTensor) else whole[cut].clone(memory_format=contiguous)
@@ -116,7 +116,7 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
 def optimizer_state(
     optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gather
 ) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with whole tensors, on rank 0; collective, one tensor at a time."""
+    """Return ``optimizer.state_dict()``, on rank 0 with gathered tensors; collective, one tensor at a time."""
     state = optimizer.state_dict()
     entries = {
         index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
@@ -126,15 +126,15 @@ def optimizer_state(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an :func:`optimizer_state` on any number of ranks; the moments are copied."""
+    """Load the return value of :func:`optimizer_state`, with any number of ranks; tensors are copied."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def local(value: Any, parameter: torch.Tensor) -> Any:
-        if isinstance(value, Mapping):  # what bitsandbytes quantised is a level deeper, and whole: one process has it
+        if isinstance(value, Mapping):  # quantised by bitsandbytes: nested, and never sharded
             return {name: in_memory(part) if isinstance(part, StoredTensor) else part for name, part in value.items()}
         if not isinstance(value, (torch.Tensor, StoredTensor)):
             return value
-        # moments have the shape of their parameter; the count of steps is a scalar that every rank keeps
+        # moments have the shape of their parameter; the step count is a scalar on every rank
         return divided(value, parameter) if value.shape == parameter.shape else in_memory(value).clone()
 
     entries = {
@@ -149,40 +149,40 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one policy together, as one of them sees them."""
+    """Process layout of one policy's training (ranks, sharding), and this process's rank in it."""
 
-    rank: int = 0  # this process
-    size: int = 1  # how many there are
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # where this rank computes
-    #: The gradient of an optimizer step is summed over the ranks once, after its last micro-batch, which needs room for
-    #: the gradient of the whole model on every rank (4 bytes per float32 parameter). False sums after every
-    #: micro-batch: more traffic, and each rank holds its own part only.
+    rank: int = 0  # of this process
+    size: int = 1  # number of ranks
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # device of this rank
+    #: True: sum the gradients over the ranks once per optimizer step, after its last micro-batch; every rank then holds
+    #: the gradient of the whole model (4 bytes per float32 parameter). False: sum after every micro-batch, which needs
+    #: more communication, and each rank holds only its shard.
     reduce_once: bool = True
-    tensor_parallel: int = 1  # ranks that see the same rows and divide every matrix among them
-    fsdp_size: int | None = None  # ranks that divide one copy of what is left of the weights; None: all others
-    timeout_s: float = 1800.0  # longest wait for the others in every collective
+    tensor_parallel: int = 1  # ranks that compute the same rows and shard every matrix
+    fsdp_size: int | None = None  # ranks that shard one copy of the weights; None: size / tensor_parallel
+    timeout_s: float = 1800.0  # timeout of every collective
 
     @property
     def num_shares(self) -> int:
-        """Shares into which rows are divided."""
+        """Number of data-parallel shares into which rows are split."""
         return self.size // self.tensor_parallel
 
     @property
     def share(self) -> int:
-        """The share of this rank and its peers."""
+        """Index of the share that this rank and its tensor-parallel peers compute."""
         return self.rank // self.tensor_parallel
 
     @property
     def leads(self) -> bool:
-        """Whether this rank has the gathered values and writes files."""
+        """Whether this rank is rank 0, which has gathered values and writes files."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the shares, on every rank; collective. Peers have the same values, and the first's count."""
+        """Return the sum over the shares, on every rank; collective. Only the first tensor-parallel peer is counted."""
         return self.total(values if self.rank % self.tensor_parallel == 0 else torch.zeros_like(values))
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, peers too, on each of them; collective."""
+        """Return the sum over all ranks, tensor-parallel peers too, on every rank; collective."""
         if self.size == 1:
             return values
         total = values.detach().to(self.device, copy=True)
@@ -190,14 +190,14 @@ class Ranks:
         return total
 
     def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each scalar summed over the shares, in float64 and one message; every rank gives the same names."""
+        """Return each scalar summed over the shares, in float64 and one message; all ranks must pass the same names."""
         if self.size == 1:
             return dict(values)
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
         return dict(zip(values, total.unbind()))
 
     def joined(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
-        """Return every share's flat ``values`` concatenated on the CPU, and this rank's slice; collective."""
+        """Return the concatenated flat ``values`` of all shares, on the CPU, and this share's slice; collective."""
         counts = torch.zeros(self.num_shares, dtype=torch.int64)
         counts[self.share] = len(values)
         ends = self.sum(counts).cumsum(0).tolist()
@@ -207,15 +207,15 @@ class Ranks:
         return self.sum(every).cpu(), local
 
     def mesh(self) -> DeviceMesh:
-        """The mesh of the ranks (see the module), without dimensions of one rank but for ``shard``."""
+        """Return the device mesh (see the module) without dimensions of size 1, except ``shard``."""
         shards = self.fsdp_size or self.num_shares
         sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
         used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         mesh = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
         groups = mesh.get_all_groups()
         if self.tensor_parallel > 1:
-            groups.append(mesh["shard", "tensor"]._flatten().get_group())  # adds norms of gradients in one message
-            # gathering a matrix takes two messages, which torch says each time
+            groups.append(mesh["shard", "tensor"]._flatten().get_group())  # sums norms of gradients in one message
+            # torch warns at each gathering of a matrix that it takes two messages
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         for group in groups:
             _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
@@ -232,21 +232,21 @@ def join_ranks(
     start_timeout_s: float | None = None,
     **layout: Any,
 ) -> Ranks:
-    """Make this process one of ``size`` ranks and return when all have joined. Once per process.
+    """Initialize torch.distributed in this process, once, as one of ``size`` ranks; return after all have joined.
 
-    gloo joins CPUs, NCCL GPUs. On a loopback address gloo listens on loopback only.
+    The backend is gloo on CPUs and NCCL on GPUs. For a loopback address gloo listens on loopback only.
 
     Args:
-        rank: of this process, from 0.
-        size: processes that join.
+        rank: rank of this process, from 0.
+        size: number of ranks.
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
-        device: where this rank computes.
-        timeout_s: longest wait for the others in every collective.
-        start_timeout_s: longest wait for the others to join, during which rank 0 may load a model; None: ``timeout_s``.
+        device: device of this rank.
+        timeout_s: timeout of every collective.
+        start_timeout_s: timeout of joining (rank 0 may load a model meanwhile); None: ``timeout_s``.
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:
-        torch.distributed.DistError: the others did not join in time.
+        torch.distributed.DistError: other ranks did not join in time.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -266,11 +266,11 @@ def join_ranks(
 
 
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
-    """Leave this rank its shard of every parameter, in place; the forward pass gathers one decoder layer at a time.
+    """Shard the parameters of ``policy`` over the ranks, in place; the forward pass gathers one layer at a time.
 
-    Rank 0 sends the parameters, bit for bit, so the others need not load any. They may be on the CPU: each layer moves
-    to the ranks' device on its own. Rank 0 also decides whether rows are packed, measured on real weights. Gradients
-    are sums over the ranks, not means. Call this before an optimizer is built.
+    Rank 0 broadcasts its parameters, so other ranks need not load any. Parameters may be on the CPU: each layer is
+    moved to the ranks' device by itself. Rank 0, which has real weights, also decides for all whether rows are packed.
+    Gradients are sums over the ranks, not means. Call this before building an optimizer.
     """
     mesh = ranks.mesh()
     names = mesh.mesh_dim_names or ()
@@ -278,7 +278,7 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     scorer = policy.scorer
     model = base_model(policy.model)
     if scorer.shared_prompt and ranks.leads and ranks.device.type != "cpu":
-        # what packs on the CPU, where rank 0 has loaded it, has to do so where the ranks compute
+        # rank 0 tested packing where it loaded the model, on the CPU; the ranks' device must support it too
         scorer.shared_prompt = takes_packed_rows(model, kernel_difference(model, ranks.device))
     scorer.shared_prompt = _of_rank_0(scorer.shared_prompt, ranks)
     if scorer.shared_prompt:
@@ -290,21 +290,21 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
         _send(module, ranks)
         if "tensor" in names:
             divide_ends(model, mesh["tensor"]) if module is scorer else divide_layer(module, mesh["tensor"], plan)
-        # the outermost too: what stayed gathered would be computed with after the weights have changed
+        # the outermost module too: gathered parameters would be used after the weights have changed
         fully_shard(module, mesh=by_rows, reshard_after_forward=True)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 @torch.no_grad()
 def _send(module: nn.Module, ranks: Ranks) -> None:
-    """Broadcast rank 0's parameters and buffers, on their device; sharded ones were sent before."""
+    """Broadcast rank 0's parameters and buffers to the ranks' devices, except tensors that are already sharded."""
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
     sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
     if [shape for shape, _ in sent] != [value.shape for value in tensors]:
-        raise RuntimeError(f"Rank {ranks.rank} has built another {type(module).__name__} than rank 0.")
+        raise RuntimeError(f"{type(module).__name__} differs in shape on rank {ranks.rank} and rank 0; use one model.")
     for value, (_, dtype) in zip(tensors, sent):
         empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
         whole = empty.copy_(value) if ranks.leads else empty
@@ -313,34 +313,34 @@ def _send(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _of_rank_0(value: Any, ranks: Ranks) -> Any:
-    """What rank 0 has as ``value``; collective."""
+    """Return rank 0's ``value`` on every rank; collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0, device=ranks.device)
     return values[0]
 
 
 def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
-    """Set whether the next backward pass sums the gradients over the ranks."""
+    """Set whether the next backward pass sums the gradients over the ranks (no effect if not sharded)."""
     if isinstance(policy.scorer, FSDPModule):
         policy.scorer.set_requires_gradient_sync(now)
 
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose gradients are tested to be those of one rank
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tested: gradients equal those of one rank
 
 
 def require_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
-    """Raise ``UserError`` unless ``size`` ranks can divide the matrices of a model, by its ``config.json``.
+    """Raise UserError unless the matrix sizes in a model's ``config.json`` are divisible by ``size`` ranks.
 
     >>> from transformers import LlamaConfig
     >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 16)
     Traceback (most recent call last):
-    sota_grpo.errors.UserError: train_model.tensor_parallel_size=16 divides num_key_value_heads=8 of model.name=m, \
-which is no multiple of it; use train_model.tensor_parallel_size=8.
+    sota_grpo.errors.UserError: train_model.tensor_parallel_size=16 does not divide num_key_value_heads=8 of \
+model.name=m; use train_model.tensor_parallel_size=8.
     """
     text: Any = config.get_text_config()
     if text.model_type not in FAMILIES:
         raise UserError(
-            f"train_model.tensor_parallel_size={size} is tested for {', '.join(FAMILIES)}, and model.name={name} is "
+            f"train_model.tensor_parallel_size={size} supports {', '.join(FAMILIES)}, and model.name={name} is "
             f"{text.model_type}; use train_model.tensor_parallel_size=1."
         )
     heads = text.num_attention_heads
@@ -354,16 +354,16 @@ which is no multiple of it; use train_model.tensor_parallel_size=8.
         if number % size:
             fits = max(n for n in range(1, size) if not any(each % n for each in numbers.values()))
             raise UserError(
-                f"train_model.tensor_parallel_size={size} divides {key}={number} of model.name={name}, which is no "
-                f"multiple of it; use train_model.tensor_parallel_size={fits}."
+                f"train_model.tensor_parallel_size={size} does not divide {key}={number} of model.name={name}; use "
+                f"train_model.tensor_parallel_size={fits}."
             )
 
 
 class WholeWeights(ParallelStyle):
-    """A module whose weights are whole on every rank, over inputs that are whole too, or divided by heads.
+    """Parallel style of a module whose weights are replicated; its input is replicated or sharded by heads.
 
-    Divided inputs give each rank a part of the gradient of the weights (norms of queries and keys), which is added.
-    ``layout`` is that of its one input, and of its output.
+    With a sharded input each rank has a partial gradient of the weights (norms of queries and keys), which is summed.
+    ``layout`` is the placement of the module's one input and of its output.
     """
 
     def __init__(self, layout: Placement):
@@ -383,13 +383,13 @@ class WholeWeights(ParallelStyle):
 
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """This rank's part of a parameter that every rank has whole; nothing is sent."""
+    """Return this rank's shard of a parameter that every rank has whole; no message is sent."""
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Leave this rank its shard of a decoder layer, in place; adapters are divided as the matrices under them.
+    """Apply tensor parallelism to a decoder layer, in place; LoRA factors are sharded like their matrices.
 
     ``plan`` is transformers' ``base_model_tp_plan``.
     """
@@ -406,7 +406,7 @@ def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     parallelize_module(layer, mesh, {**styles, **whole, **_INPUTS}, src_data_rank=None)
 
 
-#: What several matrices read is annotated once, so that its gradient is added over the ranks once and not for each.
+#: The common input of several matrices is annotated once, so that its gradient is summed over the ranks only once.
 _WHOLE: dict[str, Placement] = {"hidden_states": Replicate()}
 _INPUTS: dict[str, ParallelStyle] = {
     "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
@@ -415,11 +415,11 @@ _INPUTS: dict[str, ParallelStyle] = {
 
 
 def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Return the styles of one module of the plan, or of its matrix and its adapter's two factors."""
+    """Return the parallel style of one module in the plan; with LoRA, those of its matrix and its two factors."""
     if kind == "replicated_with_grad_allreduce":
         return {name: WholeWeights(Shard(2))}  # [1, L, heads, width]
     if kind not in ("colwise", "rowwise"):
-        raise NotImplementedError(f"transformers' plan divides {name} as {kind}, which is not known here")
+        raise NotImplementedError(f"The model's plan shards {name} as {kind}; use train_model.tensor_parallel_size=1")
     parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
     module: Any = layer.get_submodule(name)
     if not hasattr(module, "lora_A"):
@@ -431,7 +431,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave this rank its ids of the embedding and of the head, in place; tied ones stay tied."""
+    """Shard the embedding and the output layer by token ids over the ranks, in place; tied weights stay tied."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     tied = head.weight is embedding.weight

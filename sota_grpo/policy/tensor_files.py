@@ -1,8 +1,8 @@
-"""Safetensors files of tensors or slices of them, written and read one by one, so that no process needs them all.
+"""Safetensors files of tensors or slices of tensors, written and read one by one to save memory.
 
-safetensors' own writer needs all tensors of a file at once. So does torch.distributed.checkpoint's
-``HuggingFaceStorageWriter``, which makes two more copies; its other format contains a pickle. The header has each
-slice's offset in the form of torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` reads these files too.
+The writer of safetensors needs all tensors of a file at once, and so does torch.distributed.checkpoint's
+``HuggingFaceStorageWriter``, which makes two more copies; torch's other format contains a pickle. Slice offsets are in
+the header in the form of torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` can read these files too.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _SHARDING, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
 _SLICE_BYTES = 16 << 20
 _SYNC_BYTES = 512 << 20  # bounds unwritten data, and lets a writer show progress
-_LEVELS = 3  # from a run directory to such a file: checkpoints, the checkpoint's folder, the file
+_LEVELS = 3  # depth of a file in the run directory: checkpoints, the checkpoint's folder, the file
 
 
 class TensorFileError(ValueError):
-    """A file is not in the safetensors format, or its content has changed."""
+    """A file is not in the safetensors format, is damaged, or has changed since it was opened."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Dtype, shape and offset of a tensor or a slice of one.
+    """Dtype, shape and offset of a stored tensor, or of a stored slice of a tensor.
 
     Args:
-        begin: first row, and of a matrix first column; empty for a whole tensor.
+        begin: first row and, for a matrix, first column of a slice; empty for a whole tensor.
     """
 
     dtype: torch.dtype
@@ -59,12 +59,12 @@ class Piece:
 
     @property
     def box(self) -> tuple[range, range]:
-        """Rows and columns in the whole tensor; a scalar is one row, and a vector has one column."""
+        """Ranges of rows and columns in the whole tensor; a scalar has one row, and a vector one column."""
         (rows, columns, *_), (first, left, *_) = (*self.shape, 1, 1), (*self.begin, 0, 0)
         return range(first, first + rows), range(left, left + columns)
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
-        """Return the slice's own indexes of rows and columns of the whole tensor."""
+        """Return the indices in this slice of the given rows and columns of the whole tensor."""
         cuts = [slice(cut.start - box.start, cut.stop - box.start) for cut, box in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 
@@ -81,17 +81,17 @@ def write_tensors(
     durable: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> str:
-    """Write a new file, one tensor after the other, and return its SHA-256 in hexadecimal.
+    """Write tensors one by one to a new safetensors file; return the file's SHA-256 in hexadecimal.
 
     Args:
-        path: of the file, which must not exist.
-        layout: of the tensors by name.
-        tensors: on the CPU, in that order; an iterator may make them one by one.
+        path: path of the file, which must not exist.
+        layout: dtype, shape and offset of each tensor, by name.
+        tensors: CPU tensors in the order of ``layout``; an iterator may compute them one by one.
         durable: sync the file to the disk.
         progress: called after every written block.
 
     Raises:
-        ValueError: a tensor differs from the layout.
+        ValueError: dtype or shape of a tensor differs from the layout.
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
@@ -112,7 +112,7 @@ def write_tensors(
         write(memoryview(_header(layout)))
         for (name, layout_of), tensor in zip(layout.items(), tensors, strict=True):
             if (tensor.dtype, tuple(tensor.shape)) != (layout_of.dtype, layout_of.shape):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; its layout is {layout_of}")
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but its layout is {layout_of}")
             write(as_bytes(tensor.detach()).numpy().data)
     if durable:
         sync(path)
@@ -136,7 +136,7 @@ def _header(layout: Mapping[str, Piece]) -> bytes:
 def write_model(
     folder: Path, layout: Mapping[str, Piece], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
-    """Write a model as transformers loads it: one file, or several of at most ``most_bytes`` and an index."""
+    """Write a model's weights in transformers' format: one file, or files of at most ``most_bytes`` and an index."""
     groups: list[dict[str, Piece]] = [{}]
     for name, piece in layout.items():
         if groups[-1] and piece.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
@@ -158,8 +158,8 @@ class StoredTensor:
     """A tensor in one or more files; :meth:`block` reads only the requested rows and columns.
 
     Args:
-        name: in each file.
-        pieces: slices without gap or overlap, each with its file.
+        name: name of the tensor in each file.
+        pieces: (file, slice) pairs, which cover the tensor without gap or overlap.
     """
 
     name: str
@@ -172,11 +172,11 @@ class StoredTensor:
         return self.block(())
 
     def block(self, cut: Sequence[slice]) -> torch.Tensor:
-        """Read ``whole[cut]``, where ``cut`` has rows, rows and columns, or nothing.
+        """Read ``whole[cut]``; ``cut`` is ``()`` (the whole tensor), ``(rows,)`` or ``(rows, columns)``.
 
         Raises:
             OSError: a file cannot be read.
-            TensorFileError: a file has changed.
+            TensorFileError: a file has changed since it was opened.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
         requested = Piece(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
@@ -191,12 +191,12 @@ class StoredTensor:
                         stored = file.get_slice(self.name)[there] if there else file.get_tensor(self.name)
                         tensor[requested.within(rows, columns)] = stored
                 except (SafetensorError, RuntimeError) as error:
-                    raise TensorFileError(f"{path} has changed: {error}") from error
+                    raise TensorFileError(f"{path} has changed since it was opened: {error}") from error
         return tensor
 
 
 def in_memory(value: torch.Tensor | StoredTensor) -> torch.Tensor:
-    """Return the tensor itself, or read a stored one."""
+    """Return ``value`` itself if it is in memory, else read it."""
     return value.read() if isinstance(value, StoredTensor) else value
 
 
@@ -206,11 +206,11 @@ def _opened(path: Path) -> Any:
 
 
 def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Return the tensors in these files by name; only headers are read.
+    """Return the tensors in the files ``paths`` by name, without reading their values.
 
     Raises:
-        OSError: a file cannot be read, or is outside the run.
-        TensorFileError: a file is not in :func:`write_tensors`'s format, or slices of a tensor are missing.
+        OSError: a file cannot be read, or is outside the run directory.
+        TensorFileError: a file is not in the format of :func:`write_tensors`, or slices of a tensor are missing.
     """
     pieces: dict[str, list[tuple[Path, Piece]]] = {}
     for path in paths:
@@ -221,16 +221,16 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
                     stored, begin = file.get_slice(name), begins[name][_BEGINS] if begins else []
                     piece = Piece(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
                     if any(begin[2:]) or any(cut.start < 0 for cut in piece.box):
-                        raise TensorFileError(f"{name} begins at {begin}")
+                        raise TensorFileError(f"{name} has the invalid offset {begin}")
                     pieces.setdefault(name, []).append((path, piece))
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = str(error) if isinstance(error, TensorFileError) else f"its header is none ({type(error).__name__})"
+            what = str(error) if isinstance(error, TensorFileError) else f"invalid header ({type(error).__name__})"
             raise TensorFileError(f"{path.name}: {what}") from error
     return {name: _whole(name, files) for name, files in pieces.items()}
 
 
 def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
-    """Join slices: blocks of columns follow each other, and in each the rows do."""
+    """Join slices to one tensor; they must be in order by columns, and by rows within equal columns."""
     pieces.sort(key=lambda piece: [each.start for each in reversed(piece[1].box)])
     like = pieces[0][1]
     if not like.shape:
@@ -244,6 +244,6 @@ def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
         fits &= follows and same and rows.start == num_rows.get(columns, 0)
         num_rows[columns] = rows.stop
     if not fits or len(set(num_rows.values())) > 1:
-        raise TensorFileError(f"the pieces of {name} do not make a whole")
+        raise TensorFileError(f"the stored slices of {name} have gaps, overlap or differ in dtype: a file is damaged")
     shape = (rows.stop, columns.stop, *like.shape[2:])[: len(like.shape)]
     return StoredTensor(name, like.dtype, torch.Size(shape), tuple(pieces))

@@ -1,6 +1,6 @@
-"""Weights between learner and engines: one block of memory (:class:`WeightPack`) or a folder (:class:`WeightFolder`).
+"""Transfer of weights from learner to engines: in memory (:class:`WeightPack`) or by files (:class:`WeightFolder`).
 
-Also rows on their way to a GPU (:func:`copy_to`), and checksums that identify the weights of an engine.
+Also copies of tensors to a GPU (:func:`copy_to`), and checksums to compare weights of learner and engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sota_grpo.files import folder_for_sockets
 
 logger = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
-_SLICE_BYTES = 64 << 20  # a power of two, to which torch rounds pinned memory up
+_SLICE_BYTES = 64 << 20  # a power of two, because torch rounds pinned memory up to one
 _SHARED_MEMORY = Path("/dev/shm")
-_SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a folder names a socket by a UUID
+_SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a folder creates a socket named by a UUID
 
 
 @dataclass(frozen=True)
 class BufferView:
-    """Dtype by name, shape and first byte of a tensor in a buffer."""
+    """Dtype (as a name), shape and byte offset of a tensor in a buffer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,22 +48,22 @@ class BufferView:
 
 @dataclass(frozen=True)
 class WeightPack:
-    """Named tensors in ``uint8`` buffers on the CPU, which cross a process boundary without a copy.
+    """Named weights in ``uint8`` buffers on the CPU, which can be passed to another process without a copy.
 
-    They are all weights of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, columns]`` and ``NAME:B``
-    ``[rows, r]`` of every weight ``NAME`` ``[rows, columns]`` in ``scales``.
+    The weights are all those of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, columns]`` and ``NAME:B``
+    ``[rows, r]`` for every weight ``NAME`` ``[rows, columns]`` in ``scales``.
 
-    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) moves a buffer by reference. :meth:`tensors` gives
-    views of it; never write into them, because other processes may use the same memory. A tensor that occurs under two
-    names (a tied head) is stored once.
+    Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) passes buffers by reference. :meth:`tensors`
+    yields views of the buffers; never write into them, because other processes may use the same memory. A tensor with
+    two names (a tied head) is stored once.
 
     >>> pack = WeightPack.of([("a", torch.arange(3.0)), ("b", torch.ones(2, dtype=torch.bfloat16))])
     >>> {name: tensor.tolist() for name, tensor in pack.tensors()}
     {'a': [0.0, 1.0, 2.0], 'b': [1.0, 1.0]}
     """
 
-    buffers: tuple[tuple[np.ndarray, Mapping[str, BufferView]], ...]  # buffers and the tensors in each
-    scales: Mapping[str, float] = field(default_factory=dict)  # alpha / r of an adapter's weights
+    buffers: tuple[tuple[np.ndarray, Mapping[str, BufferView]], ...]  # each buffer, and its tensors by name
+    scales: Mapping[str, float] = field(default_factory=dict)  # alpha / r by weight name, for an adapter
 
     @classmethod
     def of(
@@ -72,15 +72,15 @@ class WeightPack:
         """Copy ``weights`` (any dtype, any device) into a new pack of one buffer.
 
         Args:
-            weights: named tensors.
-            dtype: of the engine's matrices, which are :func:`rounded` before they leave their device; None keeps all.
-            room: upper bound of the sum of their sizes, each :func:`padded`; they are then copied one by one and
-                released. None lists all of them first.
+            weights: ``(name, tensor)`` pairs.
+            dtype: the engine's dtype, to which matrices are :func:`rounded` on their device; None: keep all dtypes.
+            room: upper bound in bytes of the sum of their :func:`padded` sizes; then only one tensor at a time is held.
+                None: all tensors are listed first to compute it.
         """
         if room is None:
             weights = list(weights)
             room = sum(padded(tensor.numel() * rounded_dtype(tensor, dtype).itemsize) for _, tensor in weights)
-        buffer = np.empty(room, dtype=np.uint8)  # unwritten pages take no memory
+        buffer = np.empty(room, dtype=np.uint8)  # pages that are not written take no memory
         whole = torch.from_numpy(buffer)
         view_of: dict[str, BufferView] = {}
         seen: dict[tuple[int, torch.dtype, torch.Size], tuple[BufferView, StorageWeakRef]] = {}
@@ -89,7 +89,7 @@ class WeightPack:
             flat = tensor.detach().contiguous()
             identity = (flat.data_ptr(), flat.dtype, flat.shape)
             view, storage = seen.get(identity, (None, None))
-            if view is None or storage is None or storage.expired():  # a merged weight frees its address to the next
+            if view is None or storage is None or storage.expired():  # a freed address may be reused
                 sent = rounded(flat, dtype)
                 view = BufferView.of(sent, end)
                 seen[identity] = view, StorageWeakRef(flat.untyped_storage())
@@ -100,15 +100,15 @@ class WeightPack:
         return cls(((buffer[:end], view_of),))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the buffers, under the names and in the order of packing."""
+        """Yield ``(name, tensor)`` in the order of packing; the tensors are views of the buffers."""
         return chain.from_iterable(views(view_of, readable(buffer)) for buffer, view_of in self.buffers)
 
     def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight of ``base`` on its own device: where this adapter has it, ``W + scale * B A``.
+        """Yield every weight of ``base``, with this adapter merged (``W + scale * B A``) if it has the weight.
 
-        The product is computed in float32 on ``device``, or where ``W`` is if that is the CPU, one at a time, and
-        rounded to the dtype of ``W``: on one device bit for bit what :func:`~sota_grpo.policy.lora.engine_weights`
-        gives (of weights kept transposed, to rounding).
+        The product is computed in float32, one weight at a time, on ``device`` (on the device of ``W`` if ``device`` is
+        the CPU), rounded to the dtype of ``W`` and returned on the device of ``W``. On one device the result equals
+        that of :func:`~sota_grpo.policy.lora.engine_weights` bit for bit (up to rounding for transposed weights).
         """
         factors = dict(self.tensors())
         for name, weight in base:
@@ -124,14 +124,14 @@ class WeightPack:
 
 
 class WeightFolder:
-    """A folder for weights that only this user can read: below ``base``, in shared memory, or in a temporary folder.
+    """Folder for weight files, readable by this user only, which is deleted by :meth:`close` and at process exit.
 
-    It is deleted by :meth:`close` and at the end of this process.
+    It is created in ``base``; without ``base`` in shared memory, or in a temporary folder if that is too small.
 
     Args:
-        shapes: of all weights that one push writes.
-        dtype: of the files, that of the server; None keeps each tensor's.
-        base: a folder that a server on another machine sees, too; None: the server is on this machine.
+        shapes: shapes of all weights that one push writes.
+        dtype: the server's dtype, to which weights are cast; None: keep all dtypes.
+        base: folder that a server on another machine can read too; None: the server is on this machine.
 
     >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
     >>> push = folder.write({"w": torch.zeros(2)})
@@ -145,7 +145,7 @@ class WeightFolder:
     def __init__(self, shapes: Mapping[str, torch.Size], dtype: torch.dtype | None, base: Path | None = None):
         self.dtype = dtype
         if base is not None:
-            self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # a leftover, were this process killed
+            self.path = base.absolute() / f".weights.{secrets.token_hex(6)}.tmp"  # stays if killed
             self.path.mkdir(mode=0o700)
         else:
             num_bytes = sum(math.prod(shape) for shape in shapes.values()) * (dtype or torch.float32).itemsize
@@ -154,25 +154,25 @@ class WeightFolder:
             folder: Path | str = _SHARED_MEMORY if free > num_bytes else folder_for_sockets(room=_SOCKET_BYTES)
             if exists and free <= num_bytes:
                 logger.warning(
-                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so it goes through %s: start the "
-                    "container with a larger --shm-size (or --ipc=host).",
+                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so weights are written to %s: start "
+                    "the container with a larger --shm-size (or --ipc=host).",
                     *(_SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder),
                 )
             self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def write(self, weights: Mapping[str, Tensor]) -> Path:
-        """Write ``model.safetensors`` into a new folder, which the caller deletes.
+        """Write ``model.safetensors`` into a new folder and return the folder, which the caller must delete.
 
         Raises:
-            OSError: no room.
+            OSError: there is not enough space.
         """
         folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
         tensors: dict[str, Tensor] = {}
         written: set[int] = set()
         for name, weight in weights.items():
             tensor = weight.detach().to("cpu", self.dtype).contiguous()
-            # safetensors refuses two names of one memory, and readers need a tied weight under both its names
+            # safetensors refuses tensors that share memory, and readers need a tied weight under both names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())
         save_file(tensors, folder / "model.safetensors")
@@ -180,7 +180,7 @@ class WeightFolder:
 
 
 def views(view_of: Mapping[str, BufferView], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the tensors in ``whole`` (uint8 ``[num_bytes]``, any device)."""
+    """Yield ``(name, view)`` of the tensors at ``places`` in the buffer ``whole`` (uint8 ``[num_bytes]``)."""
     for name, view in view_of.items():
         dtype: torch.dtype = getattr(torch, view.dtype)
         stop = view.offset + dtype.itemsize * torch.Size(view.shape).numel()
@@ -188,19 +188,19 @@ def views(view_of: Mapping[str, BufferView], whole: Tensor) -> Iterator[tuple[st
 
 
 def readable(array: np.ndarray) -> Tensor:
-    """Return a view of an array for reading only: other processes may use the same memory."""
+    """Return a tensor view of an array; do not write into it, because other processes may use the memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
 def padded(num_bytes: int) -> int:
-    """Return the distance in bytes from a tensor's first byte to the next tensor's."""
+    """Return ``num_bytes`` rounded up to the alignment of 64 bytes: the offset from one tensor to the next."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Checksum(NamedTuple):
-    """Dtype of a tensor and two sums of its bits: of all elements, and weighted by row. -0.0 counts as 0.0.
+    """Dtype of a tensor and two sums of its elements' bits as integers: plain, and weighted by row. -0.0 equals 0.0.
 
     >>> first, second = (Checksum.of(torch.tensor(rows)) for rows in ([[1.0], [2.0]], [[2.0], [1.0]]))
     >>> first == second, first.total == second.total
@@ -213,7 +213,7 @@ class Checksum(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> Checksum:
-        """Return the checksum of ``tensor``, rounded to ``dtype`` if that is not None."""
+        """Return the checksum of ``tensor``, after a cast to ``dtype`` if that is not None."""
         values = tensor.detach().to(dtype or tensor.dtype).contiguous()
         values = values + 0 if values.is_floating_point() else values
         whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
@@ -223,29 +223,29 @@ class Checksum(NamedTuple):
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a matrix in the engine's ``dtype`` if that is narrower.
+    """Return ``tensor`` cast to the engine's ``dtype`` if it is a matrix and ``dtype`` is narrower.
 
-    Vectors stay: engines keep some of them in float32 (biases, decay rates).
+    Vectors are not cast, because engines keep some of them in float32 (biases, decay rates).
     """
     return tensor.detach().to(rounded_dtype(tensor, dtype))
 
 
 def rounded_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of :func:`rounded`."""
+    """Return the dtype of the result of :func:`rounded`."""
     if dtype is None or tensor.ndim < 2 or not tensor.is_floating_point():
         return tensor.dtype
     return dtype if dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the numbers, row by row, as uint8 ``[n]``: a view of a contiguous tensor."""
+    """Return the bytes of ``tensor``, in row-major order, as uint8 ``[n]``; a view if ``tensor`` is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on ``device``; from CPU to GPU they go as one block of pinned memory.
+    """Return the tensors on ``device``; from CPU to GPU they are copied as one block of pinned memory.
 
-    Single tensors from pageable memory would cost a launch and a synchronisation each.
+    Copying them one by one from pageable memory would cost a launch and a synchronisation each.
     """
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
@@ -258,14 +258,14 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def copy_to_host(target: Tensor, source: Tensor) -> None:
-    """Copy bytes (uint8 ``[n]``, any device) into pageable memory of the host.
+    """Copy bytes ``source`` (uint8 ``[n]``, any device) to ``target`` in pageable memory of the host.
 
-    From a GPU they go through one slice of pinned memory: the driver's own copies are slower, and pinning all of
-    ``target`` takes seconds.
+    From a GPU the copy uses a slice of pinned memory: the driver's copies are slower, and pinning all of ``target``
+    would take seconds.
     """
     if source.device.type != "cuda":
         target.copy_(source)
         return
-    pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next call
+    pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch caches it for the next call
     for into, piece in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
         into.copy_(pinned[: piece.numel()].copy_(piece))

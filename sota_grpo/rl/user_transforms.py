@@ -37,7 +37,7 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
         ``(OPTION=VALUE, instance)`` of each value.
 
     Raises:
-        UserError: the file or name does not exist, the file cannot be imported, or the name gives no instance of ``base``.
+        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []

@@ -507,7 +507,7 @@ def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> No
 def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> None:
     engine = of_kind(kind)
     request = some_requests(1)[0]
-    with pytest.raises(ValueError, match=r"group 10 has 32 tokens .* max_model_len=32"):
+    with pytest.raises(ValueError, match=r"group 10 has 32 tokens, .* max_model_len=32"):
         engine.generate([replace(request, prompt_ids=(3,) * CONTEXT)], SAMPLING)
     with pytest.raises(ValueError, match="Group 10 has no example"):
         engine.generate([replace(request, example=None)], SAMPLING)

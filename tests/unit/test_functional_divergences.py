@@ -222,7 +222,7 @@ def test_order_and_padding_decide_nothing_and_ties_are_all_kept() -> None:
     assert torch.equal(top_entropy_tokens(padded, real, share=0.2)[:30], kept)
     assert not top_entropy_tokens(entropy, ~mask, share=0.2).any()
     for share in (0.0, 1.1, math.nan):
-        with pytest.raises(ValueError, match="keep more than none"):
+        with pytest.raises(ValueError, match="must be above 0 and at most 1"):
             top_entropy_tokens(entropy, mask, share=share)
 
 

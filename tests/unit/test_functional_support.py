@@ -109,9 +109,9 @@ def test_no_positions_are_no_error():
 @pytest.mark.parametrize(
     ("ids", "counts", "targets", "sentence"),
     [
-        ([1, 2, 3], [2, 1], [2, 4], r"1 of 2 sampled tokens are not once .* token 4"),
+        ([1, 2, 3], [2, 1], [2, 4], r"1 of 2 sampled tokens are not exactly once .* token 4"),
         ([1, 1, 3], [2, 1], [1, 3], r"1 of 2 .* token 1"),
-        ([1, 2, 3], [2, 2], [1, 3], r"3 tokens do not fill sets of 4"),
+        ([1, 2, 3], [2, 2], [1, 3], r"3 token ids .* add up to 4"),
     ],
 )
 def test_sets_that_are_not_those_of_their_tokens_are_refused(ids, counts, targets, sentence):

@@ -128,16 +128,16 @@ def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("speculative_config", "a step would give several tokens"),
+        ("speculative_config", "a step would sample several tokens"),
         ("speculative_config", "fly keeps tokens that the policy rejects"),
-        ("spec_tokens", "a step would give several tokens"),
+        ("spec_tokens", "a step would sample several tokens"),
         ("logits_processors", "another distribution"),
         ("override_generation_config", "another distribution"),
         ("quantization", "the learner's"),
         ("hf_overrides", "the learner's"),
         ("data_parallel_size", "inference_model.num_devices"),
         ("enable_lora", "merged"),
-        ("worker_extension_cls", "vLLM's own workers"),
+        ("worker_extension_cls", "vLLM's own worker"),
         ("hf_token", "it would be saved"),
     ],
 )
@@ -175,7 +175,7 @@ def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPa
 
 def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensor: true}")
-    with pytest.raises(UserError, match=r"model.load_kwargs=.*does not fit this model: .*use_safetensor"):
+    with pytest.raises(UserError, match=r"model.load_kwargs=.*is not accepted by the model .*use_safetensor"):
         make_model(config, torch.device("cpu"))
 
 

@@ -163,7 +163,7 @@ def test_every_path_but_health_needs_the_key(monkeypatch: pytest.MonkeyPatch):
     assert status("/collective_rpc", "right") is None
     assert reached == ["/health", "/collective_rpc"]
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(RuntimeError, match="open to every user"):
+    with pytest.raises(RuntimeError, match="any user of this machine"):
         RequireKey(app)  # type: ignore[arg-type]
 
 

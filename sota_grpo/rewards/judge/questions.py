@@ -1,6 +1,6 @@
 """Build the requests to a judge and parse its verdicts. The judged text can neither end its block nor give a verdict.
 
-``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are the endpoints of vLLM 0.32 for
+``chat`` is the chat completions endpoint of OpenAI's API. ``score`` and ``classify`` are the endpoints of vLLM for
 reward models. Equal inputs give equal requests, in every process.
 """
 
