@@ -36,7 +36,7 @@ MISTAKES = {
     "reward file": (["reward.path=HERE/no.py"], "there is no reward file "),
     "run to resume": (["train.resume=HERE/no_run"], "no_run: there is no run in "),
     "taken directory": (["hydra.run.dir=HERE/taken"], "taken already holds a run; continue it with train.resume=auto"),
-    "hub model, no GPU": (["model.name=some/model", "device=auto"], "trains the embedded policy here (device=cpu ins"),
+    "hub model, no GPU": (["model.name=some/model", "device=auto"], "to train a tiny model."),
     "no GPU": (["device=cuda"], "device=cuda, and this machine has no CUDA device; use device=cpu."),
 }
 
