@@ -126,7 +126,7 @@ def test_functions_are_named_as_their_reward_terms(reward: Any, name: Any, funct
         ({"dataset": [{"prompt": "?", "image": b"PNG"}]}, "dataset, row 1: column 'image' holds bytes"),
         ({"reward": "reward.py"}, r"reward has 'reward.py', not a function; .*reward\.path=FILE"),
         ({"reward": []}, "reward has the names"),
-        ({"reward": [right, right]}, r"reward has the names \['right', 'right'\]; give different ones with a dict"),
+        ({"reward": [right, right]}, r"reward has the names \['right', 'right'\]; give different names with a dict"),
         ({"reward": {"a b": right}}, "'a b' cannot be logged"),
         ({"reward": lambda text: 1.0}, r"reward: reward\(text\) is neither verl's"),
     ],
