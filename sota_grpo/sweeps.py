@@ -1,8 +1,7 @@
-"""Sweeps: the runs of a directory side by side, and the resume of an interrupted sweep.
+"""Compare the runs of a sweep, and find an interrupted sweep to resume.
 
-The directory of a sweep has its command, by which ``--multirun train.resume=auto`` finds the newest incomplete sweep of
-the same command. Finished runs stay, every other one is resumed or started. ``hydra.sweep.dir=DIR`` names a directory
-instead.
+A sweep's command is saved in its directory. ``--multirun train.resume=auto`` resumes the newest incomplete sweep with
+the same command, or that in ``hydra.sweep.dir=DIR``: finished runs are kept, all others are resumed or started.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ SUMMARY = "summary"  # .md and .json, in the sweep's directory
 
 _DEPTH = 3  # folders between a sweep and its runs: hydra.sweep.subdir may name several
 _UNKNOWN = "-"
-_WIDTH = 400  # of text that no terminal limits: no cell is wrapped
-# May differ between a sweep and its continuation: they do not change a run's results.
+_WIDTH = 400  # characters per line if the output is no terminal, so that no cell is wrapped
+# Arguments that may differ when a sweep is resumed: they do not change the results of its runs.
 _FREE = re.compile(
     r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
 )
@@ -64,46 +63,46 @@ _FREE = re.compile(
 class RunRow:
     """One run of a sweep."""
 
-    name: str  # its folder below the sweep's
+    name: str  # the run directory, relative to the sweep's
     path: Path
-    overrides: Mapping[str, str]  # of its command line, by option
+    overrides: Mapping[str, str]  # {option: value} of its command line
     state: str  # finished, running, stopped or failed
-    note: str  # why it failed or is not finished, or empty
+    note: str  # why the run failed or is not finished; empty if there is no reason
     steps: int  # training steps done so far
-    num_steps: int | None  # training steps in all, if it has begun
-    seconds: float  # of its steps and evaluations, without its start
-    #: By name: the mean over the last 10 steps with a value; of evaluations and counters the last value.
+    num_steps: int | None  # training steps in all; None before the run has begun
+    seconds: float  # of steps and evaluations, without the start of the run
+    #: {metric: mean over the last 10 steps with a value; for evaluations and counters the last value}.
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs that differ in their seed only."""
+    """Runs that differ only in their seed, averaged."""
 
-    overrides: Mapping[str, str]  # the options that differ between settings, without the seed
+    overrides: Mapping[str, str]  # {option: value} of options that differ between settings; not the seed
     runs: int
-    finished: int  # runs in the means
-    means: Mapping[str, tuple[float, float | None]]  # by metric, with the standard error over seeds; None for one seed
+    finished: int  # runs that the means include
+    means: Mapping[str, tuple[float, float | None]]  # {metric: (mean, standard error over seeds; None for one seed)}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a directory."""
+    """The runs in a directory, and how to sort them."""
 
     path: Path
-    runs: list[RunRow]  # by number
+    runs: list[RunRow]  # in the order of their numbers
     varied: list[str]  # options that differ between runs, in the order of the command line
-    metric: str  # of the order
-    ascending: bool = False  # the smallest first
+    metric: str  # to sort by
+    ascending: bool = False  # smallest values first
 
     @property
     def ranked(self) -> list[RunRow]:
-        """The runs by the metric, those without it last."""
+        """The runs sorted by the metric; runs without the metric are last."""
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings by the mean of the metric; empty if no setting has several seeds."""
+        """The settings sorted by the mean of the metric; empty if no setting has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -124,7 +123,7 @@ class Sweep:
 
     @property
     def headline(self) -> str:
-        """A sentence with the number of runs in each state."""
+        """A sentence with the directory, the number of runs in each state and the metric."""
         states = [run.state for run in self.runs]
         ended = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
         number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
@@ -133,14 +132,14 @@ class Sweep:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about single runs."""
+        """One sentence per run that has a note."""
         return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return every metric that a run measured, in the order of docs/logging.md."""
+        """Return the names of all metrics that any run measured, in the order of docs/logging.md."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
@@ -149,10 +148,10 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
     """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
 
     Args:
-        metric: of the order; None: accuracy where it was measured, else reward.
+        metric: to sort by; None: held-out accuracy if measured, else reward.
 
     Raises:
-        UserError: there is no run in it, or it is itself a run.
+        UserError: there is no run in ``path``, or ``path`` is itself a run.
     """
     if not path.is_dir():
         raise UserError(f"There is no folder {path}; give the directory of a sweep (multirun/DATE/TIME).")
@@ -169,13 +168,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """Return the objective of a sweeper: the last held-out accuracy, else the mean reward of the last 10 steps."""
+    """Return what a sweeper optimizes: a run's last held-out accuracy, else its mean reward of the last 10 steps."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Return the metrics, training steps and seconds of a run, as in :class:`RunRow`."""
+    """Return (metrics, training steps, seconds) from a run's metrics file, see :class:`RunRow`."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -193,7 +192,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
-    """Read a run; its note names the files that cannot be read."""
+    """Read a run; files that cannot be read are listed in its note."""
     notes: list[str] = []
 
     def tried(read: Callable[[], Found], instead: Found) -> Found:
@@ -223,7 +222,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
 
 
 def _overrides(path: Path) -> dict[str, str]:
-    """Read Hydra's overrides of a run, by option: without ``+``, and ``removed`` for ``~option``."""
+    """Return {option: value} of a run's Hydra overrides, without ``+``; the value of ``~option`` is ``removed``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -242,7 +241,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return tables and notes in plain characters, wrapped to ``width``."""
+    """Return the sweep's tables and notes as plain text, wrapped to ``width`` characters."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
@@ -259,7 +258,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
 
 
 def as_markdown(sweep: Sweep) -> str:
-    """Return tables and notes as Markdown."""
+    """Return the sweep's tables and notes as Markdown."""
     tables = []
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
@@ -270,7 +269,7 @@ def as_markdown(sweep: Sweep) -> str:
 
 
 def as_csv(sweep: Sweep) -> str:
-    """Return one line per run with every metric that any of them measured."""
+    """Return the sweep as CSV: one line per run, with every metric that any run measured."""
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -283,7 +282,7 @@ def as_csv(sweep: Sweep) -> str:
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
-    """Return everything as plain values for strict JSON."""
+    """Return the runs and settings as values for strict JSON."""
     runs = []
     for run in sweep.ranked:
         columns = vars(run) | {"path": str(run.path)}
@@ -297,7 +296,7 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_summary(path: Path) -> Sweep:
-    """Write ``summary.md`` and ``summary.json`` to the sweep's directory, atomically."""
+    """Read the sweep in ``path``, write ``summary.md`` and ``summary.json`` there, atomically, and return the sweep."""
     sweep = read_sweep(path)
     write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
     write_json(path / f"{SUMMARY}.json", as_json(sweep))
@@ -305,7 +304,7 @@ def write_summary(path: Path) -> Sweep:
 
 
 def _tables(sweep: Sweep) -> list[list[list[str]]]:
-    """Return the table of the runs and, with several seeds, that of the settings; the first line is the header."""
+    """Return the table of runs, and if there are several seeds that of settings, each with a header line."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
     def shown(value: float | None, error: float | None = None) -> str:
@@ -338,7 +337,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return ``arguments`` of ``grpo.py``, for ``train.resume=auto`` with the directory of the sweep to continue."""
+    """Return the arguments of ``grpo.py``; for a sweep with ``train.resume=auto`` add the directory to resume."""
     kept = list(arguments)
     is_sweep = any(one in ("-m", "hydra.mode=MULTIRUN") or one.startswith("--mu") for one in kept)  # to Hydra
     if not is_sweep or "train.resume=auto" not in kept or any(one.startswith("hydra.sweep.dir=") for one in kept):
@@ -352,7 +351,7 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Write the command of a sweep to its directory, and whether all its runs are finished."""
+    """Save the command of a sweep in its directory, and whether all its runs are finished (``complete``)."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
@@ -360,5 +359,5 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that identify a sweep, in their order, by which Hydra numbers the runs."""
+    """Return the arguments that identify a sweep, in their order, which determines Hydra's run numbers."""
     return [one for one in arguments if not _FREE.match(one)]
