@@ -144,7 +144,7 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
-    """Return the number of the last line of the file ``path`` in the traceback of ``error``; None if it has none."""
+    """Return the number of the last line of ``path`` in the traceback of ``error``; None if the file is not in it."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
     trace = traceback.walk_tb(error.__traceback__)

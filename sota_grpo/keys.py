@@ -41,10 +41,7 @@ GRADED_REWARD = ("next", "graded_reward")  # f32 [N, 1], the reward without the 
 SUCCESS = ("next", "success")  # bool [N, 1], the answer is right; written by ScoreResponse
 REWARD_ERROR = ("next", "reward_error")  # bool [N, 1], the grader failed or timed out; written by ScoreResponse
 REWARD_TIMEOUT = ("next", "reward_timeout")  # bool [N, 1], it timed out; written by ScoreResponse
-REWARD_INFO = (
-    "next",
-    "reward_info",
-)  # JSON text [N], further results of the grader, or why it failed; by ScoreResponse
+REWARD_INFO = ("next", "reward_info")  # JSON text [N], other results of the grader, or why it failed; by ScoreResponse
 DONE = ("next", "done")  # bool [N, 1]; written by the env
 TERMINATED = ("next", "terminated")  # bool [N, 1]; written by the env
 TRUNCATED = ("next", "truncated")  # bool [N, 1], the engine stopped for length; written by the env

@@ -355,7 +355,7 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
-        raise UserError(f"The sweep's directory {sweep_dir} cannot be written ({error.strerror}).") from error
+        raise UserError(f"hydra.sweep.dir={sweep_dir} cannot be written ({error.strerror}); use another.") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:

@@ -156,7 +156,7 @@ def build(
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
         if config.eval.mode == "on" and len(task.heldout) < (wanted := config.eval.num_samples):
-            logger.info("All %d held-out problems are evaluated (eval.num_samples=%d).", len(task.heldout), wanted)
+            logger.info("All %d held-out problems are used: eval.num_samples=%d is more.", len(task.heldout), wanted)
         return RunComponents(
             task=task,
             rollouts=collector.rollouts,
@@ -247,8 +247,8 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Return the weight sync from ``model`` to an engine in this process: the adapter alone if the engine supports
-    adapters, else all weights, merged. ``make_room`` is called before each sync to free GPU memory."""
+    """Return the weight sync from ``model`` to an engine here: of the adapter alone if the engine supports it, else of
+    all weights, merged. ``make_room`` is called before each sync to free GPU memory."""
     if not config.train_model.lora.enabled:
         return EngineWeightSync(partial(_state, model), engine, make_room)
     if not (engine.takes_adapters or config.inference_model.serve_adapter):

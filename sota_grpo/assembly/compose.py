@@ -218,7 +218,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """Return what a config executes or contacts, as {option: sentence part} for the consent prompt.
+    """Return {option: phrase} of what a config would execute or contact, for the request for consent.
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -260,13 +260,13 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError if ``acts``, which a run's config would do without the user's consent, are not empty."""
+    """Raise UserError if there are ``acts``, phrases of :func:`needs_consent` to which the user has not consented."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the saved config of the run that ``train.resume=RUN`` names, with ``overrides``; else ``config``."""
+    """Return the saved config of the run in ``train.resume``, with ``overrides``; ``config`` if no run is given."""
     resume = config.train.resume
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
@@ -302,7 +302,7 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """Return the option of an entry (``env.mixture.a.tools``) or of a list's element (``env.transforms[0]``)."""
+    """Return the option behind a name: of ``env.mixture.a.tools`` ``env.tools``, of ``env.transforms[0]`` the list."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 

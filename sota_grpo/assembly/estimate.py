@@ -1,8 +1,7 @@
 """Estimate the memory of every device and the disk space of a run, from its config and the shape of its model.
 
-The estimate assumes this project's training code: rows packed with each prompt once, attention that saves its inputs,
-its output and one number per token and head, logits computed in chunks, an in-place update. It leaves out memory that
-the C library's heap has freed but not returned to the system.
+It assumes this project's training code: rows packed with each prompt once, attention that saves inputs, output and one
+number per token and head, logits computed in chunks, an in-place update. Fragmentation of the heap is not included.
 
 The peak of an optimizer step is the largest of these phases, computed for the first micro-batch, before which no
 gradient is allocated, and for the second, before which all are (``G``). ``E`` is the gradient of the output head (bytes
@@ -194,7 +193,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> Parts:
-    """Return the peak bytes of an optimizer step on one rank, by component, for its first two micro-batches.
+    """Return the peak bytes of an optimizer step on one rank, by component; it is in the first two micro-batches.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -432,10 +431,9 @@ class RunMemory:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch: ``train.micro_batch_tokens``, with ``auto`` resolved.
-
-        On a GPU ``auto`` is the most with which learner and reference fill at most :data:`FILLED` of their memory; at
-        most ``MOST_TOKENS`` or a rank's part of a step, and at least the longest sample.
+        """Tokens per micro-batch: ``train.micro_batch_tokens``; for ``auto`` on a GPU the most with which learner and
+        reference fill at most :data:`FILLED` of their memory, up to ``MOST_TOKENS`` or a rank's part of a step, and at
+        least the longest sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -562,8 +560,7 @@ def estimate(
     """Estimate the memory and disk space of a run of a validated ``config``.
 
     Args:
-        memory_gib: GiB of each GPU, or of a CPU machine. None: measured on this machine; 80 if a GPU is not here.
-        gpus: number of GPUs; None: those of this machine, or as many as the config needs.
+        memory_gib, gpus: GiB and number of GPUs (GiB of a CPU machine); None: of this machine, else assumed.
         prompt_tokens: tokens of the longest prompt; None: measured, or assumed if data or tokenizer is not here.
 
     Raises:

@@ -83,14 +83,11 @@ def find_target(
             than the run's, options of the run's task are dropped.
         step: evaluate the checkpoint of the run after this many training steps.
         trust: allow the code and the servers that the run's config names.
-
-    Raises:
-        UserError: there is no such model, run or checkpoint, an argument does not apply, or the config is not valid.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
         if config_name is not None:
-            raise UserError(f"{name} is a run, which has its config; leave --config-name out.")
+            raise UserError(f"--config-name is for models, and {name} is a run; leave it out.")
         target = _run_target(name, run_dir, overrides, task, step, trust)
     elif trust:
         raise UserError(f"--trust-run is for runs, and {name} is not one; leave it out.")
@@ -153,9 +150,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
     """Return (training steps, path) of a run's newest checkpoint, or of that after ``step`` steps."""
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
-        raise UserError(
-            f"{run_dir} has no checkpoint and no exported model; resume it (train.resume), or give another run."
-        )
+        raise UserError(f"{run_dir} has no checkpoint and no exported model; resume it, or give another run.")
     chosen = [(steps, path) for steps, path in paths if step in (None, steps)]
     if not chosen:
         there = ", ".join(str(steps) for steps, _ in reversed(paths))
@@ -227,7 +222,7 @@ def check(
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
+            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}); use another.") from error
         parts = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
         gate = logging.getLogger("sota_grpo.training.gate")

@@ -288,7 +288,7 @@ def make_transforms(
     term_weights: Mapping[str, float],
     device_type: str,
 ) -> list[tuple[str, Any]]:
-    """Return (phase, transform) pairs to apply to a batch in this order; the phase's metric gets its seconds."""
+    """Return the transforms of a batch in order, as (phase, transform); the phase is that of the time metrics."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         transform = ReferenceKL(
@@ -314,9 +314,7 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return the (phase, transform) pair that computes advantages, in a list.
-
-    ``term_weights``: weight of each reward term; None: those stored in the rows."""
+    """Return a list of one (phase, transform) pair that computes advantages; ``term_weights`` None: the rows' own."""
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]

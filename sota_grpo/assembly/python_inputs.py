@@ -117,10 +117,7 @@ def take(
     """Convert the object arguments of :func:`sota_grpo.train` to files, and set their options in ``config``.
 
     A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
-    the task is ``table``, unless ``overrides`` set ``env.dataset``.
-
-    Raises:
-        UserError: an object is of a wrong type, or its option is also set.
+    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type.
     """
     inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
     for argument, option, name, table in (

@@ -97,9 +97,6 @@ def replayed(
         ``replayed`` or algorithm: value, None if not measured}}; ``cosines``: {algorithm: {algorithm: cosine of their
         gradients}}, empty without overrides; ``agrees``: whether losses and gradient norm equal the stored ones to
         ``TOLERANCE``; ``notes``: list of sentences.
-
-    Raises:
-        UserError: the step is not stored or its checkpoint is gone, an override does not apply, or it is not finite.
     """
     step = open_step(run_dir, number, trust=trust)
     own, others, left = replay_configs(step, run_dir, overrides)
@@ -316,7 +313,7 @@ def _require_stored(step: Step, changed: Config) -> None:
         readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}
         names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
         reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]
-        raise UserError(f"{reader} needs the reference's log-probs, and {has} none: the run had no reference.")
+        raise UserError(f"{reader} needs the reference's log-probs, but {has} none: the run had no reference.")
 
 
 def _notes(step: Step, others: Sequence[Replay]) -> list[str]:

@@ -49,8 +49,7 @@ GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it
 
 
 def heldout_task(config: Config) -> Task:
-    """Return the task for an evaluation: that of :func:`task_of`, but without training data if ``env.eval_path`` is
-    a file with the held-out problems.
+    """Return :func:`task_of` for an evaluation, without training data if ``env.eval_path`` has the held-out problems.
 
     Raises:
         UserError: the data or the reward functions cannot be used.
@@ -125,7 +124,7 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
 
 
 def make_grader(config: Config, task: Task) -> Grader:
-    """Return a pool of reward workers, which start in the background, or if there are none a grader in this process."""
+    """Return a pool of grader processes, which start in the background; with env.reward_workers=0 a local grader."""
     scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
         return LocalGrader(scorer, weights)
@@ -317,11 +316,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """Return the options to build an engine of the run, in this process or in a worker.
-
-    Raises:
-        UserError: the tokenizer has no end token, or an option has no effect on ``engine``.
-    """
+    """Return the options of an engine in this process or a worker; UserError if one has no effect on ``engine``."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
         raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")
@@ -434,7 +429,7 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
             raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); use another.") from error
         if not rubric.strip() or len(rubric) > _LONGEST_RUBRIC:
             raise UserError(
-                f"reward.judge.rubric={options.rubric} has {len(rubric)} characters; use 1 to {_LONGEST_RUBRIC}."
+                f"reward.judge.rubric={options.rubric} is blank, or longer than {_LONGEST_RUBRIC} characters; edit it."
             )
     success_above = config.reward.success_above if options.alone else None
     return JudgeRules(term, options.weight, rubric, options.reference, success_above)

@@ -255,7 +255,7 @@ def _require_writable(name: str | None) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise UserError(f"--out {name} cannot be written ({error.strerror}).") from error
+        raise UserError(f"--out {name} cannot be written ({error.strerror}); give another file.") from error
 
 
 def _write(name: str | None, result: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ def an_objective_has_a_ratio_of_its_level(config: Config) -> Iterator[str]:
 
 
 def old_policies_are_corrected_in_several_epochs(config: Config) -> Iterator[str]:
-    """Refuse tokens of older policies with several epochs (whose ratio ignores the engine's log-probs) uncorrected."""
+    """Refuse several epochs on tokens of older policies without a correction: the ratio ignores the tokens' age."""
     train, algorithm = config.train, config.algorithm
     if train.max_policy_age > 0 and train.epochs > 1 and algorithm.correction == "none" and not has_no_ratio(config):
         fix = "" if surrogate(algorithm.objective).weighs_rows else "algorithm.correction=token or "

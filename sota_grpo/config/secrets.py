@@ -22,9 +22,7 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """Move tokens from the overrides to environment variables, and return the other overrides.
-
-    A token of ``null`` leaves the variable as it is.
+    """Move tokens from the overrides to environment variables; return the others. ``null`` keeps the variable.
 
     Raises:
         UserError: a token among the overrides or in the environment is malformed; the message does not contain it.

@@ -62,7 +62,7 @@ class Result:
     def __init__(self, run_dir: str | os.PathLike[str], *, trust: bool = False) -> None:
         self.run_dir, self.trust = Path(run_dir), trust
         if not (self.run_dir / METRICS_FILE).is_file():
-            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing).")
+            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing); give a run directory.")
 
     @property
     def metrics(self) -> DataFrame:

@@ -51,7 +51,12 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
     scored = score(tmp_path, rows)
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
     told = capsys.readouterr().err
-    for number, what in ((2, "not valid JSON"), (4, "'response' is missing"), (5, "not a JSON object"), (6, "'answer'")):
+    for number, what in (
+        (2, "not valid JSON"),
+        (4, "'response' is missing"),
+        (5, "not a JSON object"),
+        (6, "'answer'"),
+    ):
         assert f"line {number}: " in told
         assert what in scored[number - 1]["error"]
     assert "3 responses scored" in told

@@ -134,7 +134,7 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, and step 0 has none"),
+        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, but step 0 has none"),
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
         (["inference_model.temperature=0.5"], "has no effect on a step whose responses"),
         (["algorithm.dynamic_sampling=true"], "has no effect on a step whose responses"),
