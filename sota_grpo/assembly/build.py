@@ -247,8 +247,7 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Return the weight sync from ``model`` to an engine here: of the adapter alone if the engine supports it, else of
-    all weights, merged. ``make_room`` is called before each sync to free GPU memory."""
+    """Return the weight sync to an engine in this process: the adapter alone if supported, else merged weights."""
     if not config.train_model.lora.enabled:
         return EngineWeightSync(partial(_state, model), engine, make_room)
     if not (engine.takes_adapters or config.inference_model.serve_adapter):

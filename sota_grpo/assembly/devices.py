@@ -171,9 +171,7 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the reference needs its own copy of weights.
-
-    Not under LoRA, if it is the same model in this process: then it is the policy without its adapter."""
+    """Whether the reference needs own weights; not if it is the policy without its LoRA adapter, in this process."""
     options = config.ref_model
     is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(folder: str, mark: str | None = None) -> Node:
-    """Check this machine for runs in ``folder``; is it shared, so that the driver's file ``mark`` (if any) is there?"""
+    """Check this machine for runs in ``folder``; if the driver made the file ``mark``, is ``folder`` shared?."""
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []

@@ -35,9 +35,7 @@ def opt(
     high: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return the dataclass field of an option with help ``text``; ``choices`` are allowed values besides the default.
-
-    A number must be > ``above`` or, without it, >= ``low``; <= ``high`` and < ``below``."""
+    """Return a field of an option: default, help, other choices, limits (``above``, ``below``: exclusive)."""
     limits = {"above": above, "at least": low if above is None else None, "at most": high, "below": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
