@@ -121,9 +121,7 @@ def test_a_run_in_half_precision_is_replayed_in_float32_and_told_apart(tmp_path:
 
 
 def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"Step 1 of .* is stored, and but the checkpoint .* deleted; .* replayed: 0[.]"
-    ):
+    with pytest.raises(UserError, match=r"Step 1 of .* is stored, but the checkpoint .* deleted; .* replayed: 0[.]"):
         replayed(plain, 1)
     with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0[.]"):
         replayed(plain, 7)
