@@ -1,7 +1,7 @@
 """GRPO post-training of language models, TorchRL-native.
 
-``sota_grpo.train`` is the command line as a function (docs/python.md), ``sota_grpo.Result`` reads a run.
-``import sota_grpo`` loads nothing: they are imported at first use.
+``sota_grpo.train`` trains as the command line does (docs/python.md); ``sota_grpo.Result`` reads a run directory.
+``import sota_grpo`` is fast: both are imported at first use.
 """
 
 from __future__ import annotations

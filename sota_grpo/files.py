@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders; execution of a user's Python files."""
+"""Write files and folders atomically; execute a user's Python files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.text import sentence
 
-_SOCKET_PATH_BYTES = 103  # the longest of a Unix socket on macOS; 107 on Linux
+_SOCKET_PATH_BYTES = 103  # longest path of a Unix socket on macOS; 107 on Linux
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
 
@@ -30,11 +30,11 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to ``path``, and rename it to ``path`` if the block succeeds.
 
     Args:
-        path: of the file; its former content stays until then.
-        durable: flush file and name to the disk, so that they survive a power cut.
+        path: the file to write; until the block succeeds, it keeps its former content.
+        durable: flush the file and its directory entry to the disk, so that they survive a power cut.
 
     Raises:
-        OSError: of the file system; no temporary file stays.
+        OSError: the file system fails; the temporary file is removed.
 
     >>> folder = getfixture("tmp_path")
     >>> with atomic_file(folder / "a.txt") as temporary:
@@ -58,7 +58,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder next to ``path``, and replace ``path`` by it if the block succeeds."""
+    """Yield a new empty folder next to ``path``, and rename it to ``path`` (replacing that) if the block succeeds."""
     temporary, replaced = _sibling(path), _sibling(path, "old")
     temporary.mkdir(parents=True)
     try:
@@ -77,7 +77,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_leftovers(folder: Path) -> None:
-    """Remove temporary files of killed writers from ``folder``; no writer may be active."""
+    """Remove from ``folder`` temporary files of atomic writes that were killed; call it while nothing is written."""
     for leftover in folder.glob(".*"):
         if _LEFTOVER.fullmatch(leftover.name):
             if leftover.is_dir() and not leftover.is_symlink():
@@ -87,18 +87,18 @@ def drop_leftovers(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``path`` in UTF-8, atomically."""
+    """Write ``text`` to ``path`` in UTF-8, atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write strict JSON, atomically."""
+    """Write ``content`` to ``path`` as strict JSON, atomically."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def folder_for_sockets(room: int) -> str:
-    """Return the temporary folder, or ``/tmp`` if a Unix socket's path has no ``room`` bytes in it.
+    """Return the temporary folder, or ``/tmp`` if a Unix socket's path has not ``room`` bytes left after it.
 
     >>> folder_for_sockets(room=100)
     '/tmp'
@@ -108,9 +108,9 @@ def folder_for_sockets(room: int) -> str:
 
 
 def run_python(path: Path) -> ModuleType:
-    """Run a user's Python file as an import would and return its module; its exceptions pass.
+    """Execute a user's Python file as an import does and return its module; exceptions of the file propagate.
 
-    The file's folder is appended to ``sys.path``, so that the file can import its neighbours.
+    The file's folder is appended to ``sys.path``, so that the file can import modules next to it.
     """
     name = f"user_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     loader = SourceFileLoader(name, str(path))
@@ -128,23 +128,23 @@ def run_python(path: Path) -> ModuleType:
 
 
 def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, Any]:
-    """Run a Python file of the user's (:func:`run_python`) and return what it defines, by name.
+    """Execute a user's Python file (:func:`run_python`) and return its globals by name.
 
     Raises:
-        error: there is no such file, which ``option`` names, or an import of it fails (with its line).
+        error: the file does not exist (the message names ``option``), or executing it fails (with its line).
     """
     if not path.is_file():
-        raise error(f"there is no file {path}; correct {option} (now in {Path.cwd()}).")
+        raise error(f"there is no file {path}; correct {option} (relative to {Path.cwd()}).")
     try:
         return vars(run_python(path))
     except (Exception, SystemExit) as fault:
         line = error_line(path, fault)
         location = "" if line is None else f", line {line}"
-        raise error(f"{path}{location}: it cannot be imported ({sentence(fault)}); mend it there.") from fault
+        raise error(f"{path}{location}: it cannot be imported ({sentence(fault)}); correct the file.") from fault
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
-    """Return the last line of the Python file ``path`` in the traceback of ``error``."""
+    """Return the number of the last line of ``path`` in the traceback of ``error``; None if the file is not in it."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
     trace = traceback.walk_tb(error.__traceback__)
@@ -159,7 +159,7 @@ def _sibling(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""HTTP to engines, judges, sandboxes and environments. Every request has a deadline."""
+"""HTTP client for engines, judges, sandboxes and environments; every request has a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error (HTTP ``status``), or with broken JSON."""
+    """The server answered with an error (HTTP ``status``), or with invalid JSON."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -26,7 +26,7 @@ class ServerError(RunFailed, RuntimeError):
 
 
 class ServerSilent(ServerError):
-    """No answer: no server, a broken connection, or the deadline passed (``is_late``)."""
+    """The server did not answer: no connection, a broken one, or the deadline passed (``is_late``)."""
 
     def __init__(self, message: str, *, is_late: bool = False):
         super().__init__(message)
@@ -34,18 +34,18 @@ class ServerSilent(ServerError):
 
 
 class HttpClient:
-    """JSON over HTTP to one server, from any thread. Redirects, which would get the key, are not followed.
+    """A thread-safe client for JSON over HTTP with one server. It follows no redirects, which would get the key.
 
     Args:
-        url: ``http://HOST:PORT``, with a proxy's path prefix where there is one.
-        api_key: bearer token of every request.
+        url: ``http://HOST:PORT``, followed by a path prefix if the server has one.
+        api_key: bearer token sent with every request.
         headers: further headers of every request.
-        option: of the config, that gave ``url``.
-        max_connections: most requests at the same time; the connections are kept open.
-        max_bytes: longest answer that is read; None: any.
+        option: name of the option with ``url``, for error messages.
+        max_connections: most concurrent requests; the connections are kept open.
+        max_bytes: size of the largest response that is accepted; None: no limit.
 
     Raises:
-        UserError: the url is not one of a server.
+        UserError: ``url`` is not an http(s) address.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class HttpClient:
         self._pool = urllib3.connection_from_url(self.url, maxsize=max_connections)
 
     def get(self, path: str, *, timeout_s: float) -> Any:
-        """The parsed answer of ``GET path``; see :meth:`post` for the errors."""
+        """Send ``GET path`` and return the parsed JSON of the response; see :meth:`post` for errors."""
         return self._parsed("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
-        """The parsed answer of ``POST path`` with ``body`` as JSON; text where the answer is not JSON.
+        """Send ``POST path`` with ``body`` as JSON; return the parsed JSON of the response, or its text if not JSON.
 
         Raises:
-            ServerSilent: no connection, a broken one, or no answer within ``timeout_s`` seconds.
-            ServerError: any status but 2xx; broken JSON; more than ``max_bytes``.
+            ServerSilent: no connection, a broken one, or no response within ``timeout_s`` seconds.
+            ServerError: the status is not 2xx, the JSON is invalid, or there are more than ``max_bytes``.
         """
         return self._parsed("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 
@@ -88,11 +88,11 @@ class HttpClient:
     def request(
         self, method: str, path: str, body: bytes | None = None, *, timeout_s: float
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """One exchange: status, headers and content of the answer, whatever the status.
+        """Send a request and return (status, headers, content) of the response, also for an error status.
 
         Raises:
-            ServerSilent: no connection, a broken one, or no whole answer within ``timeout_s`` seconds.
-            ServerError: more than ``max_bytes``.
+            ServerSilent: no connection, a broken one, or no complete response within ``timeout_s`` seconds.
+            ServerError: the response has more than ``max_bytes``.
         """
         sent = f"{method} {self.url}{path}"
         late = f"The server is silent: {sent} was not answered within {timeout_s:g} s."
@@ -127,7 +127,7 @@ class HttpClient:
             raise ServerSilent(late, is_late=True) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             cause = first_line(error).rpartition(": ")[2]
-            raise ServerSilent(f"{sent} found no server, or it hung up: {cause}.") from error
+            raise ServerSilent(f"{sent} found no server, or the connection broke: {cause}.") from error
         return response.status, response.headers, bytes(content)
 
     def _parsed(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
@@ -141,4 +141,4 @@ class HttpClient:
         except (ValueError, RecursionError) as error:
             if "json" not in headers.get("content-type", ""):
                 return text
-            raise ServerError(f"{sent} was answered with broken JSON: {first_line(error)}.") from error
+            raise ServerError(f"{sent} was answered with invalid JSON: {first_line(error)}.") from error

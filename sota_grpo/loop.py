@@ -1,4 +1,4 @@
-"""The loop of docs/algorithm.md, the same text for every mode."""
+"""The training loop of docs/algorithm.md, the same for every mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Read = TypeVar("Read", contravariant=True)
 
 
 class Collects(Protocol):
-    """The collector as the loop uses it."""
+    """The methods of a collector that the loop calls."""
 
     def update_policy_weights_(self, *, version: int) -> None: ...
 
@@ -18,7 +18,7 @@ class Collects(Protocol):
 
 
 class Trains(Protocol[Read]):
-    """The learner as the loop uses it."""
+    """The methods of a learner that the loop calls."""
 
     @property
     def version(self) -> int: ...
@@ -27,7 +27,7 @@ class Trains(Protocol[Read]):
 
 
 class Log(Protocol[Read]):
-    """The log as the loop uses it."""
+    """The method of a log that the loop calls."""
 
     def write(self, step: int, batch: Read, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
 
@@ -43,18 +43,18 @@ def run(
     before: Callable[[int], None],
     after: Callable[[int], bool],
 ) -> int:
-    """Train from ``first_step`` to ``num_steps`` and return the number of steps done.
+    """Run the training steps ``first_step`` to ``num_steps - 1``; return the number of steps completed in all.
 
     Args:
-        batches: of complete groups within the age bound: the collector, or the replay buffer that it fills.
-        before: called before each step with its number (evaluation).
-        after: called with the number of steps done (checkpoint); False ends the loop.
+        batches: iterator over batches of complete groups within the age bound.
+        before: called before each step with the step's number, to evaluate.
+        after: called after each step with the number of completed steps, to save; returning False ends the loop.
     """
     for step in range(first_step, num_steps):
         before(step)
         batch = next(batches)
         update = learner.update(batch)
-        collector.update_policy_weights_(version=learner.version)  # also frees the slots of the batch
+        collector.update_policy_weights_(version=learner.version)  # also frees the batch's slots
         log.write(step, batch, update, collector.metrics())
         if not after(step + 1):
             return step + 1

@@ -1,4 +1,4 @@
-"""No process outlives its owner. Standard library only: watching processes run this file alone."""
+"""End processes when the process that started them ends. Standard library only: watchers execute this file alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 LAUNCHER_SAYS = "[launcher] server process "
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # between fork and exec nothing may be loaded
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded now: not allowed between fork and exec
 _LOOK_EVERY_S = 0.2
 _GRACE_S = 5.0
 
@@ -30,13 +30,13 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Linux: become the parent of descendants whose parents end."""
+    """Linux: make this process a subreaper, the parent of descendants whose own parents have ended."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Linux: the child processes, adopted ones included."""
+    """Linux: return the process ids of this process's children, adopted ones included."""
     pids: list[int] = []
     for of_thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -45,7 +45,7 @@ def children() -> list[int]:
 
 
 def end_group_with(owner: int) -> None:
-    """End this process and its group when the process ``owner`` ends."""
+    """Kill this process and its process group when the process ``owner``, its parent, ends."""
     die_with_parent()
 
     def watch() -> None:
@@ -62,11 +62,11 @@ def end_group_with(owner: int) -> None:
 
 
 def fork_under_subreaper() -> None:
-    """Linux: return in a child of this process, which becomes the child's subreaper.
+    """Linux: fork, return in the child only, and make the calling process the child's subreaper.
 
-    It adopts descendants of the child whose parents end, also those in other sessions, kills them all when the child
-    has ended, and then ends as the child did. After SIGTERM, or the end of the thread that started it, it kills the
-    child first. Requires a process with one thread.
+    The subreaper adopts descendants of the child whose parents end, also in other sessions. When the child ends, the
+    subreaper kills them all and exits with the child's exit code or signal. After SIGTERM, or when the thread that
+    started the subreaper ends, it kills the child too. The calling process must have one thread.
     """
     if _LIBC is None:
         return
@@ -105,7 +105,7 @@ def fork_under_subreaper() -> None:
 
 
 def _end_descendants() -> None:
-    """Kill and reap all children of this subreaper, and those that it adopts meanwhile."""
+    """Kill and reap all children of this subreaper, including those that it adopts during that."""
     deadline = time.monotonic() + _GRACE_S
     with contextlib.suppress(OSError):  # ChildProcessError: there are none any more
         while time.monotonic() < deadline:
@@ -117,9 +117,9 @@ def _end_descendants() -> None:
 
 
 def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
-    """Start a process that sends SIGKILL to ``pids`` once this one is gone; None elsewhere than on Linux.
+    """Linux: start and return a process that kills ``pids`` (SIGKILL) when this process has ended; elsewhere None.
 
-    A caller that ends them itself kills the guard.
+    A caller that ends these processes itself must kill the guard.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -128,17 +128,17 @@ def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
 
 
 def launcher(scratch: Path) -> list[str]:
-    """The words before a server's command, so that no process of it outlives this one.
+    """Return a command prefix that runs a server's command and ends all its processes when this process ends.
 
-    The launcher must lead a process group. It runs the server until that ends, SIGTERM comes, or this process is gone,
-    even by SIGKILL. Then it sends SIGTERM to the server, waits at most 5 seconds, deletes the folder ``scratch``, and
-    kills its whole group. It prints how the server ended, after ``LAUNCHER_SAYS``.
+    The launcher must be started as leader of a process group. It runs the server until the server ends, SIGTERM comes,
+    or this process ends, even by SIGKILL. Then it sends SIGTERM to the server, waits up to 5 seconds, deletes the
+    folder ``scratch``, and kills its process group. It prints how the server ended, after ``LAUNCHER_SAYS``.
     """
     return [sys.executable, "-I", __file__, "--launch", str(os.getpid()), str(scratch)]
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words.
+    """Return in words how a process ended; ``code`` is negative for a signal.
 
     >>> ending(3), ending(-11)
     ('ended with exit code 3', 'was ended by SIGSEGV')
@@ -150,7 +150,7 @@ def ending(code: int) -> str:
 
 
 def _handles(pids: Iterable[int]) -> list[int]:
-    """Descriptors of processes, which stay valid when pids are reused."""
+    """Return pidfds of the running processes among ``pids``; a pidfd stays valid when its pid is reused."""
     handles = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,12 +1,12 @@
-"""Registries of names in options: our own classes, and entry points of installed packages.
+"""Registries of the names that options accept: built-in ones, and entry points of installed packages.
 
-A package adds, for example, a task by a line of its ``pyproject.toml``::
+A package adds, for example, a task by a line in its ``pyproject.toml``::
 
     [project.entry-points."sota_grpo.tasks"]
     riddles = "my_package.riddles:RiddlesTask"
 
 after which ``env.dataset=riddles`` trains on it. The other groups are ``sota_grpo.engines``, ``sota_grpo.optimizers``
-and ``sota_grpo.sinks``. A package cannot replace a name of ours.
+and ``sota_grpo.sinks``. A package cannot replace a built-in name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
-    """A mapping of names to ``own`` values and to entry points of ``group``, imported at first access.
+    """A mapping from names to built-in values (``own``) and to entry points of ``group``, imported at first access.
 
     Args:
-        own: values by name; a text ``module:name`` is imported at first access.
+        own: {name: value}; a value ``"module:name"`` is imported at first access.
     """
 
     def __init__(self, group: str, builtin: Mapping[str, Value | str]) -> None:
@@ -37,7 +37,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         return {entry.name: entry for entry in entry_points(group=self._group) if entry.name not in self._own}
 
     def __getitem__(self, name: str) -> Value:
-        """Raise UserError if a package's entry point cannot be imported, and KeyError for an unknown name."""
+        """Return the value of ``name``; UserError if its entry point cannot be imported, KeyError if it is unknown."""
         builtin = self._own.get(name)
         if isinstance(builtin, str):
             module, _, member = builtin.partition(":")
@@ -50,8 +50,8 @@ class Registry(Mapping[str, Value], Generic[Value]):
         except Exception as error:  # of the package: any kind
             package = "a package" if entry.dist is None else f"the package {entry.dist.name}"
             raise UserError(
-                f"{name} of {self._group} is {entry.value} of {package}, which cannot be imported "
-                f"({type(error).__name__}: {error}); repair or remove the package."
+                f"The entry point {name} ({self._group}) of {package} names {entry.value}, which cannot be imported "
+                f"({type(error).__name__}: {error}); reinstall or remove the package."
             ) from error
 
     def __contains__(self, name: object) -> bool:

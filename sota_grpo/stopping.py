@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the current training step, save, and exit."""
+"""On Ctrl-C, SIGTERM or SIGHUP, finish the current training step, save, and exit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from types import FrameType, TracebackType
 
 logger = logging.getLogger(__name__)
 
-_LAST_S = 5.0  # for closing workers, before the process exits; workers end with it
+_LAST_S = 5.0  # to close the workers before the process exits; remaining workers end with it
 
 
 def interrupt_once() -> None:
-    """Let only the first Ctrl-C raise KeyboardInterrupt, so that the next ones do not disturb the cleanup.
+    """Let only the first Ctrl-C raise KeyboardInterrupt, so that further ones do not interrupt the cleanup.
 
-    After 5 seconds the next one ends the process at once, with exit code 130; its workers end with it.
+    A Ctrl-C more than 5 seconds after the first ends the process at once with exit code 130, and its workers too.
     """
     began: list[float] = []
 
@@ -36,19 +36,19 @@ def interrupt_once() -> None:
 
 
 class Interrupted(Exception):
-    """A stop was requested while the run waited for a batch; its state is complete."""
+    """A stop was requested while the run waited for a batch; the state can be saved as it is."""
 
 
 class StopRequest:
-    """A context in which the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested` and a second one interrupts.
+    """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`, a second one interrupts.
 
-    A preempted node sends SIGTERM and later SIGKILL. If the current step takes longer than ``grace_s`` after SIGTERM,
-    it is interrupted as by a second signal, and the last checkpoint counts; if that has no effect, the process exits.
-    A closed terminal sends SIGHUP, often twice: further ones are ignored, and under ``nohup`` the first one, too.
-    Outside the main thread, which alone receives signals, the context does nothing.
+    A preempted node sends SIGTERM and later SIGKILL. So if the current step takes longer than ``grace_s`` after
+    SIGTERM, it is interrupted as by a second signal, and the run resumes from its last checkpoint; if the interrupt has
+    no effect, the process exits. A closed terminal may send SIGHUP twice: only the first counts, and under ``nohup``
+    none. Outside the main thread, which alone receives signals, the context does nothing.
 
     Args:
-        grace_s: longest wait for the current step after SIGTERM or SIGHUP; None: no limit.
+        grace_s: seconds that the current step may take after SIGTERM or SIGHUP; None: no limit.
 
     >>> with StopRequest() as stop:
     ...     stop.requested
@@ -74,7 +74,7 @@ class StopRequest:
         self.step_is_over()
 
     def step_is_over(self) -> None:
-        """Cancel the grace time: the checkpoint after the step is not interrupted."""
+        """Cancel the grace time, so that the checkpoint after the step is not interrupted."""
         for timer in self._timers:
             timer.cancel()
 

@@ -1,7 +1,7 @@
-"""Compare the runs of a sweep in tables, and find an interrupted sweep to resume.
+"""Compare the runs of a sweep, and find an interrupted sweep to resume.
 
-A sweep's directory contains its command, so that ``--multirun train.resume=auto`` finds the newest incomplete sweep of
-the same command, or the one in ``hydra.sweep.dir=DIR``. Finished runs are kept, all others are resumed or started.
+A sweep's command is saved in its directory. ``--multirun train.resume=auto`` resumes the newest incomplete sweep with
+the same command, or that in ``hydra.sweep.dir=DIR``: finished runs are kept, all others are resumed or started.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SUMMARY = "summary"  # .md and .json, in the sweep's directory
 
 _DEPTH = 3  # levels of folders below a sweep that may have runs (hydra.sweep.subdir)
 _UNKNOWN = "-"
-_WIDTH = 400  # characters of a table outside a terminal, so that no cell is wrapped
-# Options that may differ when a sweep is resumed, because they do not change results.
+_WIDTH = 400  # characters per line if the output is no terminal, so that no cell is wrapped
+# Arguments that may differ when a sweep is resumed: they do not change the results of its runs.
 _FREE = re.compile(
     r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
 )
@@ -63,41 +63,41 @@ _FREE = re.compile(
 class RunRow:
     """One run of a sweep."""
 
-    name: str  # path of the run's folder relative to the sweep's
+    name: str  # the run directory, relative to the sweep's
     path: Path
-    overrides: Mapping[str, str]  # of the command line, by option
+    overrides: Mapping[str, str]  # {option: value} of the command line
     state: str  # finished, running, stopped or failed
-    note: str  # why it failed or is not finished, or empty
+    note: str  # why the run failed or is not finished; empty if there is no reason
     steps: int  # training steps done so far
-    num_steps: int | None  # training steps in all; None before the start
-    seconds: float  # total time of steps and evaluations, without start-up
-    #: By name: mean over the last 10 steps that have it; for evaluations and counters the last value.
+    num_steps: int | None  # training steps in all; None before the run has begun
+    seconds: float  # of steps and evaluations, without the start of the run
+    #: {metric: mean over the last 10 steps that have it; for evaluations and counters the last value}.
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of a sweep that differ only in their seed."""
+    """Runs that differ only in their seed, averaged."""
 
-    overrides: Mapping[str, str]  # the options that differ between settings, without the seed
+    overrides: Mapping[str, str]  # {option: value} of options that differ between settings; not the seed
     runs: int
-    finished: int  # number of finished runs, which the means are over
-    means: Mapping[str, tuple[float, float | None]]  # by metric, with the standard error over seeds; None for one seed
+    finished: int  # runs that the means include
+    means: Mapping[str, tuple[float, float | None]]  # {metric: (mean, standard error over seeds; None for one seed)}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All runs of a sweep's directory."""
+    """All runs in a sweep's directory, and how to sort them."""
 
     path: Path
-    runs: list[RunRow]  # by job number
+    runs: list[RunRow]  # in the order of their numbers
     varied: list[str]  # options that differ between runs, in the order of the command line
-    metric: str  # by which runs are sorted
-    ascending: bool = False  # True: the smallest value first
+    metric: str  # to sort by
+    ascending: bool = False  # smallest values first
 
     @property
     def ranked(self) -> list[RunRow]:
-        """The runs sorted by ``metric``, runs without a value last."""
+        """The runs sorted by the metric; runs without the metric are last."""
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
@@ -123,7 +123,7 @@ class Sweep:
 
     @property
     def headline(self) -> str:
-        """A sentence with the number of runs in each state."""
+        """A sentence with the directory, the number of runs in each state and the metric."""
         states = [run.state for run in self.runs]
         ended = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
         number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
@@ -132,14 +132,14 @@ class Sweep:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence per run that failed or is not finished."""
+        """One sentence per run that has a note."""
         return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return the names of all metrics that some run has, in the order of docs/logging.md."""
+        """Return the names of all metrics that any run measured, in the order of docs/logging.md."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
@@ -148,10 +148,10 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
     """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
 
     Args:
-        metric: sorts the runs; None: held-out accuracy if any run has it, else reward.
+        metric: to sort by; None: held-out accuracy if measured, else reward.
 
     Raises:
-        UserError: ``path`` contains no run, or is itself a run.
+        UserError: there is no run in ``path``, or ``path`` is itself a run.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give the directory of a sweep (multirun/DATE/TIME).")
@@ -168,13 +168,13 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """Return the value that a sweeper optimizes: last held-out accuracy, else mean reward of the last 10 steps."""
+    """Return what a sweeper optimizes: a run's last held-out accuracy, else its mean reward of the last 10 steps."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Read ``metrics.jsonl``; return ``metrics``, ``steps`` and ``seconds`` of :class:`RunRow`."""
+    """Return (metrics, training steps, seconds) from a run's metrics file, see :class:`RunRow`."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -192,7 +192,7 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
 
 
 def _read_run(path: Path, root: Path) -> RunRow:
-    """Read one run of the sweep in ``root``; unreadable files are named in its note."""
+    """Read a run; files that cannot be read are listed in its note."""
     notes: list[str] = []
 
     def tried(read: Callable[[], Value], instead: Value) -> Value:
@@ -222,7 +222,7 @@ def _read_run(path: Path, root: Path) -> RunRow:
 
 
 def _overrides(path: Path) -> dict[str, str]:
-    """Return the values in Hydra's file of overrides by option, without ``+``; ``~option`` gives ``removed``."""
+    """Return {option: value} of a run's Hydra overrides, without ``+``; the value of ``~option`` is ``removed``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -241,7 +241,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the tables and notes as plain text, wrapped to ``width`` characters (None: not wrapped)."""
+    """Return the sweep's tables and notes as plain text, wrapped to ``width`` characters."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
@@ -256,7 +256,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
 
 
 def as_markdown(sweep: Sweep) -> str:
-    """Return the tables and notes as Markdown."""
+    """Return the sweep's tables and notes as Markdown."""
     tables = []
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
@@ -267,7 +267,7 @@ def as_markdown(sweep: Sweep) -> str:
 
 
 def as_csv(sweep: Sweep) -> str:
-    """Return CSV with a header and one line per run, with the metrics of all runs."""
+    """Return the sweep as CSV: one line per run, with every metric that any run measured."""
     names = sweep.measured()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -280,7 +280,7 @@ def as_csv(sweep: Sweep) -> str:
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
-    """Return all runs and settings as values for strict JSON."""
+    """Return the runs and settings as values for strict JSON."""
     runs = []
     for run in sweep.ranked:
         columns = vars(run) | {"path": str(run.path)}
@@ -294,7 +294,7 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_summary(path: Path) -> Sweep:
-    """Write ``summary.md`` and ``summary.json`` to the sweep's directory, atomically."""
+    """Read the sweep in ``path``, write ``summary.md`` and ``summary.json`` there, atomically, and return the sweep."""
     sweep = read_sweep(path)
     write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
     write_json(path / f"{SUMMARY}.json", as_json(sweep))
@@ -302,7 +302,7 @@ def write_summary(path: Path) -> Sweep:
 
 
 def _tables(sweep: Sweep) -> list[list[list[str]]]:
-    """Return the table of runs and, with several seeds, the table of settings; each begins with its header."""
+    """Return the table of runs, and if there are several seeds that of settings, each with a header line."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
     def shown(value: float | None, error: float | None = None) -> str:
@@ -335,7 +335,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return the ``grpo.py`` arguments; with ``train.resume=auto``, prepend the directory of the sweep to resume."""
+    """Return the arguments of ``grpo.py``; for a sweep with ``train.resume=auto`` add the directory to resume."""
     args = list(arguments)
     is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
     if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):
@@ -349,13 +349,13 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Write the command of a sweep, and whether all its runs are finished, to the sweep's directory."""
+    """Save the command of a sweep in its directory, and whether all its runs are finished (``complete``)."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:
-        raise UserError(f"Cannot write to {sweep_dir} ({error.strerror}); set another hydra.sweep.dir.") from error
+        raise UserError(f"hydra.sweep.dir={sweep_dir} cannot be written ({error.strerror}); use another.") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that identify a sweep, in order, because Hydra numbers the runs by it."""
+    """Return the arguments that identify a sweep, in their order, which determines Hydra's run numbers."""
     return [argument for argument in arguments if not _FREE.match(argument)]

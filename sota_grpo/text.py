@@ -1,4 +1,4 @@
-"""Untrusted text for a terminal, a log, JSON lines or HTML; durations; output that may fail. Standard library only."""
+"""Escape untrusted text; format durations; print to streams that may fail. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 RED, GREEN, YELLOW = 31, 32, 33  # ANSI
 
 _KEPT = frozenset("\u00a0\u3000\u200c\u200d")  # spaces, and the joiners that some scripts need
-# Left raw by JSON, but harmful in terminals, line readers or UTF-8: further control characters, line separators,
-# changes of direction, halves of surrogate pairs.
+# Characters that JSON does not escape, but that harm terminals, line readers or UTF-8: more control characters, line
+# separators, direction overrides, halves of surrogate pairs.
 _RAW = "\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _ODD, _ODD_IN_HTML = re.compile(f"[{_RAW}]"), re.compile(f"[<>&{_RAW}]")
 
 
 def readable(text: str, keep: str = "\n\t") -> str:
-    """Escape control characters, changes of direction and half surrogates, except those to ``keep``.
+    """Escape control characters, direction overrides and lone surrogates, except the characters in ``keep``.
 
     >>> readable("3 < 4\\x1b[2J\\u202e\\n5 Ångström \\ud800")
     '3 < 4\\\\x1b[2J\\\\u202e\\n5 Ångström \\\\ud800'
@@ -36,12 +36,12 @@ def readable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str, limit: int | None = 500) -> str:
-    """Return the first ``limit`` characters, readable and on one line."""
+    """Return the first ``limit`` characters of ``text`` with line breaks and control characters escaped."""
     return readable(text[:limit], keep="")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, else its type.
+    """Return the first line of an exception's message, or the name of its type if the message is empty.
 
     >>> first_line(ValueError("no route\\nand a page of details")), first_line(KeyError())
     ('no route', 'KeyError')
@@ -51,60 +51,33 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its text."""
+    """Return the name of an exception's type and the first line of its message."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
 
 class ReadableFormatter(logging.Formatter):
-    """A formatter of log lines that may quote untrusted text."""
+    """A log formatter that escapes control characters, since messages may quote untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return readable(super().format(record))
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-
-
-def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
-    """Return ``text`` for ``stream``: on a terminal on a clean line, in an ANSI colour unless ``NO_COLOR`` is set."""
-    if not is_terminal(stream):
-        return text
-    return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
-
-
-class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Shows our own sentences, except those for the log file only; warnings are yellow, errors red.
-
-    On a terminal the next line replaces that of a ``redrawn`` record. Without a stream it is the present stderr: a live
-    line puts its own in the place of that, to print above itself.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream)
-        self._is_stderr = stream is None
-        self.setLevel(logging.INFO)
-        self.addFilter(lambda record: not getattr(record, "file_only", False))
-        self.setFormatter(ReadableFormatter("%(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr if self._is_stderr else self.stream
-        self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
-        super().emit(record)
-
-    def format(self, record: logging.LogRecord) -> str:
-        colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else None
-        return shown(super().format(record), self.stream, colour)
+def console_handler(stream: TextIO | None = None) -> logging.Handler:
+    """Return a log handler that prints messages to ``stream`` (stderr), except those marked ``file_only``."""
+    console = logging.StreamHandler(stream)
+    console.setLevel(logging.INFO)
+    console.addFilter(lambda record: not getattr(record, "file_only", False))
+    console.setFormatter(ReadableFormatter("%(message)s"))
+    return console
 
 
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
     """Return ``value`` as one line of JSON with control characters escaped.
 
     Args:
-        html: escape markup, too, for a ``<script>`` element.
-        options: of :func:`json.dumps`.
+        html: escape ``<``, ``>`` and ``&`` too, for a ``<script>`` element.
+        options: passed to :func:`json.dumps`.
 
     >>> json_line({"text": "\\x1b[2J <b> é \\u202e\\ud800"})
     '{"text": "\\\\u001b[2J <b> é \\\\u202e\\\\ud800"}'
@@ -116,7 +89,7 @@ def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return minutes and seconds, with hours if there are any.
+    """Return ``seconds`` as ``M:SS`` or ``H:MM:SS``.
 
     >>> duration(151), duration(3661.2), duration(0.4)
     ('2:31', '1:01:01', '0:00')
@@ -127,16 +100,16 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream whose failure (a closed pipe, a lost terminal, a full disk) ends no run, only its own output.
+    """A text stream that discards its output once it cannot be written (closed pipe, lost terminal, full disk).
 
-    Logs one warning and writes to the null device afterwards. None is standard output.
+    It then logs one warning, and the run continues. ``stream`` None is standard output.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write and flush."""
+        """Write ``text`` and flush; return its length."""
         try:
             self._stream.write(text)
             self._stream.flush()
@@ -148,13 +121,13 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is left to flush."""
+        """No-op: :meth:`write` has flushed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def say(text: str, stream: TextIO | None = None, colour: int | None = None) -> None:
-    """Print a line on ``stream``, by default standard output, if that can be written."""
+    """Print a line to ``stream`` (standard output), and continue if it cannot be written."""
     output = Output(stream)
     output.write(shown(text, cast(TextIO, output), colour) + "\n")  # at once: threads write, too

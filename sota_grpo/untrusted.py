@@ -1,7 +1,7 @@
-"""Readers of run directories, whose files are untrusted: another user may have made them.
+"""Open files of run directories safely: another user may have made them, so they are untrusted.
 
-Every reader of a run opens its files here. A refused file is an ``OSError`` with the reason, like any other unreadable
-file.
+All code that reads a run opens its files here. Refusing a file raises ``OSError`` with the reason, as for any file that
+cannot be read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import IO, Any
 
 from sota_grpo.errors import UserError
 
-SMALL_BYTES = 16 << 20  # of a file that is read as a whole
+SMALL_BYTES = 16 << 20  # largest file that is read as a whole
 _YAML_BYTES, _YAML_DEPTH = 1 << 20, 32
-# A longer file that occupies a hundredth of its length or less takes hours and has no content.
+# Refuse a sparse file: longer than 1 GiB with data on under a hundredth of its length. Reading it takes hours.
 _HOLES_MATTER, _HOLES = 1 << 30, 100
-#: Errors of torch's ``weights_only`` loader for bytes that are no tensors; their text advises to run the file's code.
+#: Errors of torch's ``weights_only`` loader for a file without tensors; their messages advise executing its code.
 NO_TENSORS = (
     *(RuntimeError, EOFError, pickle.UnpicklingError, struct.error),
     *(LookupError, TypeError, ValueError, AttributeError),
@@ -33,14 +33,14 @@ _NOT_REGULAR = "it is no regular file"
 
 
 def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, levels: int = 1) -> IO[bytes]:
-    """Open a regular file of a run for reading, without waiting for a pipe or a device.
+    """Open a regular file of a run directory for reading; never blocks on a pipe or a device.
 
     Args:
-        most_bytes: refuse a larger file; None: no limit.
+        most_bytes: size of the largest file that is opened; None: no limit.
         levels: depth of the file in the run directory, 1 for a file directly in it.
 
     Raises:
-        OSError: no regular file, too large, all holes, or a link that leaves the run; or the system refuses.
+        OSError: it is not a regular file, too large, sparse, a link out of the run directory, or cannot be read.
 
     >>> folder = getfixture("tmp_path")
     >>> os.mkfifo(folder / "rollouts.jsonl")
@@ -56,7 +56,7 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
     if most_bytes is not None and status.st_size > most_bytes:
         refused = f"it has more than {most_bytes} bytes"
     elif status.st_size > _HOLES_MATTER and _HOLES * 512 * status.st_blocks < status.st_size:
-        refused = f"it is {status.st_size} bytes long and almost all of them are holes"
+        refused = f"it is a sparse file: {status.st_size} bytes long and almost without data"
     if refused:
         os.close(descriptor)
         raise OSError(errno.EINVAL, refused)
@@ -64,15 +64,15 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
 
 
 def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = None) -> None:
-    """Check a folder before a library reads it or this program writes to it; a missing folder passes.
+    """Check a run's folder before a library reads it or sota_grpo writes to it; a missing folder passes.
 
     Args:
-        folder: it and its direct contents are checked.
-        run_dir: the only place where links may lead.
-        below: folders in it that are checked recursively; None: all.
+        folder: is checked with its direct contents.
+        run_dir: directory in which the targets of links must be.
+        below: subfolders that are checked recursively; None: all.
 
     Raises:
-        UserError: it contains a link that leaves ``run_dir``, a pipe or a device.
+        UserError: the folder contains a link out of ``run_dir``, a pipe or a device.
     """
     if not os.path.lexists(folder):
         return
@@ -86,14 +86,14 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
 
 
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
-    """Return the content of a YAML file, as OmegaConf has it and unresolved; content that could expand is refused.
+    """Read a YAML file of a run with OmegaConf, interpolations unresolved; refuse aliases and deep nesting.
 
     Args:
-        levels: as in :func:`open_file`.
+        levels: see :func:`open_file`.
 
     Raises:
-        OSError: as :func:`open_file`.
-        Exception: PyYAML's and OmegaConf's own: no YAML, aliases, or too deep nesting.
+        OSError: see :func:`open_file`.
+        YAMLError, OmegaConfBaseException: the file is not valid YAML, has aliases, or is nested too deeply.
     """
     import yaml
     from omegaconf import OmegaConf

@@ -1,7 +1,7 @@
-"""Build a run: what is cheap and can be wrong first, then learner, engine and collector.
+"""Build the components of a run: first those that are cheap and may fail, then learner, engine and collector.
 
-In synchronous mode on one machine all of them are in this process; else engines, references and the ranks of a learner
-of several are workers.
+In synchronous mode with one device for each role, all components are in this process. Otherwise engines, references and
+the ranks of a learner with several are worker processes.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 3600.0  # longest wait for any sign of life from any group; dead and hung workers are found much sooner
+WAIT_S = 3600.0  # longest wait without any progress of a group; dead and hung workers are detected much sooner
 #: Engine, learner, weight sync, the transforms of a batch with their phases, and options of the collector.
 Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[tuple[str, Any]], dict[str, Any]]
 
 
 @dataclass(kw_only=True)
 class RunComponents(TrainingComponents):
-    """The components of a run; ``opened`` closes those that are in other processes or hold a device, last one first."""
+    """The components of a run; ``opened`` closes those in other processes or on a device, in reverse order."""
 
     tokenizer: Any
     collector: PromptGroupCollector
@@ -102,7 +102,7 @@ class RunComponents(TrainingComponents):
     opened: ExitStack
 
     def close(self) -> None:
-        """Close them, each even if another fails; idempotent."""
+        """Close all components, even if closing one of them fails; idempotent."""
         self.opened.close()
 
 
@@ -115,8 +115,8 @@ def build(
     """Build the components of a run.
 
     Args:
-        should_stop: polled while a batch is waited for; true ends the wait (``Interrupted``).
-        functions: reward functions that are Python objects (:mod:`sota_grpo.assembly.python_inputs`).
+        should_stop: called repeatedly while waiting for a batch; returning True ends the wait with ``Interrupted``.
+        functions: reward functions passed as Python objects (:mod:`sota_grpo.assembly.python_inputs`).
     """
     from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
 
@@ -159,7 +159,7 @@ def build(
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
         if config.eval.mode == "on" and len(task.heldout) < (num_problems := config.eval.num_samples):
-            logger.info("All %d held-out problems are measured (eval.num_samples=%d).", len(task.heldout), num_problems)
+            logger.info("All %d held-out problems are used: eval.num_samples=%d is more.", len(task.heldout), num_problems)
         return RunComponents(
             task=task,
             rollouts=collector.rollouts,
@@ -179,7 +179,7 @@ def build(
 
 
 def _of_the_models(config: Config) -> dict[str, Any]:
-    """Return what the gate reads from the configs of the policy and of its reference."""
+    """Return the fields of :class:`RunComponents` that describe the models of policy and reference."""
     name, trusts = config.ref_model.name, config.model.trust_remote_code
 
     def described(name: str) -> Any:
@@ -222,18 +222,18 @@ def _planned(config: Config) -> Plan:
 
 
 def with_dialogs(config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
-    """Return ``engine``, or a :class:`DialogEngine` around it where a task has several turns."""
+    """Return ``engine``, wrapped in a :class:`DialogEngine` if any task is multi-turn."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     return DialogEngine(engine, rules) if rules else engine
 
 
 def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
-    """Compose the transforms of a batch; the seconds of each phase are a metric."""
+    """Compose (phase, transform) pairs into one transform that logs the seconds of each phase as a metric."""
     return Compose(*(Timed(phase, transform) for phase, transform in transforms))
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """Return the evaluator on the first ``eval.num_samples`` held-out problems."""
+    """Return an evaluator for the first ``eval.num_samples`` held-out problems."""
     # a success may be no more than a reward above the limit
     is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
     rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
@@ -250,7 +250,7 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Push the weights of ``model`` to an engine of this process, merged unless the engine takes adapters."""
+    """Return the weight sync to an engine in this process: the adapter alone if supported, else merged weights."""
     if not config.train_model.lora.enabled:
         return EngineWeightSync(partial(_state, model), engine, make_room)
     if not (engine.takes_adapters or config.inference_model.serve_adapter):
@@ -264,7 +264,7 @@ def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
-    """Build learner, engine and reference in this process, where they take turns."""
+    """Build learner, engine and reference in this process, where they run one after the other."""
     device_type, placement = plan.device_type, plan.placement
     share_device = placement.colocated and device_type == "cuda"
     starting(f"Loading the policy {model_name(config)}")
@@ -274,7 +274,7 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
     # the engine copies the model before that has an adapter
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
-    starting("Putting the learner together")
+    starting("Building the learner")
     learner = make_learner(config, make_policy(config, base, device_type, device), tokenizer, device_type, run_dir)
     reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
@@ -295,7 +295,7 @@ def _make_in_workers(
     opened: ExitStack,
     sampler: Sampler | None,
 ) -> Made:
-    """Start the workers of engines, reference and perhaps several ranks of the learner, all at once."""
+    """Start the workers of engines, reference and (if several) learner ranks, all at the same time."""
     starting(f"Starting the workers, engine={plan.engine}")
     cluster = opened.enter_context(closing(Cluster(config, plan, run_dir)))
     engine = FleetEngine(
@@ -391,7 +391,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
 
 
 def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """Push an adapter alone (all weights, merged, on request), or all weights, to the engines of workers."""
+    """Return the weight sync from the learner to engines in workers: an adapter alone under LoRA, else all weights."""
     make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
         if not config.train_model.lora.enabled:

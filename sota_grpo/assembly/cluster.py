@@ -1,4 +1,4 @@
-"""The workers of a run: started in Ray, with a bundle for each, or in threads for engines that are servers."""
+"""Start the workers of a run: Ray actors in one placement group, or threads that are clients of engine servers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
-    """The launchers of a run, and the bundles and GPUs of its workers.
+    """Starts the engines, references and learner ranks of a run as workers, each with its Ray bundle and GPUs.
 
-    On one machine the plan assigns GPUs; on a running cluster Ray does. The learner is a worker if it has several
-    ranks, or on a cluster. Engines on the learner's devices share a bundle with its ranks; Ray assigns a GPU to one
-    process only, so an environment variable assigns the bundle's GPUs.
+    On one machine the plan assigns the GPUs, on a running Ray cluster Ray does. The learner is a worker if it has
+    several ranks, or on a cluster. Engines on the learner's devices share a bundle with its ranks. Ray assigns a GPU to
+    one process only, so there ``CUDA_VISIBLE_DEVICES`` assigns the bundle's GPUs.
 
     Attributes:
-        launcher: of the workers, which shares large values with them.
-        engine_launcher: of the engines' workers: servers are threads of this process.
+        launcher: starts references and learner ranks, and shares large values with them.
+        engine_launcher: starts the engines' workers; for engine servers they are threads of this process.
         num_engines: number of engines.
-        num_ranks: number of ranks in other processes; 0: the learner is in this one.
+        num_ranks: number of learner ranks in other processes; 0: the learner is in this process.
 
     Raises:
-        UserError: Ray is needed and not installed, or the cluster lacks devices of the plan.
+        UserError: Ray is needed but not installed, or the cluster has too few CPUs or GPUs for the plan.
     """
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path):
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads of each process: a share of the cores, on a cluster of GPUs its GPU's share of its node's."""
+        """CPU threads per process: cores of this machine per process, or on a GPU cluster cores of a node per GPU."""
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
@@ -71,7 +71,7 @@ class Cluster:
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        """Return the function that starts engine ``slot``; the client of a server is a thread of this process."""
+        """Return a function that starts the worker of engine ``slot``; clients of engine servers are threads here."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
         def spec_of(options: EngineOptions) -> WorkerSpec:
@@ -92,7 +92,7 @@ class Cluster:
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
-        """Start a worker for each rank of the learner; ranks find each other by themselves."""
+        """Start and return one worker per learner rank; all get the address of their process group."""
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
         bundles = [rank // per_engine if self._ranks_share_bundles else first + rank for rank in ranks]
@@ -117,7 +117,7 @@ class Cluster:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """The name of each shared GPU on its node, by its index in the plan, from a worker with a whole bundle."""
+        """{index in the plan: name on the node} of each GPU that an engine and a learner rank share on a cluster."""
         if not (self._ranks_share_bundles and self._gpus_by_ray):
             return {}
         per_engine = len(self._engines[0])
@@ -125,13 +125,13 @@ class Cluster:
         names = [name for bundle in reported for name in bundle.split(",")]
         if len(names) != len(self._plan.placement.inference):
             raise RunFailed(
-                f"Ray lent {len(self._plan.placement.inference)} GPUs to the engines and named {reported}; unset "
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
+                f"Ray assigned {len(self._plan.placement.inference)} GPUs to the engines, but CUDA_VISIBLE_DEVICES is "
+                f"{found}; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
             )
         return dict(zip(self._plan.placement.inference, names))
 
     def _address_calls(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
-        """Return the answer of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles."""
+        """Return ``method()`` of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles."""
         spec = WorkerSpec("sota_grpo.workers.ray_cluster:AddressWorker")
         hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
         try:
@@ -166,7 +166,7 @@ class Cluster:
             return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.timeout_s)
 
     def close(self) -> None:
-        """End the remaining workers; idempotent."""
+        """Kill the remaining workers; idempotent."""
         for launcher in dict.fromkeys((self._servers, self.launcher)):
             launcher.close()
         if self._rendezvous_file is not None:  # killed ranks leave it behind
@@ -174,7 +174,7 @@ class Cluster:
 
 
 def visible_gpus(config: Config) -> int:
-    """Return the number of GPUs of this machine, or of the running cluster."""
+    """Return the number of GPUs of the Ray cluster of ``ray.address``, or if it is not set, of this machine."""
     if config.ray.address is None:
         return torch.cuda.device_count()
     with _ray_mistakes(config.ray.address):
@@ -184,7 +184,7 @@ def visible_gpus(config: Config) -> int:
 
 
 def visible_names(gpus: Sequence[int]) -> str:
-    """Return ``CUDA_VISIBLE_DEVICES`` for a worker; the plan counts the devices of this process from 0."""
+    """Return the ``CUDA_VISIBLE_DEVICES`` of a worker with these GPUs, indices among those that this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = seen.split(",") if seen else None
     return ",".join(names[index].strip() if names else str(index) for index in gpus)
@@ -192,7 +192,7 @@ def visible_names(gpus: Sequence[int]) -> str:
 
 @contextmanager
 def _ray_mistakes(address: str | None) -> Iterator[None]:
-    """Raise sentences where Ray is not installed or does not answer."""
+    """Raise UserError if Ray is not installed or does not answer, RunFailed if it times out."""
     if find_spec("ray") is None:
         raise UserError(
             "mode=async, several devices and ray.address need Ray, which is not installed: "
@@ -202,8 +202,8 @@ def _ray_mistakes(address: str | None) -> Iterator[None]:
         yield
     except ConnectionError as error:
         raise UserError(
-            f"ray.address={address} does not answer ({error}); start it with `ray start --head`, or leave ray.address "
-            "out."
+            f"ray.address={address} does not answer ({error}); start a cluster there with `ray start --head`, or leave "
+            "ray.address out."
         ) from error
     except TimeoutError as error:
         raise RunFailed(str(error)) from error

@@ -1,4 +1,4 @@
-"""Configs outside ``grpo.py``: composed as Hydra does it, or loaded from a run, with consent to what they execute."""
+"""Compose a config as Hydra does, or load that of a run after consent to the code that it executes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PACKAGED = _PACKAGE / "presets"
-#: The presets: in an installed package ``sota_grpo/presets``, which pyproject.toml makes of ``config`` of a checkout.
+#: Folder of the presets: ``config`` of a checkout, which is ``sota_grpo/presets`` in an installed package.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names of a hub
+PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names on the hub
 ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
-#: Options of :func:`needs_consent` without effect where no loss is computed, and where nothing is sampled or graded.
+#: Options of :func:`needs_consent` without effect if no loss is computed, or if nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "train.sampler", "env.transforms", "algorithm.objective", "algorithm.baseline")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
@@ -45,20 +45,20 @@ _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
 _NAMELESS = re.compile(r"[+~\s]*=")
 _NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
-_TRUST = "add --trust-run (in Python trust=True), or give the same option again where options are taken"
+_TRUST = "add --trust-run (in Python trust=True), or repeat the option with the same value on the command line"
 _NO_NAME = "Config group override must be a string"
-_GLOBAL_PACKAGE = "@package _global_"  # a group whose options are outside its own section
+_GLOBAL_PACKAGE = "@package _global_"  # marks a group that sets options of other sections too
 
 
 def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> Config:
-    """Return the config called ``config_name`` under ``overrides``, as on the command line of ``grpo.py``.
+    """Return the preset ``config_name`` with ``overrides`` applied, as the command line of ``grpo.py`` does.
 
-    It is not validated: see :func:`sota_grpo.config.validators.validate`. A hub token moves to ``HF_TOKEN``. Hydra's
-    own options have no effect, except ``hydra.searchpath=[file://DIR]``, which adds a folder of configs. A Hydra that
-    already runs in this process is left as it was.
+    The config is not validated: see :func:`sota_grpo.config.validators.validate`. A hub token among the overrides moves
+    to ``HF_TOKEN``. Hydra's own options are ignored, except ``hydra.searchpath=[file://DIR]``, which adds a folder of
+    configs. The global state of a Hydra that runs in this process is restored.
 
     Raises:
-        UserError: no such config, an option that does not exist, or a value that it does not take.
+        UserError: the config or an option does not exist, or an option has a value of a wrong type.
 
     >>> config = compose("grpo_cpu", ["env.repeats=4", "algorithm=dapo"])
     >>> config.env.repeats, config.algorithm.name, config.model.name
@@ -84,15 +84,15 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
 
 
 def require_names(overrides: Sequence[str]) -> None:
-    """Raise UserError at an override without a name, where Hydra fails by an assertion."""
+    """Raise UserError if an override has no option name (``=1``), at which Hydra fails with an assertion."""
     for override in overrides:
         if _NAMELESS.match(override):
-            raise UserError(f"The override {one_line(override)} names no option; an override is OPTION=VALUE.")
+            raise UserError(f"The override {one_line(override)} has no option name; write OPTION=VALUE.")
 
 
 @contextmanager
 def _no_other_hydra() -> Iterator[None]:
-    """Set aside Hydra's global config, of which there can be only one."""
+    """Clear Hydra's global state, of which a process has one, and restore it afterwards."""
     from hydra.core.global_hydra import GlobalHydra
 
     before = GlobalHydra.instance().hydra
@@ -104,11 +104,11 @@ def _no_other_hydra() -> Iterator[None]:
 
 
 def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
-    """Return an error of Hydra or OmegaConf as one sentence."""
+    """Return the message for an error of Hydra or OmegaConf; ``overrides`` are those that were being applied."""
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
-        return f"There is no config {primary[1]}; the presets are {', '.join(preset_names())}."
+        return f"There is no config {primary[1]}; use one of {', '.join(preset_names())}."
     if preset is not None and (CONFIG_DIR / preset[1]).is_dir():
         return _no_preset(preset[1], preset[2])
     if unknown is not None:
@@ -119,25 +119,25 @@ def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
         return f"{bare[1]} is a preset; give it as --config-name {bare[1]}."
     if text.startswith(_NO_NAME) or isinstance(error, TypeError):
         groups = sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"hydra"})
-        return f"{', '.join(groups)} are set to the name of a preset, such as algorithm=dapo."
+        return f"{', '.join(groups)} take the name of a preset, such as algorithm=dapo."
     if _UNPARSED.search(text):
-        return f"{text.rstrip('.')}: an override is OPTION=VALUE, and a value with =, {{ or [ in it needs quotes."
+        return f"{text.rstrip('.')}: write OPTION=VALUE; a value that contains =, {{ or [ needs quotes."
     if text.startswith("Error merging override") and error.__cause__ is not None:
         return f"{text}: {' '.join(str(error.__cause__).partition('full_key')[0].split()).rstrip('.')}."
     return text
 
 
 def preset_names(folder: Path = CONFIG_DIR) -> list[str]:
-    """Return the names of the presets, or of those of the group in ``folder``."""
+    """Return the names of the presets in ``folder``: by default whole configs, else those of a group."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _no_preset(group: str, name: str) -> str:
-    return f"There is no {group}={name}; the presets are {', '.join(preset_names(CONFIG_DIR / group))}."
+    return f"There is no {group}={name}; use one of {', '.join(preset_names(CONFIG_DIR / group))}."
 
 
 def require_known(composed: Any) -> None:
-    """Raise UserError where a composed config has an unknown option, as ``+name=1`` adds one."""
+    """Raise UserError if a composed config has an unknown option, which the override ``+name=1`` can add."""
     from omegaconf import OmegaConf
 
     known = {name for name, _, _ in walk()}
@@ -154,19 +154,19 @@ def load_config(
     unused: Collection[str] = (),
     remedy: str = _TRUST,
 ) -> Config:
-    """Return the config of the run in ``run_dir``, its ``config.yaml``, under ``overrides`` as ``grpo.py`` takes them.
+    """Return the config of a run, read from ``run_dir/config.yaml``, with ``overrides`` in the syntax of ``grpo.py``.
 
-    A group (``algorithm=dapo``) replaces its whole section. An option that is newer than the run has its default. Not
-    validated, as with :func:`compose`. The run may be another user's: acts of :func:`needs_consent` are refused without
-    ``trust``, unless an override has the same value; its secrets are ignored.
+    A group (``algorithm=dapo``) replaces its whole section. Options that the file lacks have their defaults. The config
+    is not validated, as in :func:`compose`. The run may be another user's: unless ``trust`` is true, options that
+    execute code or contact servers (:func:`needs_consent`) are refused, except if an override sets the same value.
 
     Args:
-        trust: consent to all acts.
-        unused: options without effect in the caller, which need no consent.
-        remedy: how a user of the caller consents.
+        trust: allow all that :func:`needs_consent` lists.
+        unused: options that have no effect in the caller and need no consent.
+        remedy: end of the error message: what the user does to consent.
 
     Raises:
-        UserError: there is no run, an option or override does not fit, or consent is missing.
+        UserError: there is no run, an option or override is not valid, or consent is missing.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -192,7 +192,7 @@ def load_config(
 
 
 def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """Return the config in ``path`` under ``overrides``, and the defaults under the same."""
+    """Return (the config in ``path``, the default config), each with ``overrides`` applied."""
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -204,7 +204,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
         for name, value in flat(content).items() if isinstance(content, dict) else ():
             if "${" in str(value):  # it would be resolved in the reader's environment
                 raise UserError(
-                    f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value there."
+                    f"{path}: {name} has an interpolation (${{..}}), which a run never saves; replace it by its value."
                 )
         default = OmegaConf.structured(Config)
         config = _with_overrides(OmegaConf.merge(default, saved), overrides)
@@ -216,7 +216,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """Return the code that a config makes this machine run, and the servers that it contacts, by option.
+    """Return {option: phrase} of what a config would execute or contact, for the request for consent.
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -235,7 +235,7 @@ def needs_consent(config: Config) -> dict[str, str]:
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
     if config.model.trust_remote_code:
-        acts["model.trust_remote_code"] = "run the Python files that its model brings along"
+        acts["model.trust_remote_code"] = "run the Python files of its model"
     for option, is_input in (
         ("inference_model.engine_kwargs", config.inference_model.engine_kwargs),
         ("model.load_kwargs", config.model.load_kwargs),
@@ -258,27 +258,27 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError unless ``acts`` is empty: these acts of a run's config lack the user's consent."""
+    """Raise UserError if there are ``acts``, phrases of :func:`needs_consent` to which the user has not consented."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the config of the run of ``train.resume=RUN``, if it exists, with ``overrides``; else ``config``."""
+    """Return the saved config of the run in ``train.resume``, with ``overrides``; ``config`` if no run is given."""
     resume = config.train.resume
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
-    logger.info("The options of %s count where this command gives none.", Path(resume) / CONFIG_FILE)
+    logger.info("Options that this command does not set are taken from %s.", Path(resume) / CONFIG_FILE)
     return load_config(Path(resume), overrides, remedy="give the same option again")  # it has no --trust-run
 
 
 def no_run_or_model(name: str) -> str:
-    """Return the sentence, without its period, on a folder that has neither."""
+    """Return the message, without its period, that the folder ``name`` has neither a run nor a model."""
     return f"There is neither a run ({CONFIG_FILE}) nor a model (config.json) in {name}"
 
 
 def anchor_paths(config: Config) -> None:
-    """Make the paths in ``config`` absolute, so that it means the same in any current directory."""
+    """Make the paths in ``config`` absolute, so that they do not depend on the current directory."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):
@@ -291,7 +291,7 @@ def anchor_paths(config: Config) -> None:
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
-    """Correct the paths of Python inputs after the run's directory was moved."""
+    """Correct the paths of saved Python inputs if the run's directory was moved."""
     for name, value in list(_paths(config)):
         path, function = _path_of(name, value)
         moved = run_dir.absolute() / INPUTS / path.name
@@ -300,18 +300,18 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """Return the run's option, where an entry of a mixture or an element of a list has the value."""
+    """Return the option behind a name: of ``env.mixture.a.tools`` ``env.tools``, of ``env.transforms[0]`` the list."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 
 def _path_of(name: str, value: str) -> tuple[Path, str]:
-    """Return the file or folder in an option's value, and ``:FUNCTION`` behind it."""
+    """Split an option's value into its file or folder and ``:FUNCTION`` (empty if it names none)."""
     reference = file_reference(value) if _run_option(name) in IN_FILES else None
     return (Path(value).expanduser(), "") if reference is None else (reference[0], f":{reference[1]}")
 
 
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each option that names a file or folder, mixtures included, before any validation."""
+    """Yield (name, value) of each option that names a file or folder, entries of mixtures included; not validated."""
     for name, value in _values(config, *PATH_OPTIONS):
         in_a_file = (file_reference(value) or value.endswith(PICKLED)) and server_of(value) is None
         if _run_option(name) not in IN_FILES or in_a_file:
@@ -320,7 +320,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each of these options that the run or an entry of a mixture sets; lists by element."""
+    """Yield (name, value) of these options if the run or an entry of a mixture sets them; lists by element."""
     named = {option: attrgetter(option)(config) for option in options}
     mixture = config.env.mixture
     for task, entry in mixture.items() if isinstance(mixture, dict) else ():
@@ -335,7 +335,7 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
 
 
 def _set(config: Config, name: str, value: str) -> None:
-    """Set an option by its name; a mixture is replaced, not changed."""
+    """Set the option ``name``; ``env.mixture`` is replaced by a changed copy."""
     section, _, option = name.rpartition(".")
     option, _, number = option.partition("[")
     if number:
@@ -354,7 +354,7 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     odd = [item.input_line for item in parsed if item.is_delete() or item.is_add() or item.is_sweep_override()]
     if odd:
-        raise UserError(f"{odd[0]} does not go with a run that there is; give option=value.")
+        raise UserError(f"{odd[0]} cannot change the config of a saved run; write OPTION=VALUE.")
     for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
         if not item.key_or_group.startswith("hydra."):
             node = _overridden(node, item.key_or_group, item.value())

@@ -1,4 +1,4 @@
-"""The placement of a run: the type of device, the devices of each role, in this process or in workers."""
+"""Choose the devices of learner, engines and reference, and whether they are in this process or in workers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
 from sota_grpo.policy.load import resolve_model_path
 
-FEW_ROWS = 64  # of an engine on a GPU: reading its weights takes longer than what is computed with them
+FEW_ROWS = 64  # sequences decoded at once: with fewer, a GPU takes longer to read weights than to compute
 
 
 @dataclass(frozen=True)
 class Role:
-    """The request of one role: a count, explicit indices, or neither (one device, shared where none is left)."""
+    """The devices that the config requests for one role: a count, explicit indices, or neither (one device)."""
 
     name: str
     num_devices: int | None = None
     devices: Sequence[int] | None = None
     default: int = 1
-    shared: bool = False  # engines on all devices of the learner
+    shared: bool = False  # the engines use all devices of the learner
 
     @property
     def requested(self) -> bool:
-        """Whether the user requests devices; a role without a request may share one."""
+        """Whether the config requests devices; a role without a request may share those of another role."""
         return self.num_devices is not None or self.devices is not None
 
     @property
     def option(self) -> str:
-        """The option with the request."""
+        """Name of the option that requests the devices."""
         return f"{self.name}.{'devices' if self.devices is not None else 'num_devices'}"
 
     @property
@@ -48,7 +48,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device indices of each role; ``colocated``: the engine shares a device with the learner."""
+    """Device indices of each role; ``colocated``: engine and learner share a device."""
 
     train: tuple[int, ...]
     inference: tuple[int, ...]
@@ -57,18 +57,18 @@ class Placement:
 
 
 def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
-    """Return the devices of the roles: disjoint for those that request devices, shared by the others.
+    """Assign devices to the roles: roles that request devices get different ones, the other roles share.
 
-    An engine without a request shares the learner's devices, since in synchronous mode the two take turns; ``shared``
-    engines do so as workers too. A reference without a request takes the first free device, else the learner's. All
-    share a machine's only device.
+    An engine without a request shares the learner's devices, since in synchronous mode they run one after the other;
+    ``shared`` engines do so in workers too. A reference without a request gets the first free device, else the
+    learner's. If there is only one device, all roles share it.
 
     Args:
-        available: number of devices; 0 is the CPU, where the indices of a role only count its workers.
-        concurrent: engine and learner work at the same time, so the engine has its own devices where there are two.
+        available: number of GPUs; 0: the CPU, where the indices of a role only count its workers.
+        concurrent: engine and learner run at the same time, so the engine needs devices of its own if there are two.
 
     Raises:
-        UserError: too many devices, an index that does not exist, or one index for two roles.
+        UserError: too many devices are requested, an index does not exist, or two roles have the same index.
 
     Example:
         >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
@@ -90,11 +90,11 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
         for index in role.devices or ():
             if not 0 <= index < available:
                 raise UserError(
-                    f"{role.name}.devices names device {index}, and this machine has {available} "
+                    f"{role.name}.devices has device {index}, but this machine has only {available} "
                     f"(0 to {available - 1}); use {role.name}.devices=[{available - 1}] or leave it out."
                 )
             if index in taken_by and available > 1:
-                raise UserError(f"Device {index} is named by {taken_by[index]} and by {role.name}; give each its own.")
+                raise UserError(f"{taken_by[index]}.devices and {role.name}.devices both have {index}; change one.")
             taken_by[index] = role.name
     if available == 1 and all(role.count == 1 for role in roles):
         return Placement((0,), (0,), (0,) if ref else (), colocated=True)
@@ -114,7 +114,7 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
 
 
 def describe(placement: Placement, device_type: str) -> str:
-    """The plan in one line, for the log.
+    """Return the placement as one line for the log.
 
     >>> describe(Placement((0, 1), (0, 1), (0,), colocated=True), "cpu")
     '2 learner ranks, 2 engines, 1 reference worker on the CPU'
@@ -148,16 +148,16 @@ class Plan:
     device_type: str
     placement: Placement
     engine: str
-    workers: bool  # collection, reference and several ranks live in processes of their own
+    workers: bool  # engines, reference and several learner ranks are worker processes
     notes: tuple[str, ...] = ()  # sentences for the log
-    shared: bool = False  # engines in workers share the learner's devices, and sleep while those compute
+    shared: bool = False  # engines in workers share the learner's devices, and sleep while it trains
 
 
 def resolve_device(config: Config) -> str:
-    """Return ``cuda`` or ``cpu``.
+    """Return ``cuda`` or ``cpu``, the device type of the run.
 
     Raises:
-        UserError: no such model folder; or no GPU under ``device=cuda`` or for a model of the hub, with the reason.
+        UserError: the model's folder does not exist, or there is no GPU but ``device=cuda`` or a model of the hub.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":
@@ -171,8 +171,7 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the reference has weights of its own: under LoRA it is the base model with the adapter off, unless it
-    is another model or on another device."""
+    """Whether the reference needs own weights; not if it is the policy without its LoRA adapter, in this process."""
     options = config.ref_model
     is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
@@ -180,7 +179,7 @@ def reference_has_own_weights(config: Config) -> bool:
 
 
 def wants_workers(config: Config) -> bool:
-    """Whether the run needs other processes: concurrent collection, several devices for a role, or a cluster."""
+    """Whether the run needs worker processes: for mode=async, several devices for a role, or a Ray cluster."""
     several = any(role.count > role.default for role in _roles(config))
     return several or config.mode == "async" or config.ray.address is not None
 
@@ -198,14 +197,14 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
 
 
 def make_plan(config: Config, device_type: str, num_gpus: int | None = None, engine: str | None = None) -> Plan:
-    """Plan the run; with one GPU collection and training take turns on it, whatever the mode.
+    """Choose devices and processes of the run; with one GPU, sampling and training alternate on it in any mode.
 
     Args:
-        num_gpus: None: those of this machine.
-        engine: its resolved name; None: that of the config on this machine.
+        num_gpus: GPUs to use; None: all of this machine.
+        engine: name of the engine; None: resolved from ``engine.name`` and what is installed.
 
     Raises:
-        UserError: as :func:`place`, or the engine is not installed or cannot reach its device.
+        UserError: as :func:`place`, or the engine is not installed or cannot use its device.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
@@ -224,16 +223,16 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     taken = [*placement.train, *(() if shared else placement.inference), *placement.ref]
     if config.ray.address is not None and device_type == "cuda" and len(set(taken)) < len(taken):
         raise UserError(  # Ray gives each GPU to one process
-            f"On a cluster every role needs GPUs of its own: {len(taken)} in all, and this one has {available}; add "
-            "nodes, set policy.kl_coef=0 for a run without reference, or leave ray.address out."
+            f"On a Ray cluster each role needs its own GPUs: {len(taken)} in all, and this one has {available}; add "
+            "nodes, set policy.kl_coef=0 to train without a reference, or leave ray.address out."
         )
     if workers and device_type == "cuda" and placement.colocated and not shared:
-        notes.append("One GPU: collection and training take turns on it, in synchronous mode.")
+        notes.append("There is one GPU: sampling and training alternate on it, as in mode=sync.")
         workers = False
     if not workers and device_type == "cuda" and placement.inference[0] and engine == "vllm":
         raise UserError(
-            f"engine=vllm runs in this process, where it can only take the first visible GPU (0), and inference_model "
-            f"is placed on GPU {placement.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
+            f"engine=vllm in this process can only use the first visible GPU (0), but inference_model is placed on GPU "
+            f"{placement.inference[0]}; use inference_model.devices=[0] with CUDA_VISIBLE_DEVICES in "
             f"another order, or engine=transformers."
         )
     if ref.requested and not has_reference(config):
@@ -246,34 +245,34 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
 
 
 def num_engines(config: Config, plan: Plan) -> int:
-    """Number of engines that share the requests in flight."""
+    """Return the number of engines of the run; requests are distributed over them."""
     if not plan.workers:
         return 1
     return max(1, len(plan.placement.inference) // config.inference_model.tensor_parallel_size)
 
 
 def _idle_notes(config: Config, plan: Plan) -> list[str]:
-    """Return a sentence for each reason why GPUs would be idle."""
+    """Return a message for each reason why GPUs would be partly idle."""
     shares = len(plan.placement.train) // config.train_model.tensor_parallel_size
     notes, engines = [], num_engines(config, plan)
     if config.train_model.compile is None and not builds_kernels():
-        notes.append("Layers are not compiled, which is slow: that needs Triton and a C compiler (gcc).")
+        notes.append("Layers are not compiled, which is slow: compilation needs Triton and a C compiler; install them.")
     responses = mean_responses_per_step(config) * (1 + config.train.max_policy_age) // engines
     rows = min(responses, engine_rows(config, plan.engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"
         width = "inference_model.max_num_seqs" if config.inference_model.max_num_seqs else "env.num_envs"
         fix = "train.dialog_turns_per_batch" if rows == responses else width
-        notes.append(f"{each} at most {rows} responses at once; a GPU is idle below {FEW_ROWS}: raise {fix}.")
+        notes.append(f"{each} at most {rows} responses at once; below {FEW_ROWS} a GPU is mostly idle: raise {fix}.")
     of_share = config.train.optim_batch_size // max(1, shares)
     if shares > 1 and of_share * longest_response(config) <= micro_batch_tokens(config):
         notes.append(
-            f"Each of {shares} learner ranks has {of_share} responses of an optimizer step, one micro-batch at most: "
+            f"Each of {shares} learner ranks gets {of_share} responses of an optimizer step, at most one micro-batch: "
             "raise train.optim_batch_size, or lower train_model.num_devices."
         )
     return notes
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:
-    """Return torch's name of a role's first device."""
+    """Return torch's name of a role's first device, such as ``cuda:0`` or ``cpu``."""
     return device_type if device_type == "cpu" else f"{device_type}:{indices[0]}"

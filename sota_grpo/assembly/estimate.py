@@ -1,17 +1,16 @@
 """Estimate the memory of every device and the disk space of a run, from its config and the shape of its model.
 
-Counted is what this project's code keeps: rows packed with each prompt once, attention that saves its inputs and output
-and one number per token and head, logits in tiles, an update in place; not what the C library's heap cannot give back.
+It assumes this project's training code: rows packed with each prompt once, attention that saves inputs, output and one
+number per token and head, logits computed in chunks, an in-place update. Fragmentation of the heap is not included.
 
-The moments of an optimizer step that can be its peak, for the first micro-batch, which finds no gradients, and the
-next, which finds them all (``G``); ``E`` is the gradient of the head (bytes per weight times vocabulary times hidden)::
+The peak of an optimizer step is the largest of these phases, computed for the first micro-batch, before which no
+gradient is allocated, and for the second, before which all are (``G``). ``E`` is the gradient of the output head (bytes
+per weight times vocabulary times hidden size). Weights and optimizer state are allocated in every phase::
 
-    head        activations of all layers, tiles of logits, E, the gradient of the hidden states
-    decoder     activations of all layers, E where it waits for a tied embedding or is new, one MLP's gradients
-    embedding   G, and where head and embedding are tied, E once more: each has made a dense gradient by then
+    head        activations of all layers, chunks of logits, E, the gradient of the hidden states
+    decoder     activations of all layers, E if it is new or awaits a tied embedding, the gradients of one MLP
+    embedding   G, and a second E if head and embedding are tied: each has a dense gradient then
     step        G, and the memory of the optimizer's step (:mod:`sota_grpo.policy.optimizers`)
-
-Weights and the optimizer's state are there throughout.
 """
 
 from __future__ import annotations
@@ -63,41 +62,39 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 MOST_GPUS = 128
-VLLM_CPU_POOL = GIB  # keys and values of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE says otherwise
-CUDA_CONTEXT = 600 * 2**20  # of a process on a GPU: driver, kernels, workspaces of the matrix library
+VLLM_CPU_POOL = GIB  # KV cache of vLLM on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set
+CUDA_CONTEXT = 600 * 2**20  # per process on a GPU: driver, kernels, cuBLAS workspaces
 SAMPLE, SCORE, TRAIN, AT_WORK = "sampling", "reference", "training", "at work"
-FILLED = 0.9  # of what is free while training, by micro-batches of train.micro_batch_tokens=auto
+FILLED = 0.9  # fraction of the memory free for training that train.micro_batch_tokens=auto may fill
 _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "reference: pass")
-ASSUMED_GIB = 80  # of a GPU that is not here
-ASSUMED_PROMPT = 512  # tokens of the longest prompt where neither tokenizer nor data are here
-_MOST_CHANGES = 3  # options that a proposal may touch
-SUPPORT_BYTES = 76  # of a supported token: indices, logit, softmax and entropy (60 where that has no gradient)
-COMPILED = 0.6  # of what eager layers save in float32 under autocast: five peaks of an H100 within 6 %
-SLOT_BYTES = 150  # of a padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
-VLLM_PASS_TOKENS = 8192  # that vLLM computes at once, its default
-ByteCounts = dict[str, int]  # bytes by what they are
+ASSUMED_GIB = 80  # memory of a GPU that is not on this machine
+ASSUMED_PROMPT = 512  # tokens of the longest prompt if the tokenizer or the data is not on this machine
+_MOST_CHANGES = 3  # options that a proposal may change
+KEPT_BYTES = 76  # per token of the sampling support: index, logit, softmax, entropy (60 if entropy has no gradient)
+COMPILED = 0.6  # fraction of eager layers' saved float32 bytes under autocast: five H100 peaks within 6 %
+SLOT_BYTES = 150  # per padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
+VLLM_PASS_TOKENS = 8192  # most tokens of one vLLM forward pass (max_num_batched_tokens), its default
+ByteCounts = dict[str, int]  # bytes by component, e.g. {"weights": 5792}
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The settings of training on which its memory depends."""
+    """The training settings on which the memory of a learner or reference depends."""
 
     weight_bytes: int = 4  # per weight
-    product_bytes: int = 4  # per number of the matrix products: 2 under autocast to half precision, else weight_bytes
-    rank: int = 0  # of a LoRA adapter on every linear layer, kept in float32; 0 trains all weights
-    dropout: bool = False  # the adapter's inputs are dropped at random
+    product_bytes: int = 4  # per number in matrix products: 2 under autocast to half precision, else weight_bytes
+    rank: int = 0  # of a float32 LoRA adapter on every linear layer; 0: all weights are trained
+    dropout: bool = False  # on the adapter's inputs
     checkpointing: bool = False  # of activations
-    ranks: int = 1  # processes that divide weights, gradients and moments (FSDP2, tensor parallelism)
-    parallel: int = 1  # of them those of tensor parallelism, which gather no layers; activations count as if whole
-    shard_gradients: bool = False  # several ranks sum gradients after every micro-batch; else each holds them whole
-    on_cpu: bool = True  # the tiles of logits are small
+    ranks: int = 1  # processes that shard weights, gradients and moments (FSDP2, tensor parallelism)
+    parallel: int = 1  # tensor-parallel ranks, which gather no layers; activations are counted unsharded
+    shard_gradients: bool = False  # reduce-scatter gradients after each micro-batch; else each rank holds all
+    on_cpu: bool = True  # the chunks of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
-    support: int = 0  # most tokens of a sampling support, where sampling is truncated
-    saved_bytes: int = (
-        0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.max_saved_bytes
-    )
-    quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
-    compiled: bool = False  # layers are compiled, on a GPU
+    kept: int = 0  # most tokens kept by top-k / top-p at a position; 0: sampling is not truncated
+    kept_tiles: int = 0  # most bytes of logits saved for the backward pass: sota_grpo.functional.log_probs.kept_limit
+    quantized: bool = False  # the layers' matrices are frozen in 4 bits, with an adapter
+    compiled: bool = False  # layers are compiled (GPU only)
     optimizer: str = "adamw"
 
     @property
@@ -109,32 +106,32 @@ class Learning:
         return LOGITS_BYTES_ON_CPU if self.on_cpu else LOGITS_BYTES
 
     def base_bytes(self, model: Architecture) -> int:
-        """Bytes of the weights without an adapter; in 4 bits with scales as in arXiv:2305.14314, section 3."""
+        """Bytes of the weights without an adapter; 4-bit weights have the scales of arXiv:2305.14314, section 3."""
         matrices = model.layers * model.layer_matrices if self.quantized else 0
         packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
         return (model.parameters - matrices) * self.weight_bytes + packed
 
     def optimizer_bytes(self, model: Architecture) -> int:
-        """Bytes of the optimizer's state between two steps."""
+        """Bytes of the optimizer's state between steps."""
         trained = Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
         return OPTIMIZERS[self.optimizer].state_bytes(trained)
 
     def trained_bytes(self, model: Architecture) -> int:
-        """Bytes of all weights that have a gradient, and so of their gradients and of each moment."""
+        """Bytes of the trainable weights; their gradients take as many, and so does each optimizer moment."""
         return 4 * model.adapter_parameters(self.rank) if self.rank else self.weight_bytes * model.parameters
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The sizes of one micro-batch."""
+    """Number of packed tokens, sampled tokens and padded slots of one micro-batch."""
 
-    tokens: int  # packed, each prompt once
-    predicted: int  # sampled tokens, which have logits
+    tokens: int  # packed, each prompt counted once
+    predicted: int  # sampled tokens: those with logits
     slots: int  # rows times the longest row
 
 
 def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that one layer saves for its backward pass; ``c`` bytes per number of the matrix products."""
+    """Return the bytes of activations that one layer saves for its backward pass."""
     hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
     of_norm = 0 if how.rank else how.weight_bytes * hidden
     per_token = 2 * (4 * hidden + 4 + of_norm)  # of two norms: inputs in float32, inverse roots, what they normed
@@ -154,8 +151,8 @@ def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that the decoder saves: its layers, or under checkpointing their inputs; the cosines and sines
-    of the positions; the last norm; under autocast without checkpointing the weights in 2 bytes.
+    """Return the bytes that the decoder saves for its backward pass: activations of its layers (under checkpointing
+    their inputs only), rotary cosines and sines, the last norm, and under autocast without checkpointing cast weights.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
@@ -176,12 +173,12 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that log-probs save: hidden states or a frozen head's slopes, positions, targets, 3 vectors."""
+    """Return the bytes that log-probs save: hidden states (of a frozen head their gradient), indices and 3 vectors."""
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
 def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes of the head's backward pass: tiles, the hidden states' gradient, one tile of the weight's."""
+    """Return the working bytes of the head's backward pass: chunks of logits and weights, hidden states' gradient."""
     wide = 4 * rows.predicted * model.hidden
     if how.support:
         return how.tile_bytes + 2 * wide + rows.predicted * how.support * SUPPORT_BYTES
@@ -196,7 +193,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
-    """Return the peak of an optimizer step on one rank that has its moments; the first two micro-batches count.
+    """Return the peak bytes of an optimizer step on one rank, by component; it is in the first two micro-batches.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -239,7 +236,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes of a pass without gradient, less the weights: one MLP, one cast matrix, and the head."""
+    """Return the bytes of a forward pass without gradients, weights excluded: one MLP, one cast matrix, the head."""
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
@@ -248,14 +245,14 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
+    """Return the KV cache bytes of one token over all layers."""
     return 2 * model.layers * model.kv_width * number_bytes
 
 
 def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
-    """Return the bytes that vLLM's ``share`` leaves for keys and values on each of ``parallel`` devices.
+    """Return the bytes for vLLM's KV cache on each of ``parallel`` devices, where vLLM may use ``share`` bytes.
 
-    Taken off are weights, a pass of 8192 tokens, and float32 logits of all rows, twice; below 0 it is too small.
+    Subtracted are weights, a forward pass of 8192 tokens, and float32 logits of all rows, twice. Negative: too small.
     """
     passing = VLLM_PASS_TOKENS * 3 * (model.intermediate + model.hidden)
     return share - (model.parameters + passing) * number_bytes // parallel - rows * model.vocab * 8
@@ -263,28 +260,28 @@ def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine in which the run must fit."""
+    """The devices and memory that the run has."""
 
     device_type: str  # cuda or cpu
     memory: int  # bytes of each GPU, or of the whole machine
-    process_bytes: int = CUDA_CONTEXT  # of a process on the device before any tensor
-    count: int | None = None  # GPUs; None: as many as the config requires
+    process_bytes: int = CUDA_CONTEXT  # of each process on the device before it allocates a tensor
+    count: int | None = None  # number of GPUs; None: as many as the config needs
     is_here: bool = True
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes on a device at each moment of the run."""
+    """The bytes allocated on a device in each phase of the run: sampling, reference, training."""
 
     name: str  # cuda:0, or CPU for the whole machine
     roles: tuple[str, ...]
     moments: Mapping[str, ByteCounts]
     capacity: int
-    problem: str | None = None  # that keeps an engine from starting there, as one sentence
+    problem: str | None = None  # sentence: why an engine cannot start on the device
 
     @property
     def peak(self) -> int:
-        """Bytes of the worst moment."""
+        """Bytes of the phase with the most."""
         return max(sum(sizes.values()) for sizes in self.moments.values())
 
     @property
@@ -293,7 +290,7 @@ class DeviceMemory:
 
     @property
     def learning(self) -> tuple[int, int]:
-        """Bytes of learner and reference at their fullest moment, and the bytes that are free for them then."""
+        """Return (bytes of learner and reference, bytes available to them) in the phase that is fullest."""
         moments = [entries for moment, entries in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(entries.get(name, 0) for name in _OF_LEARNER), sum(entries.values())) for entries in moments]
         left = [(learner, self.capacity - (whole - learner)) for learner, whole in sizes if learner]
@@ -302,16 +299,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The memory of a run on its devices."""
+    """The memory that a run needs on each of its devices."""
 
     config: Config
     model: Architecture  # of the policy
     prompt_tokens: int  # of the longest prompt
     machine: Machine
-    teacher: Architecture | None = field(default=None, kw_only=True)  # the reference; None: as the policy
+    teacher: Architecture | None = field(default=None, kw_only=True)  # of the reference; None: the policy's
 
     def with_options(self, options: dict[str, Any]) -> Self:
-        """Return the same run under other options, by dotted name; no placement depends on micro-batches."""
+        """Return the same run with other options, by dotted name; a change of micro-batches alone keeps the plan."""
         other = replace(self, config=with_options(self.config, options))
         if options.keys() == {"train.micro_batch_tokens"}:
             vars(other)["plan"] = self.plan
@@ -319,7 +316,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan; without a number of GPUs, on the fewest that the run takes. vLLM is installed elsewhere."""
+        """The placement of the run; without a given number of GPUs, on the fewest possible, ``auto`` being vLLM."""
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -331,7 +328,7 @@ class RunMemory:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """The memory of each device; on a CPU all processes share that of the machine."""
+        """The memory of each device; on a CPU one entry, which all processes share."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]
@@ -343,7 +340,7 @@ class RunMemory:
         return all(device.fits for device in self.devices)
 
     def _device(self, name: str, ranks: int, engines: int, references: int) -> DeviceMemory:
-        """Return the memory of a device, with these numbers of each role."""
+        """Return the memory of a device that hosts this many learner ranks, engines and references."""
         # in one process, and on GPUs that they share, where an engine sleeps while the learner trains
         take_turns = not self.plan.workers or (self.plan.shared and self.plan.device_type != "cpu")
         plan, on_cpu, kind = self.plan, self.plan.device_type == "cpu", ENGINES[self.plan.engine].memory
@@ -398,24 +395,24 @@ class RunMemory:
 
     @property
     def row_shares(self) -> int:
-        """Number of ranks, or of tensor-parallel groups of ranks, that share a step's rows."""
+        """Number of data-parallel ranks (tensor-parallel groups count once): each gets a part of a step's rows."""
         return max(1, len(self.plan.placement.train) // self.config.train_model.tensor_parallel_size)
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and response: the config's limit, at most the model's."""
+        """Most tokens of prompt plus response: the smaller of the config's and the model's limit."""
         return min(self.config.inference_model.max_model_len or self.model.context, self.model.context)
 
     @property
     def largest_sample(self) -> tuple[int, int]:
-        """Tokens of the longest prompt and of the longest response to it."""
+        """Return (tokens of the longest prompt, tokens of the longest response to that prompt)."""
         prompt = min(self.prompt_tokens, self.context - 1)
         return prompt, min(longest_response(self.config), self.context - prompt)
 
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
-        """Return those of an optimizer step on one of ``shares``, the heaviest first, if every sample is the largest.
+        """Return the micro-batches of an optimizer step on one of ``shares`` data-parallel ranks, the largest first.
 
-        Micro-batches count as full, since ragged samples fill them.
+        Every sample has the largest size; micro-batches are full, as samples of mixed lengths fill them.
         """
         (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
         rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
@@ -434,9 +431,9 @@ class RunMemory:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """``train.micro_batch_tokens``; ``auto`` on a GPU: the most with which learner and reference fill at most
-        :data:`FILLED` of the memory that is free for them, at most ``MOST_TOKENS`` or one share of a step, and at least
-        the longest sample.
+        """Tokens per micro-batch: ``train.micro_batch_tokens``; for ``auto`` on a GPU the most with which learner and
+        reference fill at most :data:`FILLED` of their memory, up to ``MOST_TOKENS`` or a rank's part of a step, and at
+        least the longest sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -454,7 +451,7 @@ class RunMemory:
 
     @cached_property
     def learner(self) -> ByteCounts:
-        """Peak of one rank in a step."""
+        """Peak bytes of one learner rank in a training step, by component."""
         step = learner_memory(self.model, self.how, self.micro_batches(self.row_shares))
         if make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
             scored = self._forward_bytes(self.model, self.how, self.row_shares)
@@ -464,7 +461,7 @@ class RunMemory:
 
     @cached_property
     def reference(self) -> tuple[int, int]:
-        """Bytes of the reference's own weights (0: it has none), and of a pass through it."""
+        """Return (bytes of the reference's weights, 0 if it shares the policy's; bytes of a forward pass of it)."""
         if not has_reference(self.config):
             return 0, 0
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
@@ -478,7 +475,7 @@ class RunMemory:
 
     @cached_property
     def engine(self) -> tuple[ByteCounts, str | None]:
-        """The bytes of one engine on each of its devices, and the problem that keeps it from starting there."""
+        """Return (bytes of one engine on each of its devices, by component; why it cannot start, or None)."""
         options, model, device_type = self.config.inference_model, self.model, self.plan.device_type
         rows = engine_rows(self.config, self.plan.engine, device_type, num_engines(self.config, self.plan))
         kind, parallel = ENGINES[self.plan.engine].memory, options.tensor_parallel_size
@@ -503,10 +500,10 @@ class RunMemory:
         # heads are not split
         needed = kv_bytes_per_token(model, number_bytes) * self.context // min(parallel, model.kv_heads)
         if model.heads % parallel:
-            return sizes, f"vLLM cannot share {model.heads} attention heads among tensor_parallel_size={parallel}"
+            return sizes, f"vLLM cannot divide {model.heads} attention heads by tensor_parallel_size={parallel}"
         if left < needed:
             return sizes, (
-                f"vLLM's share of {share / GIB:.1f} GiB leaves {sizes[pool] / GIB:.1f} GiB for keys and values, and "
+                f"the {share / GIB:.1f} GiB for vLLM leave {sizes[pool] / GIB:.1f} GiB for its KV cache, and "
                 f"one sequence of {self.context} tokens needs {needed / GIB:.1f} GiB"
             )
         return sizes, None
@@ -514,19 +511,19 @@ class RunMemory:
 
 @dataclass(frozen=True)
 class Estimate(RunMemory):
-    """The memory of a run, and the change of options with which it fits."""
+    """The memory that a run needs, and if it does not fit, a change of options with which it does."""
 
-    sources: dict[str, str]  # the source of each fact: model, prompt, machine
-    num_problems: int | None  # of the training split; None where the data is not here
-    change: dict[str, Any] | None = None  # the smallest that makes it fit; None: it fits, or no change helps
-    other_change: dict[str, Any] | None = None  # the smallest that trains all weights, where change does not
+    sources: dict[str, str]  # where the facts on "model", "prompt" and "machine" come from, in words
+    num_problems: int | None  # of the training split; None if the data is not on this machine
+    change: dict[str, Any] | None = None  # options with which the run fits; None: it fits, or no change helps
+    other_change: dict[str, Any] | None = None  # options that train all weights, if change uses LoRA
 
     @property
     def refusal(self) -> str | None:
-        """Why the run does not fit, and what to change; None where it fits."""
+        """Message: why the run does not fit, and which options to change; None if it fits."""
         worst = max(self.devices, key=lambda device: (device.problem is not None, device.peak))
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
-        fix = "no change of memory options that is known here is enough; take a smaller model or larger devices"
+        fix = "no change of memory options is enough; use a smaller model or devices with more memory"
         if self.change is not None:
             peak = max(device.peak for device in self.with_options(self.change).devices)
             fix = f"use {' '.join(overrides_of(self.change))} ({peak / GIB:.1f} GiB)"
@@ -535,7 +532,7 @@ class Estimate(RunMemory):
         return None if self.fits else f"The run does not fit on {worst.name}: {reason}; {fix}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, sizes in bytes."""
+        """Return the estimate as JSON-serializable values, sizes in bytes."""
         (prompt, response), plan, disk = self.largest_sample, self.plan, disk_of(self.config, self.model)
         return {
             "fits": self.fits,
@@ -560,10 +557,14 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Estimate the run of a valid ``config``; sizes that are None are measured, or assumed.
+    """Estimate the memory and disk space of a run of a validated ``config``.
+
+    Args:
+        memory_gib, gpus: GiB and number of GPUs (GiB of a CPU machine); None: of this machine, else assumed.
+        prompt_tokens: tokens of the longest prompt; None: measured, or assumed if data or tokenizer is not here.
 
     Raises:
-        UserError: its devices cannot be shared out, its model or data cannot be read, or a prompt is too long.
+        UserError: the devices are too few, the model or data cannot be read, or a prompt is too long.
     """
     (model, model_source), teacher = _architectures(config)
     machine, machine_source = _machine(config, memory_gib, gpus)
@@ -577,14 +578,14 @@ def estimate(
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
-    """Return the shapes of the policy, with its source, and of a reference that is another model."""
+    """Return ((architecture of the policy, its source), architecture of the reference if it is another model)."""
     trusts, other = config.model.trust_remote_code, config.ref_model.name
     model = find_architecture(model_name(config), trust_remote_code=trusts)
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
 
 
 def _machine(config: Config, memory_gib: float | None = None, gpus: int | None = None) -> tuple[Machine, str]:
-    """Return the machine of the run, and its source; a model that is not here is for GPUs, perhaps elsewhere."""
+    """Return (machine of the run, its source); a model that is not on this machine is assumed to need GPUs."""
     memory, nearby = None if memory_gib is None else int(memory_gib * GIB), config.ray.address is None
     has_gpu = nearby and torch.cuda.is_available()
     is_local = nearby and Path(resolve_model_path(model_name(config))).is_dir()
@@ -597,16 +598,16 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
         return machine, f"{machine.count} x {gpu.name}, of {count} on this machine"
     size, source = memory_gib or ASSUMED_GIB, "as" if memory_gib else "assumed unless"
     machine = Machine("cuda", int(size * GIB), count=gpus, is_here=False)
-    return machine, f"GPUs of {size:g} GiB, none of them here, {source} --memory-gb says"
+    return machine, f"GPUs of {size:g} GiB, none of them on this machine, {source} --memory-gb says"
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return the config with a number for ``train.micro_batch_tokens``: on CUDA the estimate's for ``auto``."""
+    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number: on CUDA the one estimated."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)
         sentence = f"train.micro_batch_tokens=auto is {tokens:,}: the learner's GPUs are not on this machine, so their "
-        sentence += "memory is not known; sota-grpo estimate --memory-gb says how many tokens fill it."
+        sentence += "memory is not known; sota-grpo estimate --memory-gb=GIB shows how many tokens fit."
         if machine.is_here:
             (model, _), teacher = _architectures(config)
             run = RunMemory(config, model, prompt_tokens, machine, teacher=teacher)
@@ -621,7 +622,7 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container."""
+    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
     limits = [psutil.virtual_memory().total]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # no such limit
@@ -630,7 +631,7 @@ def machine_bytes() -> int:
 
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
-    """Return the tokens of the longest prompt, their source, and the number of training problems; offline too."""
+    """Return (tokens of the longest prompt, their source in words, number of training problems or None)."""
     task, tokenizer = None, None
     try:
         task = task_of(config)
@@ -640,7 +641,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
-            problem = f"A prompt of {prompt_tokens:,} tokens leaves no room for a response in a context of {context:,}."
+            problem = f"--prompt-tokens {prompt_tokens} leaves no room for a response in a context of {context}; lower it."
             raise UserError(problem)
         return prompt_tokens, "as --prompt-tokens says", count
     try:
@@ -665,7 +666,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
 
 
 def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
-    """Return the cheapest change of options with which every device has room; None where none does."""
+    """Return the cheapest change of options with which the run fits on every device; None if there is none."""
     levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(price for price, _ in chosen)):
@@ -680,9 +681,9 @@ def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any
 
 
 def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the options that can change: a price, and settings, the mildest first.
+    """Yield (price, alternative settings, mildest first) for each option that can save memory.
 
-    A change of memory and time costs less than training other weights, and that less than more devices.
+    Prices rank a change of speed below a change of the trained weights, and that below more devices.
     """
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]
@@ -713,16 +714,16 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of a number in a dtype as options name it; ``auto`` is float32."""
+    """Return the bytes of one number of a dtype option; ``auto`` is float32."""
     return 4 if dtype in ("auto", "float32") else 2
 
 
 @dataclass(frozen=True)
 class Disk:
-    """The bytes that a run writes: checkpoints of the trained weights and the optimizer's state, and the model."""
+    """The bytes that a run writes: checkpoints (trained weights and optimizer state) and the exported model."""
 
     checkpoint: int
-    checkpoints: int  # at once: those that are kept and the one that is being written
+    checkpoints: int  # most that exist at once: those kept, and one being written
     export: int
 
     @property
@@ -736,7 +737,7 @@ class Disk:
 
 
 def disk_of(config: Config, model: Architecture) -> Disk:
-    """Return the bytes that the run of ``config`` writes, without logs and stored steps.
+    """Return the bytes that a run of ``config`` writes, without logs and stored steps.
 
     >>> model = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> model.parameters, disk_of(Config(), model)
@@ -752,7 +753,7 @@ def disk_of(config: Config, model: Architecture) -> Disk:
 
 
 def require_disk(config: Config, run_dir: Path) -> None:
-    """Raise UserError where the disk has too little space for the run."""
+    """Raise UserError if the disk of ``run_dir`` has too little free space for the run."""
     model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room

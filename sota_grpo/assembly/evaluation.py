@@ -1,4 +1,4 @@
-"""Evaluate a model, or the model that a run trained, on any task; make the gate's checks alone."""
+"""Evaluate a model, or the model that a run trained, on any task; or run only the start-up checks of a config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PRESET_OF = {
 }
 _PRESET_OF_SMOLLM2 = {"gsm8k": "smollm_gsm8k", "ifeval": "smollm_ifeval"}
 _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
-_OF_ONE_TASK = (  # options without a meaning for another task
+_OF_ONE_TASK = (  # options that have no meaning for another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
     *("env.tools", "env.environment", "env.mixture"),
@@ -52,12 +52,12 @@ _OF_ONE_TASK = (  # options without a meaning for another task
 
 @dataclass(frozen=True)
 class Target:
-    """A model to evaluate."""
+    """A model to evaluate, with its config and weights."""
 
     name: str  # as the user wrote it
-    config: Config  # the task, the sampling, and the engine's first model
-    checkpoint: Path | None = None  # with the weights; None: the model's own
-    steps: int | None = None  # training steps after which a run had these weights; None: not known
+    config: Config  # of the task, sampling and engine
+    checkpoint: Path | None = None  # whose weights are evaluated; None: those of model.name
+    steps: int | None = None  # training steps that produced the weights; None: not of a run
 
 
 def find_target(
@@ -69,29 +69,29 @@ def find_target(
     step: int | None = None,
     trust: bool = False,
 ) -> Target:
-    """Return the model or run called ``name``, with its config under ``overrides``.
+    """Find the model or run ``name`` and return what to evaluate, with ``overrides`` applied to its config.
 
-    A run is evaluated on its held-out problems, with its seed and its engine: its exported model where it is finished,
-    else its newest checkpoint. A model has the options of the task's preset.
+    A run is evaluated on its held-out problems, with its seed and engine: its exported model if it is finished, else
+    its newest checkpoint. A model is evaluated with the options of a preset.
 
     Args:
-        name: a run directory, the folder of a model, its name on the hub, or ``tiny``.
-        overrides: as ``grpo.py`` takes them.
-        config_name: preset for a model; None: that of the task, else the model's own (``tiny``, ``smollm2``).
-        task: None: the run's or the preset's; a mixture's by its name there. Another task than the run's drops the
-            options of the run's task.
-        step: use the checkpoint that the run saved after so many training steps.
-        trust: consent to run the code and contact the servers of the run's config.
+        name: directory of a run, folder of a model, name of a model on the hub, or ``tiny``.
+        overrides: options in the syntax of ``grpo.py``.
+        config_name: preset for a model; None: the preset of the task, else of the model (``tiny``, ``smollm2``).
+        task: task to evaluate on, or the name of a mixture's entry; None: that of the run or preset. For another task
+            than the run's, options of the run's task are dropped.
+        step: evaluate the checkpoint of the run after this many training steps.
+        trust: allow the code and the servers that the run's config names.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
         if config_name is not None:
-            raise UserError(f"{name} is a run, which has a config of its own; leave --config-name out.")
+            raise UserError(f"--config-name is for models, and {name} is a run; leave it out.")
         target = _run_target(name, run_dir, overrides, task, step, trust)
     elif trust:
-        raise UserError(f"--trust-run is for runs, and {name} is none; leave it out.")
+        raise UserError(f"--trust-run is for runs, and {name} is not one; leave it out.")
     elif step is not None:
-        raise UserError(f"--step {step} chooses a checkpoint, and {name} is no run ({CONFIG_FILE} is missing there).")
+        raise UserError(f"--step {step} needs a run, and {name} is not one ({CONFIG_FILE} is missing); leave it out.")
     else:
         try:
             is_here = Path(resolve_model_path(name)).is_dir()
@@ -103,8 +103,8 @@ def find_target(
         config.model.name, config.model.size = name, ModelConfig().size
         if config.device == "auto" and not torch.cuda.is_available() and not is_here:
             raise UserError(
-                f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine has not, or "
-                "device=cpu."
+                f"{no_run_or_model(name)}; if it is a model of the hub, it needs a GPU, which this machine does not "
+                "have; set device=cpu to use the CPU."
             )
         target = Target(name, config)
     algorithm = target.config.algorithm  # nothing is trained: the files that it names need not exist
@@ -139,26 +139,26 @@ def _run_target(
 
 
 def exported_steps(run_dir: Path, config: Config) -> int | None:
-    """Return the training steps of a run's exported model; None where there is none, or an older one."""
+    """Return the training steps of a finished run's exported model; None if there is no such model."""
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
     return int(record["num_steps"]) if is_whole else None
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
-    """Return the newest checkpoint of a run, or that after ``step`` training steps, as (steps, path)."""
+    """Return (training steps, path) of a run's newest checkpoint, or of that after ``step`` steps."""
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
-        raise UserError(f"{run_dir} has saved no checkpoint and no model; train on, or give another run.")
+        raise UserError(f"{run_dir} has no checkpoint and no exported model; resume it, or give another run.")
     chosen = [(steps, path) for steps, path in paths if step in (None, steps)]
     if not chosen:
         there = ", ".join(str(steps) for steps, _ in reversed(paths))
-        raise UserError(f"{run_dir} has no checkpoint after {step} steps; there are those after {there}.")
+        raise UserError(f"{run_dir} has no checkpoint after {step} steps; choose from {there}.")
     return chosen[0]
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into ``model``, the run's own with its adapter."""
+    """Copy a checkpoint's weights into ``model``, which must be the run's model with its adapter, else UserError."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
@@ -166,7 +166,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
     odd |= {name for name in mine.keys() & saved.keys() if mine[name].shape != saved[name].shape}
     if odd:
         raise UserError(
-            f"{checkpoint} and the model differ in {len(odd)} trainable parameters, for example {min(odd)}; leave "
+            f"{checkpoint} does not fit the model: {len(odd)} trainable parameters differ, such as {min(odd)}; leave "
             "model.name and train_model.lora as they are in the run."
         )
     with torch.no_grad():
@@ -176,14 +176,14 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def open_evaluator(target: Target) -> Iterator[Evaluator]:
-    """Start the engine with the target's weights and return the evaluator; the context closes them."""
+    """Start an engine with the target's weights and give an evaluator; leaving the ``with`` block closes both."""
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = heldout_task(config)
     if not task.heldout:
         raise UserError(
-            f"env.dataset={tasks_named(config)} holds no problems out; give env.eval_path or env.num_heldout."
+            f"env.dataset={tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
         )
     with ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
@@ -206,9 +206,9 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
 def check(
     config: Config, *, run_dir: Path | None = None, on_check: Callable[[Check], object] = lambda check: None
 ) -> list[Check]:
-    """Make every check of the gate on ``config``, whatever its ``check.mode``, with ``on_check`` at each.
+    """Run all start-up checks on ``config``, whatever its ``check.mode``; return them, and call ``on_check`` with each.
 
-    Engines and ``gate.json`` are written to ``run_dir``; None: a temporary folder.
+    ``gate.json`` and the engines' logs are written to ``run_dir``; None: to a temporary folder.
     """
     require_tokens()
     validate(config)
@@ -217,11 +217,11 @@ def check(
     with ExitStack() as opened:
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
         if run_dir is not None and (run_dir / RUN_FILE).exists():
-            raise UserError(f"--run-dir {run_dir} holds a run, whose gate.json would be replaced; give another folder.")
+            raise UserError(f"--run-dir {run_dir} has a run, whose gate.json would be replaced; give another folder.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}).") from error
+            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}); use another.") from error
         components = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
         components.weight_sync.send(version=components.learner.version)

@@ -1,4 +1,4 @@
-"""The learning side of a run: model, policy, objective, learner (or one of its ranks), reference."""
+"""Build what trains in a run: model, policy, objective, learner (or one rank of it), reference."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
 
-MOST_TOKENS = 65_536  # of a micro-batch whose size was not chosen: more is no faster
-_TIMES_WITHOUT_GRADIENT = 4  # such a pass takes less than a tenth of the memory
+MOST_TOKENS = 65_536  # per micro-batch, if its size is chosen automatically: more is no faster
+_TIMES_WITHOUT_GRADIENT = 4  # a forward pass without gradients takes less than a tenth of the memory
 
 
 def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer; no weight is read.
+    """Check that the models of the config can be used, without reading weights; return the policy's tokenizer.
 
     Raises:
-        UserError: the policy or ``ref_model.name`` is no model that can be trained here, ``engine`` cannot sample from
-            it, or ``train_model.tensor_parallel_size`` does not divide it.
-        ModelNotFoundError: there is none of that name.
+        UserError: the policy or ``ref_model.name`` is of an unsupported kind or incomplete, ``engine`` cannot sample
+            from the policy, or ``train_model.tensor_parallel_size`` does not divide its dimensions.
+        ModelNotFoundError: there is no such model.
     """
     name = model_name(config)
     loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
@@ -74,7 +74,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
 
 
 def model_digests(config: Config) -> dict[str, str | None]:
-    """Return the digests of the policy and of its reference (:func:`model_digest`), by option."""
+    """Return {option: digest} of the policy's and the reference's files, see :func:`model_digest`."""
     names = {"model.name": model_name(config)}
     if has_reference(config):
         names["ref_model.name"] = reference_name(config)
@@ -82,10 +82,10 @@ def model_digests(config: Config) -> dict[str, str | None]:
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
-    """Load the policy in training mode on ``device``; ``weights`` as in :func:`load_model`.
+    """Load the policy in training mode on ``device``; for ``weights`` see :func:`load_model`.
 
     Raises:
-        UserError: transformers does not know ``model.attn_implementation``, or lacks its package.
+        UserError: transformers has no such ``model.attn_implementation``, or its package is not installed.
     """
     options: Any = config.train_model
     attention = config.model.attn_implementation
@@ -110,9 +110,9 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
 
 
 def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:
-    """Return the model, or under ``train_model.lora`` the model with frozen weights and a new adapter, from the seed.
+    """Return ``model``, under ``train_model.lora`` frozen and with a new adapter that is initialised from the seed.
 
-    Under ``model.quantization`` the frozen weights are in 4 bits, and on ``device``.
+    Under ``model.quantization`` the frozen weights are quantised to 4 bits and moved to ``device``.
     """
     lora = config.train_model.lora
     if not lora.enabled:
@@ -127,7 +127,7 @@ def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | N
 def make_policy(
     config: Config, base: PreTrainedModel, device_type: str, device: torch.device | None = None
 ) -> CausalPolicy:
-    """Return the policy, with its adapter, under the sampling temperature; ``device`` None is that of ``base``."""
+    """Return the policy: ``base`` with its adapter and the sampling temperature, on ``device`` (None: not moved)."""
     return CausalPolicy(
         add_adapter(config, base, device),
         temperature=config.inference_model.temperature,
@@ -138,7 +138,7 @@ def make_policy(
 
 
 def wants_fused_layers(config: Config, device_type: str) -> bool:
-    """Whether the layers of learner and reference, which must compute alike, are compiled."""
+    """Whether the layers of learner and reference are compiled; both must compute alike."""
     option = config.train_model.compile
     if config.model.quantization is not None or config.train_model.tensor_parallel_size > 1:
         return False  # not tried
@@ -148,7 +148,7 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Return the reference: the base model under the adapter, or a model of its own; None without KL or teacher."""
+    """Return the reference: the policy without its adapter, or a separate model; None if the config uses none."""
     if not has_reference(config):
         return None
     if not reference_has_own_weights(config):
@@ -165,7 +165,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Return options of :func:`sota_grpo.workers.reference.reference_worker`."""
+    """Return keyword arguments for :func:`sota_grpo.workers.reference.reference_worker`."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),
@@ -181,9 +181,9 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
 
 
 def forward_tokens(tokens: int, device_type: str) -> int:
-    """Return the tokens of a micro-batch without a gradient (scoring, the reference) from those of training.
+    """Return the tokens of a forward-only micro-batch (scoring, reference), given the ``tokens`` of one in training.
 
-    On a CPU as many; on a GPU four times as many, up to :data:`MOST_TOKENS`.
+    On a CPU the same number; on a GPU four times as many, up to :data:`MOST_TOKENS`.
 
     >>> [forward_tokens(tokens, "cuda") for tokens in (4096, 32768, 131072)], forward_tokens(4096, "cpu")
     ([16384, 65536, 131072], 4096)
@@ -192,13 +192,13 @@ def forward_tokens(tokens: int, device_type: str) -> int:
 
 
 def reference_dtype(config: Config) -> Any:
-    """Return the dtype of the reference's weights: by default the learner's."""
+    """Return the dtype of the reference's weights: ``ref_model.torch_dtype``, for ``auto`` the learner's."""
     dtype, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
     return dtype if dtype != "auto" else ("float32" if learners == "auto" else learners)
 
 
 def trainer_precision(config: Config, device_type: str) -> str:
-    """Return the autocast precision of learner and reference, which must compute alike."""
+    """Return the autocast precision of learner and reference (``train.precision``, with ``auto`` resolved)."""
     return automatic_precision(config.train.precision, device_type)
 
 
@@ -211,7 +211,7 @@ def make_learner(
     ranks: Ranks | None = None,
     objective: type[GRPOLoss] = GRPOLoss,
 ) -> Learner:
-    """Return the learner of this process, one of ``ranks`` where several train the policy together."""
+    """Return the learner of this process; ``ranks``: its process group, if several ranks train the policy."""
     settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
     return Learner(
         policy,
@@ -226,7 +226,7 @@ def make_learner(
 
 
 def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
-    """Return the loss of a config around ``actor``."""
+    """Return the loss module of the config, an instance of ``objective``, for the network ``actor``."""
     algorithm: Any = config.algorithm  # its strings are validated choices
     reads_dual_clip = algorithm.kl_unbiased or surrogate(algorithm.objective).reads("dual_clip")
     return objective(
@@ -251,7 +251,7 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
 
 
 def make_settings(config: Config, device_type: str) -> LearnerSettings:
-    """Return the learner's settings."""
+    """Return the learner's settings from the config's options, for a ``device_type`` of ``cpu`` or ``cuda``."""
     algorithm: Any = config.algorithm
     train, optimizer = config.train, config.optimizer
     per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
@@ -287,7 +287,7 @@ def make_transforms(
     term_weights: Mapping[str, float],
     device_type: str,
 ) -> list[tuple[str, Any]]:
-    """Return the transforms of a batch, each with the phase to which its seconds count."""
+    """Return the transforms of a batch in order, as (phase, transform); the phase is that of the time metrics."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         transform = ReferenceKL(
@@ -302,18 +302,18 @@ def make_transforms(
 
 
 def kl_in_reward(config: Config) -> float | None:
-    """Return the coefficient of a KL penalty in the reward; None where it is in the loss, or where there is none."""
+    """Return the coefficient of the KL penalty in the reward; None if it is in the loss or 0."""
     return None if config.train.kl_coef_in_loss else config.policy.kl_coef or None
 
 
 def make_overlong(config: Config) -> list[tuple[str, Any]]:
-    """Return the penalty on length, if there is one."""
+    """Return the (phase, transform) pair of the overlong penalty in a list, empty if it is off."""
     buffer = config.algorithm.overlong_buffer
     return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return the advantage over the whole batch; without ``term_weights`` those of the rows count."""
+    """Return a list of one (phase, transform) pair that computes advantages; ``term_weights`` None: the rows' own."""
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]
@@ -323,11 +323,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def use_expandable_segments(config: Config | None = None) -> None:
-    """Let torch's CUDA allocator grow segments, which wastes less memory; a setting of the user stays.
+    """Set ``expandable_segments:True`` for torch's CUDA allocator, to fragment less, unless the user has set it.
 
-    Child processes inherit it. Two engines cannot have it: vLLM's all-reduce under tensor parallelism shares buffers by
-    handles that such segments lack (vllm-project/vllm#42609), and SGLang's memory saver refuses it. vLLM's sleep mode
-    switches it off for its own pool. ``config`` is that of the run, in the process that starts its engines.
+    Child processes inherit the setting. Two engines cannot run with it: vLLM's all-reduce under tensor parallelism
+    shares buffers by handles that such segments lack (vllm-project/vllm#42609), and SGLang's memory saver refuses it.
+    vLLM's sleep mode switches it off for its own pool. Pass ``config`` in the process that starts the engines.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR):
         return
@@ -339,7 +339,7 @@ def use_expandable_segments(config: Config | None = None) -> None:
     os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-_LONGEST_START_S = 3600.0  # of rank 0, which loads the model; idle ranks are ended much sooner
+_LONGEST_START_S = 3600.0  # until rank 0 has loaded the model; a rank without a heartbeat is ended much sooner
 
 
 def learner_worker(
@@ -352,7 +352,7 @@ def learner_worker(
     num_threads: int,
     run_dir: str,
 ) -> LearnerWorker:
-    """Return the worker of rank ``rank`` of ``size``; on ``cuda`` it uses the one GPU that this process sees."""
+    """Return the worker of learner rank ``rank`` of ``size``; on ``cuda`` it uses this process's only visible GPU."""
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
     if device_type == "cuda":

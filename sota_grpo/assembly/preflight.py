@@ -1,4 +1,4 @@
-"""Checks of a config that need no torch: rules, packages, paths, a missing GPU."""
+"""Check a config before torch is imported: rules, installed packages, paths, a missing GPU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from sota_grpo.training.runs import require_free
 
 logger = logging.getLogger(__name__)
 
-NEEDED_DRIVERS = {12: 525, 13: 580}  # the oldest of each major version of CUDA (its release notes, table 3)
+NEEDED_DRIVERS = {12: 525, 13: 580}  # {major version of CUDA: oldest driver} (CUDA release notes, table 3)
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_AMD = Path("/dev/kfd")  # the device of its driver
+_AMD = Path("/dev/kfd")  # device file of the AMD driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Raise UserError with the first reason why the run cannot start in ``run_dir`` (None: nothing is written)."""
+    """Raise UserError with the first reason why the run cannot start; ``run_dir`` None: it writes no directory."""
     require_tokens()
     validate(config)
     if run_dir is not None:
@@ -58,12 +58,12 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
 
 
 def _require_one_process() -> None:
-    """Refuse launchers that start one process per GPU: each would train a whole run."""
+    """Refuse a start by torchrun or the like, one process per GPU: each process would train a whole run."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if "LOCAL_RANK" in os.environ and processes != "1":
         raise UserError(
-            f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each would "
-            f"train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
+            f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each process "
+            f"would train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
         )
 
 
@@ -77,16 +77,16 @@ def _require_files(config: Config) -> None:
     for option, value in (*named, ("train.sampler", config.train.sampler or "")):
         place = file_reference(value)
         if place is not None and not place[0].is_file():
-            raise UserError(f"there is no file {place[0]}; correct {option} (relative paths start at {Path.cwd()}).")
+            raise UserError(f"env.transforms: there is no file {place[0]} (relative to {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)
     if rubric is not None and not rubric.expanduser().is_file():
-        raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (now in {Path.cwd()}).")
+        raise UserError(f"reward.judge.rubric: there is no file {rubric} (relative to {Path.cwd()}).")
     if (server := server_of(config.env.environment)) is not None:
         server.require()
 
 
 def announce(config: Config) -> None:
-    """Log the first line of a run, before the slow imports."""
+    """Log the model, data and size of the run, before the slow imports."""
     logger.info(
         "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
@@ -96,7 +96,7 @@ def announce(config: Config) -> None:
 
 
 def why_no_gpu() -> str | None:
-    """Return why torch sees no GPU on a machine with an NVIDIA driver; None without a driver."""
+    """Return the message why torch sees no GPU though there is an NVIDIA driver; None if there is no driver."""
     driver = driver_version()
     if driver is None:
         return None
@@ -121,7 +121,7 @@ def why_no_gpu() -> str | None:
 
 
 def has_no_gpu() -> bool:
-    """Whether torch certainly has no GPU here, without importing it: the driver's library is missing."""
+    """Whether this machine surely has no GPU for torch, as no driver library is found; does not import torch."""
     try:
         ctypes.CDLL("libcuda.so.1")  # what torch loads
     except OSError:
@@ -130,20 +130,20 @@ def has_no_gpu() -> bool:
 
 
 def needs_a_gpu(config: Config) -> str:
-    """Return why ``config`` cannot run on a machine without a GPU."""
+    """Return the message why ``config`` cannot run on this machine, which has no GPU, and the fix."""
     reason = why_no_gpu()
     if config.device == "cuda":
         return reason or "device=cuda, and this machine has no CUDA device; use device=cpu."
     if reason is not None:
-        return f"{model_name(config)} is trained on a GPU (device=cpu insists). {reason}"
+        return f"model.name={model_name(config)} needs a GPU, unless device=cpu is set. {reason}"
     return (
-        f"{model_name(config)} is no folder here, and a model from the hub needs a CUDA GPU, which this machine "
-        "has not; `python grpo.py --config-name grpo_cpu` trains the embedded policy here (device=cpu insists)."
+        f"model.name={model_name(config)} is not a folder, and a model of the hub needs a CUDA GPU, which this machine "
+        "does not have; use device=cpu all the same, or `python grpo.py --config-name grpo_cpu` to train a tiny model."
     )
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, for example ``550.54.15``; None without one."""
+    """Return the version of the NVIDIA driver, for example ``550.54.15``; None if there is no driver."""
     with suppress(OSError):
         version = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
         if version:

@@ -1,7 +1,7 @@
-"""Python inputs of :func:`sota_grpo.train`: rows, reward functions, tools and objectives that are objects.
+"""Python objects passed to :func:`sota_grpo.train`: rows, reward functions, tools, objectives and transforms.
 
-The run writes them to its directory, and its config names them like a user's own files. Before that the config has
-:data:`PASSED`, and the run's signature (:mod:`sota_grpo.training.runs`) their digests.
+The run writes them to its directory, and its config has the paths of these files. Until then the config has
+:data:`PASSED` in place of the paths. The run's signature (:mod:`sota_grpo.training.runs`) has the objects' digests.
 """
 
 from __future__ import annotations
@@ -53,46 +53,46 @@ globals().update(pickle.loads(Path(__file__).with_name("transforms.pkl").read_by
 
 @dataclass
 class PythonInput:
-    """One Python input, as it is written to the run."""
+    """One object passed to :func:`sota_grpo.train`, as the files that are saved in the run directory."""
 
-    option: str  # of the config: section and name
-    digest: str
-    files: Mapping[str, bytes | None]  # by name; None: it cannot be pickled for other processes
-    value: str | list[str]  # of the option, without the folder
+    option: str  # that is set to the files' paths, such as reward.path
+    digest: str  # of the object
+    files: Mapping[str, bytes | None]  # content by name; None: the object cannot be pickled
+    value: str | list[str]  # of the option, relative to the folder of the files
 
 
 @dataclass
 class PythonInputs:
-    """The Python inputs of a run, by their names in its signature.
+    """All objects passed to :func:`sota_grpo.train`.
 
-    An objective and transforms are two files: their pickle, and a Python file that a config names as ``FILE.py:NAME``,
-    so that they are loaded like those of a user's file; until the run has a directory, in a temporary one.
+    An objective and transforms are written as two files: a pickle, and a Python file that reads the pickle and that the
+    config names as ``FILE.py:NAME``. Until the run has a directory, these files are in a temporary one.
     """
 
-    inputs: dict[str, PythonInput] = field(default_factory=dict)
-    functions: Functions | None = None  # reward functions by name, for calls in this process
-    run_dir: Path | None = None  # the directory of the run, once it has one
+    inputs: dict[str, PythonInput] = field(default_factory=dict)  # by their names in the run's signature
+    functions: Functions | None = None  # the reward functions by name, to be called in this process
+    run_dir: Path | None = None  # None until the run has a directory
     scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
-        """The digests of the objects, for the run's signature."""
+        """The run signature's entry with the objects' digests by name; empty without objects."""
         digests = {name: item.digest for name, item in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``run_dir`` and their paths to ``config``."""
+        """Write the objects to ``run_dir``, and set their options in ``config`` to the paths."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         for item in self.inputs.values():
             _write(folder, item, config)
 
     def add(self, config: Config, name: str, item: PythonInput) -> None:
-        """Add an input, which ``config`` names by :data:`PASSED`."""
+        """Add an input, and set its option in ``config`` to :data:`PASSED`."""
         self.inputs[name] = item
         _set(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
-        """Add objects with a Python file of ``text``, which reads the pickle next to it."""
+        """Add objects as a pickle and a Python file (source ``text``) that reads the pickle."""
         pickle = pickled(objects, name, "make what it needs inside the function")
         names = [f"{name}.py:{one}" for one in objects]
         value = names if name == "transforms" else names[0]
@@ -114,9 +114,10 @@ def take(
     objective: Any = None,
     transforms: Sequence[Any] | None = None,
 ) -> PythonInputs:
-    """Convert the objects of :func:`sota_grpo.train`, and set the options of ``config`` for them.
+    """Convert the object arguments of :func:`sota_grpo.train` to files, and set their options in ``config``.
 
-    A path becomes ``env.dataset_path`` or ``env.eval_path``. Unless ``overrides`` name a task, it is ``table``.
+    A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
+    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type.
     """
     inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
     for argument, option, name, table in (
@@ -131,7 +132,7 @@ def take(
             continue
         rows = b"".join(_lines(table, argument))
         if not rows:
-            raise UserError(f"{argument} has no rows.")
+            raise UserError(f"{argument} has no rows; pass at least one.")
         file = f"{name}.jsonl"
         inputs.add(config, name, PythonInput(option, hashlib.sha256(rows).hexdigest(), {file: rows}, file))
     if dataset is not None and "env.dataset" not in named:
@@ -145,7 +146,7 @@ def take(
             _require_unset(config.algorithm.objective, "algorithm.objective", "objective")
         if not callable(objective):
             raise UserError(
-                f"objective is {objective!r}, which is no function; one that has a name is chosen by "
+                f"objective is {objective!r}, not a function; to choose a built-in objective, use "
                 "overrides=['algorithm.objective=NAME']."
             )
         surrogate(objective)  # its parameters are those of one; the file has them, so that they are known by reading it
@@ -169,11 +170,11 @@ def take(
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
     if value is not None and not _is_python_input(value):
-        raise UserError(f"{argument} is passed, and {option}={value} names another; leave one of them out.")
+        raise UserError(f"{argument} is passed, but {option}={value} is set too; leave one of them out.")
 
 
 def _is_python_input(path: str | None) -> bool:
-    """Whether a resumed run had an object there, which is passed again."""
+    """Whether ``path`` is the file of an object that was passed to the run that is being resumed."""
     return path is not None and Path(path).parent.name == INPUTS
 
 
@@ -183,7 +184,7 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
         keys = f" with {', '.join(map(repr, rows))}" if isinstance(rows, Mapping) else ""
         raise UserError(
             f"{argument} is a {type(table).__name__}{keys}; give a datasets.Dataset, a list of dicts, a DataFrame or a "
-            f"path (of several splits one: {argument}=splits['train'])."
+            f"path (of a DatasetDict one split: {argument}=splits['train'])."
         )
     for number, row in enumerate(rows, start=1):
         location = f"{argument}, row {number}"
@@ -203,8 +204,8 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     for name, one in pairs:
         if not callable(one) and (name, one) != (BUILTIN, BUILTIN):
             raise UserError(
-                f"reward holds {one!r}, which is no function; give a function of verl's or TRL's form, a list of them, "
-                "or a dict of them by name (a file: overrides=['reward.path=FILE'])."
+                f"reward has {one!r}, not a function; give a function of verl's or TRL's form, a list of those, "
+                "or a dict of them by name (for a file use overrides=['reward.path=FILE'])."
             )
     names = [name for name, _ in pairs]
     for name in names:
@@ -213,7 +214,7 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
         except ValueError as error:
             raise UserError(str(error)) from error
     if len(set(names)) < len(names) or not names:
-        raise UserError(f"reward has the names {names}; give different ones with a dict, reward={{'name': function}}.")
+        raise UserError(f"reward has the names {names}; give different names with a dict, reward={{'name': function}}.")
     inputs.functions = functions = {name: one for name, one in pairs if one != BUILTIN}
     for name, function in functions.items():
         recognise(function, name, "reward")
@@ -229,7 +230,7 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
 
 def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: Any) -> None:
     if tools is not None and environment is not None:
-        raise UserError("tools and environment are both passed: make the functions methods of the environment.")
+        raise UserError("tools and environment are both passed; make the tools methods of the environment.")
     option, value = ("tools", tools) if environment is None else ("environment", [environment])
     _require_unset(getattr(config.env, option), f"env.{option}", option)
     if not isinstance(value, (list, tuple)) or not value or not all(map(callable, value)):
@@ -237,7 +238,7 @@ def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: A
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
     functions = {_name_of(tool): tool for tool in value}
     if len(functions) < len(value):
-        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are alike.")
+        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename those that are equal.")
     file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
     inputs.add(config, option, PythonInput(f"env.{option}", fingerprint(functions), {file: content}, file))
 
@@ -257,7 +258,7 @@ def _set(config: Config, option: str, value: str | list[str]) -> None:
 
 
 def _write(folder: Path, item: PythonInput, config: Config) -> None:
-    """Write the files of an input, or remove those that no other process could read; set its option in ``config``."""
+    """Write the files of an input (removing a file whose content is None), and set its option in ``config``."""
     for name, content in item.files.items():
         path = folder / name
         try:

@@ -1,7 +1,7 @@
-"""A stored training step computed again, offline and on the CPU: its advantages, its losses and its gradients.
+"""Recompute a stored training step on the CPU: its advantages, losses and gradients.
 
-Responses and rewards are the stored ones, weights and optimizer those of the checkpoint before the step. Other
-algorithms take the same step, each with its own advantages, loss weights and surrogate.
+Responses and rewards are the stored ones; weights and optimizer state are those of the checkpoint before the step. The
+same step can be computed with other algorithms, each with its own advantages, loss weights and surrogate.
 """
 
 from __future__ import annotations
@@ -42,60 +42,61 @@ from sota_grpo.training.runs import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 
-#: What is compared, in the order shown: metrics of a step that follow from its rows, weights and options alone.
+#: Metrics that are compared, in the order shown: those determined by a step's rows, weights and options.
 FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
     *("entropy_coef", "entropy_threshold", "distill/reverse_kl"),
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
     *("tokens/with_advantage", "tokens/with_gradient", "kl_approx", "mismatch_kl", "lr"),
 )
-TOLERANCE = 1e-6  # relative, of what agrees in float32
+TOLERANCE = 1e-6  # largest relative difference of equal float32 results
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
-_ROUNDING = 1e-6  # of the effective sample size, where all ratios are 1 but for that of float32
+_ROUNDING = 1e-6  # largest 1 - ess (effective sample size) if all ratios are 1 up to float32 rounding
 _OF_THE_COLLECTION = ["algorithm.overlong_buffer", "algorithm.dynamic_sampling"]
 _COMPARED = [
     *(name for name, _, _ in walk() if name.startswith("algorithm.") and name != "algorithm.name"),
     *("policy.kl_coef", "train.kl_coef_in_loss"),
-    *("train.epochs", "train.optim_batch_size"),  # into how many optimizer steps the training step is divided
+    *("train.epochs", "train.optim_batch_size"),  # the number of optimizer steps in the training step
 ]
-_OF_THE_RUN = "run"  # the name of the run's own algorithm
+_OF_THE_RUN = "run"  # names the algorithm of the run
 _MEMORY = "train.micro_batch_tokens"
-_CHUNK = 1 << 22  # numbers of a gradient that are read at a time
+_CHUNK = 1 << 22  # numbers of a gradient read at a time
 
 
 @dataclass(frozen=True)
 class Step:
-    """A stored training step, and the state before it."""
+    """A stored training step, and the checkpoint from which it started."""
 
     config: Config  # of the run
     stored: StoredStep
-    checkpoint: Path | None = None  # None: it began with the initial weights
+    checkpoint: Path | None = None  # None: it started from the initial weights
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step computed once."""
+    """The result of computing a step with one algorithm."""
 
-    figures: dict[str, float | None]  # by FIGURES; None where nothing could be measured
+    figures: dict[str, float | None]  # metrics of FIGURES by name; None if not measured
     optimizer_steps: int  # taken in the training step
-    #: Of all trained parameters, before its norm is clipped, summed over the optimizer steps; None: not requested.
+    #: Of all trained parameters, flat, before clipping, summed over the optimizer steps; None: not requested.
     gradient: Tensor | None = None
 
 
 def replayed(
     run_dir: Path, number: int | None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> dict[str, Any]:
-    """Replay a stored step as the run did it and under other algorithms, each with its own optimizer steps.
+    """Recompute a stored step with the run's algorithm and optionally with others, and compare the metrics.
 
     Args:
-        number: None: the last step that can be replayed.
-        overrides: ``algorithm=A,B,..`` names presets, ``FILE.py:FUNCTION`` (the run's algorithm with this objective) or
-            ``run``, its own; further options apply to all.
+        number: number of the step; None: the last that can be replayed.
+        overrides: ``algorithm=A,B,..`` lists algorithms: a preset, ``FILE.py:FUNCTION`` (the run's algorithm with this
+            objective) or ``run`` (the run's algorithm). Other options apply to all of them.
 
     Returns:
-        Plain values: ``title``; ``step`` and ``checkpoint``; ``figures``: by name the values ``stored``, ``replayed``
-        and of each algorithm, None where not measured; ``cosines``: between the gradients, by name and name, empty
-        without algorithms; ``agrees``: losses and gradient norm are the stored ones to ``TOLERANCE``; ``notes``.
+        JSON-serializable values: ``title``; ``step`` and ``checkpoint``; ``figures``: {metric: {``stored``,
+        ``replayed`` or algorithm: value, None if not measured}}; ``cosines``: {algorithm: {algorithm: cosine of their
+        gradients}}, empty without overrides; ``agrees``: whether losses and gradient norm equal the stored ones to
+        ``TOLERANCE``; ``notes``: list of sentences.
     """
     step = open_step(run_dir, number, trust=trust)
     config_of_run, others, left = replay_configs(step, run_dir, overrides)
@@ -126,7 +127,7 @@ def replayed(
 
 
 def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
-    """Return step ``number`` of a run, or the last that can be replayed."""
+    """Read step ``number`` of a run (None: the last that can be replayed); UserError if it cannot be replayed."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
@@ -135,18 +136,18 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
         number = max(replayable or stored, default=0)
     if number in replayable:
         return Step(config, read_step(stored[number]), checkpoints.get(number))
-    fault = "stored, and the checkpoint with its weights is gone" if number in stored else "not stored"
+    fault = "stored, but the checkpoint before it is deleted" if number in stored else "not stored"
     there = ", ".join(map(str, replayable)) or "none"
     raise UserError(
-        f"Step {number} of {run_dir} is {fault}; steps that can be replayed: {there} (logging.store_steps=true with "
-        "train.checkpoint_frequency=1 stores all, train.keep_checkpoints keeps them)."
+        f"Step {number} of {run_dir} is {fault}; steps that can be replayed: {there}. To replay all of a run, train "
+        "with logging.store_steps=true train.checkpoint_frequency=1 and a large train.keep_checkpoints."
     )
 
 
 def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
-    """Compute the step in float32 on the CPU, under the algorithm of ``config``.
+    """Compute the step in float32 on the CPU with the algorithm of ``config``.
 
-    ``gradient_file`` holds its gradient, 4 bytes a trained parameter.
+    ``gradient_file`` is written with the gradient, 4 bytes per trained parameter; None: no gradient is returned.
     """
     rows, origin, threads = scored_rows(step, config), step.stored.origin, torch.get_num_threads()
     options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
@@ -171,7 +172,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             before = learner.optimizer_steps
             update = learner.update(rows)
     except NonFiniteStep as error:
-        raise UserError(f"Step {step.stored.step} is not finite when it is computed like this.") from error
+        raise UserError(f"Step {step.stored.step}: loss or gradient are not finite; use other options.") from error
     finally:
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
@@ -185,7 +186,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
 
 
 class CountedLoss(GRPOLoss):
-    """The objective; ``moved`` counts tokens with a gradient from its surrogate, each use of a token once."""
+    """GRPOLoss that counts in ``moved`` the tokens whose surrogate has a gradient, once per forward pass."""
 
     moved = 0
 
@@ -202,13 +203,13 @@ class CountedLoss(GRPOLoss):
 
 
 def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
-    """Return a flat float32 vector in ``file`` to which every backward pass adds the parameters' gradients."""
+    """Return a flat float32 vector, mapped to ``file``, to which each backward pass adds the parameters' gradients."""
     size = sum(parameter.numel() for parameter in parameters)
     free = shutil.disk_usage(file.parent).free
     if 4 * size > free:  # a mapped file that the disk cannot hold kills the process
         raise UserError(
-            f"A gradient takes {4 * size / 2**30:.1f} GiB, and {file.parent} has {free / 2**30:.1f} GiB free; name "
-            "fewer algorithms, or set TMPDIR to a folder with more room."
+            f"A gradient takes {4 * size / 2**30:.1f} GiB, but {file.parent} has {free / 2**30:.1f} GiB free; compare "
+            "fewer algorithms, or set TMPDIR to a folder with more space."
         )
     flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)
     for parameter, slice_ in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
@@ -221,7 +222,7 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 
 
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
-    """Return the cosines between the gradients, by name and name, summed in float64; None at a gradient of 0."""
+    """Return {name: {name: cosine of the two gradients}}, summed in float64; None if a gradient is 0."""
 
     def product(first: Tensor, second: Tensor) -> float:
         return sum(float(a.double() @ b.double()) for a, b in zip(first.split(_CHUNK), second.split(_CHUNK)))
@@ -238,7 +239,7 @@ def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """Return the stored rows with new advantages, and new rewards where another KL is taken off them."""
+    """Return the stored rows with recomputed advantages; rewards too if the KL penalty in the reward differs."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
@@ -252,8 +253,9 @@ def scored_rows(step: Step, config: Config) -> RowTable:
 
 
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
-    """Return the run's config, by name those of the algorithms (none where only memory changes), and a sentence for
-    each preset with options that act while responses are collected: those stay the run's.
+    """Return (the run's config, {algorithm: config with it}, notes); the dict is empty if only memory options change.
+
+    Options that act while responses are collected cannot be replayed: they stay the run's, and a note lists them.
     """
 
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
@@ -266,15 +268,15 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
     names = [name.strip() for name in algorithms.split(",")]
     if not all(names) or len(set(names)) < len(names):
         twice = next((name for name in names if names.count(name) > 1), "")
-        fault = f"names {one_line(twice)} twice" if all(names) else "has an empty name"
-        raise UserError(f"{one_line(' '.join(named))} {fault}; name each algorithm once: algorithm=A,B,C.")
+        fault = f"has {one_line(twice)} twice" if all(names) else "has an empty name"
+        raise UserError(f"{one_line(' '.join(named))} {fault}; give each algorithm once: algorithm=A,B,C.")
     for override in common:
         name = override.lstrip("+").partition("=")[0]
         if name != _MEMORY and (name not in _COMPARED or name in _OF_THE_COLLECTION):
             raise UserError(
-                f"{override} cannot change a step whose responses, rewards and weights are given; a replay takes "
+                f"{override} has no effect on a step whose responses, rewards and weights are stored; a replay allows "
                 f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
-                f"train.optim_batch_size, and {_MEMORY} for its memory."
+                f"train.optim_batch_size, and {_MEMORY} to save memory."
             )
     values_of_run, differ = values(step.config, _COMPARED), False
     others, notes = {}, []
@@ -293,9 +295,9 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
         except UserError as error:
             raise UserError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
         if ignored:
-            notes.append(f"{name}: {', '.join(ignored)} is read while responses are collected, and stays the run's.")
+            notes.append(f"{name}: {', '.join(ignored)} acts on collection only, so the run's value is kept.")
     if not differ and any(not override.startswith(_MEMORY) for override in overrides):
-        raise UserError(f"The run had {' '.join(overrides)} itself, so there is nothing to compare.")
+        raise UserError(f"The run already had {' '.join(overrides)}; there is nothing to compare.")
     config = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
     return config, others if differ else {}, notes
 
@@ -304,41 +306,41 @@ def _require_stored(step: Step, changed: Config) -> None:
     has = f"step {step.stored.step} has"
     if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
         raise UserError(
-            f"algorithm.decouple_terms=true needs the weights of the reward terms, which {has} where the run decoupled "
-            "them itself."
+            f"algorithm.decouple_terms=true cannot be replayed: {has} no weights of the reward terms, which are stored "
+            "only if the run was trained with that option."
         )
     if has_reference(changed) and not step.stored.rows.has(keys.REF_LOG_PROBS):
         readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}
         names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
         reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]
-        raise UserError(f"{reader} needs the reference's log-probs, and {has} none: the run had no reference.")
+        raise UserError(f"{reader} needs the reference's log-probs, but {has} none: the run had no reference.")
 
 
 def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
-    """Return why algorithms do not differ, and why the replay differs from the run."""
+    """Return sentences that explain why algorithms do not differ, or why the replay differs from the run."""
     origin, options = step.stored.origin, step.config.train_model
     weights = options.torch_dtype if options.torch_dtype in ("bfloat16", "float16") else "float32"
     notes = []
     if any(other.optimizer_steps == 1 and 1 - (other.figures.get("ess") or 0.0) <= _ROUNDING for other in others):
         notes.append(
-            "The step is a single optimizer step on the policy's own responses: every ratio is 1, and surrogates of a "
-            "ratio have the same gradient there; train.epochs=2, or a smaller train.optim_batch_size, compares them "
-            "where optimizer steps have moved the policy."
+            "The step is a single on-policy optimizer step: every ratio is 1, where surrogates of a ratio have the "
+            "same gradient. To compare them after the policy has changed, use train.epochs=2 or a smaller "
+            "train.optim_batch_size."
         )
     if (origin.device, origin.precision, weights) != ("cpu", "fp32", "float32") or origin.num_ranks > 1:
         ranks = f" by {origin.num_ranks} ranks" if origin.num_ranks > 1 else ""
-        dropout = " Its dropout dropped other inputs." if options.lora.enabled and options.lora.dropout > 0 else ""
+        dropout = " Dropout masks differ too." if options.lora.enabled and options.lora.dropout > 0 else ""
         notes.append(
             f"The run computed in {origin.precision} with {weights} weights on {origin.device}{ranks}, the replay in "
-            f"float32 on the CPU by one process: their figures differ by that.{dropout}"
+            f"float32 on the CPU in one process, so their values differ slightly.{dropout}"
         )
     return notes
 
 
 def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[bool, str]:
-    """Return whether losses and gradient norm are the stored ones to ``TOLERANCE``, and a sentence.
+    """Return (whether losses and gradient norm equal the stored ones to ``TOLERANCE``, a sentence that says so).
 
-    The distance of a loss, a sum of advantages that may cancel, is at least in units of the mean absolute advantage.
+    Differences are relative; that of a loss, whose terms may cancel, to at least the mean absolute advantage.
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):
@@ -347,7 +349,7 @@ def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | N
             floor = (stored.get("advantage") or 0.0) if name in _LOSSES else 0.0
             distances[name] = abs(after - before) / max(abs(before), floor, 1e-30)
         elif before is not after:
-            return False, f"The replay does not agree with the run: only one of them has {name}."
+            return False, f"The replay does not agree with the run: only one of the two has {name}."
     distance, name = max((distance, name) for name, distance in distances.items())
     if distance == 0:
         return True, "The replay gives the losses and the gradient norm of the run exactly."

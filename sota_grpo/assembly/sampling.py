@@ -1,4 +1,4 @@
-"""The rollout side of a run: the task with its data, rewards and judge, the environment, the engine."""
+"""Build what generates and grades a run's responses: task, data, rewards, judge, environment, engine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from sota_grpo.workers.instances import Instances
 
 logger = logging.getLogger(__name__)
 
-GPU_ROWS = 256, 1024  # with fewer, a GPU reads its weights for few tokens; more, and keys and values are what it reads
+GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it mostly reads keys and values
 
 
 def heldout_task(config: Config) -> Task:
-    """Return the task for an evaluation: :func:`task_of`, or held-out problems in a file alone without training data.
+    """Return :func:`task_of` for an evaluation, without training data if ``env.eval_path`` has the held-out problems.
 
     Raises:
-        UserError: its data or its reward functions cannot be used.
+        UserError: the data or the reward functions cannot be used.
     """
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
@@ -68,14 +68,14 @@ def heldout_task(config: Config) -> Task:
 
 
 def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
-    """Return the task of the config, with its own reward or that of ``reward.path``.
+    """Return the task of the config, graded by its own reward or by the functions of ``reward.path``.
 
     Args:
-        functions: reward functions that are objects, for ``reward.path`` in this process.
-        bare: without its data, which scoring does not need.
+        functions: reward functions as Python objects, used in place of those of ``reward.path``.
+        bare: do not read the data, which scoring does not need.
 
     Raises:
-        UserError: its options, its data or its reward functions cannot be used.
+        UserError: the options, the data or the reward functions cannot be used.
 
     >>> task = task_of(Config(), bare=True)
     >>> task.score("#### 4", task.read_row({"answer": "4"}, "demo, row 1")).success
@@ -94,7 +94,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     if judges_alone(config) or is_replaced or env.environment is not None:
         options["answer_required"] = False  # of an environment without a reward: see rewarded_dialogs
     read = parameters(env.dataset, bare=bare)
-    options = {name: value for name, value in options.items() if name in read and value is not None}  # null: its own
+    options = {name: value for name, value in options.items() if name in read and value is not None}  # null: a default
     try:
         task = task_class(env.dataset)(**options) if bare else make_task(env.dataset, **options)
     except UserError:
@@ -111,7 +111,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
 
 
 def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
-    """Return the tasks of ``env.mixture``, each made from the config of its entry."""
+    """Return the mixture of the tasks of ``env.mixture``; ``make`` builds each task from its entry's config."""
     tasks, limits = {}, {}
     for name, entry in task_configs(config).items():
         try:
@@ -124,7 +124,7 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
 
 
 def make_grader(config: Config, task: Task) -> Grader:
-    """Return a pool of reward workers, which start meanwhile; without workers a grader in this process."""
+    """Return a pool of grader processes, which start in the background; with env.reward_workers=0 a local grader."""
     scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
         return LocalGrader(scorer, weights)
@@ -132,10 +132,10 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the workers of tools and environments; return them by task, where tasks with the same tools share them.
+    """Start the worker processes of tools and environments; return them by task. Tasks with the same tools share them.
 
     Raises:
-        UserError: they cannot be loaded, or offer no tools.
+        UserError: the tools or the environment cannot be loaded, or there are no tools.
     """
     offered = {}
     for name, entry in task_configs(config).items():
@@ -156,7 +156,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with the reward of an environment in place of the task's own, or added to that of functions."""
+    """Return ``task`` graded by the environment (plus ``reward.path``), or if that gives no reward as it was."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -174,10 +174,10 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
 def dialog_rules(
     config: Config, env: PromptSource, instances: Mapping[str, Instances], max_model_len: int
 ) -> dict[str | None, Rules]:
-    """Return the rules of dialogs with several turns, by task of a mixture; of a run of one task under None.
+    """Return the dialog rules of each multi-turn task, by its name in the mixture (None for the only task of a run).
 
     Raises:
-        UserError: the chat template has no tools.
+        UserError: the chat template does not support tools.
     """
     rules: dict[str | None, Rules] = {}
     for name, entry in task_configs(config).items():
@@ -192,12 +192,12 @@ def dialog_rules(
 
 
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
-    """Return the arguments of the chat template: the user's, and the tools."""
+    """Return the arguments of the chat template: ``env.chat_template_kwargs``, and the tools' schemas."""
     return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
-    """Return :func:`template_kwargs` as arguments of a :class:`~sota_grpo.envs.PromptSource`."""
+    """Return the :func:`template_kwargs` of all tasks, as arguments of :class:`~sota_grpo.envs.PromptSource`."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
     by_task = {name: template_kwargs(config, task_instances) for name, task_instances in instances.items()}
@@ -211,9 +211,9 @@ def open_env(
     opened: ExitStack,
     run_dir: Path | None = None,
 ) -> tuple[PromptSource, Mapping[str, Instances]]:
-    """Return the environment, with its grader, and the workers of tools by task; ``opened`` closes their processes.
+    """Return (environment with its grader, tool workers by task); ``opened`` closes their processes.
 
-    A judge's answers are kept in ``run_dir``.
+    ``run_dir`` gets the cache of the judge's answers.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
@@ -229,10 +229,10 @@ def make_env(
     grader: Grader,
     instances: Mapping[str, Instances] = {},
 ) -> PromptSource:
-    """Return the environment, whose prompts describe the tools of ``instances``.
+    """Return the environment; its prompts describe the tools of ``instances``.
 
     Raises:
-        UserError: the chat template does not read one of ``env.chat_template_kwargs``; or a prompt is too long.
+        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt is too long.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for name in config.env.chat_template_kwargs or ():  # a typing error would have no effect
@@ -257,13 +257,13 @@ def make_env(
 
 
 def max_model_len(config: Config) -> int:
-    """Return the context of the run: that of the config, at most the model's; UserError where neither has one."""
+    """Return the run's context length: the smaller of the config's and the model's; UserError if neither is given."""
     name, trust = model_name(config), config.model.trust_remote_code
     text = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust).get_text_config()
     lengths = [config.inference_model.max_model_len, getattr(text, "max_position_embeddings", None)]
     if not any(lengths):
         raise UserError(
-            f"model.name={name} names no context (max_position_embeddings in its config.json); give "
+            f"The context length of model.name={name} is unknown: its config.json has no max_position_embeddings; set "
             "inference_model.max_model_len."
         )
     return min(filter(None, lengths))
@@ -282,15 +282,15 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Return the dtype of the engine: ``auto`` and ``native`` are bfloat16 on CUDA, the latter on some CPUs too."""
+    """Return the engine's dtype: ``auto`` and ``native`` are bfloat16 on CUDA; ``native`` also on CPUs that have it."""
     return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
-    """Return the samples that each of ``num_engines`` engines computes at once; at least the largest group.
+    """Return the number of sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
 
-    vLLM on a GPU takes all responses that training has in flight, so that a step is not sampled in waves, and at least
-    256; rows without room in its memory wait.
+    It is ``inference_model.max_num_seqs``, else ``env.num_envs`` over the engines; for vLLM on a GPU at least 256,
+    and enough for all responses in flight up to 1024; vLLM queues sequences that do not fit in its KV cache.
 
     >>> config = Config()
     >>> config.env.num_envs, config.env.repeats
@@ -316,10 +316,10 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """How each of the run's engines is built, here or in a process of its own."""
+    """Return the options of an engine in this process or a worker; UserError if one has no effect on ``engine``."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
-        raise UserError("The model names no end token; set eos_token in its tokenizer_config.json.")
+        raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")
     options = EngineOptions(
         model_name(config),
         engine=engine,
@@ -360,10 +360,10 @@ def engine_options(
 def start_engine(
     config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path
 ) -> SteppingEngine:
-    """Start the engine of this process; it copies ``model``, which has no adapter yet, or loads it.
+    """Start the engine in this process with a copy of ``model`` (without adapter); None: it loads the model itself.
 
     Raises:
-        RunFailed: vLLM does not start; its traceback is in the log of the run.
+        RunFailed: vLLM does not start; its traceback is in the run's log file.
     """
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)
@@ -384,10 +384,10 @@ _LONGEST_RUBRIC = 1 << 16
 
 
 def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
-    """Return ``task`` and its grader, with the terms of a judge where the config has one.
+    """Return (task, its grader), with the reward terms of an LLM judge if the config has one.
 
-    A judged task has no gold responses: the judge's term of a gold answer is not known. ``make_grader`` grades the task
-    without a judge; answers of the judge are kept in ``run_dir``.
+    A judged task has no gold responses, because the judge's score of a gold answer is not known. ``make_grader`` makes
+    the grader without the judge; ``run_dir`` gets a cache of the judge's answers.
     """
     options = config.reward.judge
     if options.kind is None:
@@ -400,7 +400,7 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
         rules = {
             name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind is not None
         }
-    starting("Asking for the judge")
+    starting("Connecting to the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
     judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
@@ -426,15 +426,15 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
             rubric = file.expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             kind = type(error).__name__
-            raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); correct it.") from error
+            raise UserError(f"reward.judge.rubric={options.rubric} cannot be read ({kind}); use another.") from error
         if not rubric.strip() or len(rubric) > _LONGEST_RUBRIC:
             raise UserError(
-                f"reward.judge.rubric={options.rubric} is empty, or longer than {_LONGEST_RUBRIC} characters; mend it."
+                f"reward.judge.rubric={options.rubric} is blank, or longer than {_LONGEST_RUBRIC} characters; edit it."
             )
     success_above = config.reward.success_above if options.alone else None
     return JudgeRules(term, options.weight, rubric, options.reference, success_above)
 
 
 def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
-    """Return ``others`` with the metrics of a judge, if ``grader`` has one."""
+    """Return a function that gives the metrics of ``others``, and those of the judge if ``grader`` has one."""
     return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

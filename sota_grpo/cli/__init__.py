@@ -1,4 +1,4 @@
-"""The command ``sota-grpo``: training, and tools around a run."""
+"""The command ``sota-grpo``: training, and tools for runs, models and data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from sota_grpo.config import Config
 
 ASYNC = "--async"
-_QUERY = "-sc"  # with it the shell asks the program for completions (Hydra's convention)
-_LINE = "COMP_LINE"  # the line typed so far
+_QUERY = "-sc"  # argument by which the shell requests completions (Hydra's convention)
+_LINE = "COMP_LINE"  # environment variable with the line typed so far
 _OPTIONS = ("--async", "--cfg", "--config-dir", "--config-name", "--help", "--info", "--multirun", "--resolve")
-_NO_PREFIX = "\0"  # no argument begins with it, so that Hydra gets all of them
+_NO_PREFIX = "\0"  # begins no argument, so argparse passes all arguments to Hydra
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; a mistake of the user is one sentence and exit code 2, Ctrl-C is one and 130."""
+    """Run a ``sota-grpo`` command; a user's mistake prints one sentence and exits with code 2, Ctrl-C with 130."""
     argv = sys.argv[1:] if arguments is None else arguments
     run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
 
@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str]) -> int:
     from sota_grpo.cli import check, doctor, estimate, eval, runs, score
 
-    parser = argparse.ArgumentParser(prog="sota-grpo", description="GRPO post-training, and tools around a run.")
+    parser = argparse.ArgumentParser(prog="sota-grpo", description="GRPO post-training, and tools for runs and models.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train = commands.add_parser(
-        "train", help="train: grpo.py of a checkout; --async: grpo-async.py", prefix_chars=_NO_PREFIX, add_help=False
+        "train", help="train, as grpo.py does; --async: as grpo-async.py", prefix_chars=_NO_PREFIX, add_help=False
     )
     train.add_argument("arguments", nargs="*")
     train.set_defaults(run=lambda options: _train(options.arguments))
@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Pass the command line to Hydra, which ends the process with the exit code of ``grpo.py``."""
+    """Train as ``grpo.py`` does: pass the arguments to Hydra, which exits with the exit code."""
     # OpenMP threads that spin while they wait slow a busy machine down by 10x and more; read when torch loads
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from sota_grpo.run.entry import entry
@@ -64,7 +64,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _complete(arguments: Sequence[str], commands: Collection[str]) -> int:
-    """Print the completions of the line that is being typed: commands, or after ``train`` those of Hydra."""
+    """Print shell completions of the line being typed: commands, or after ``train`` those of Hydra."""
     program, _, typed = os.environ.get(_LINE, "").lstrip().partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
     *before, word = rest.split(" ")
@@ -87,7 +87,7 @@ def _complete(arguments: Sequence[str], commands: Collection[str]) -> int:
 def add_parser(
     commands: Any, name: str, summary: str, description: str | None, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command, which ``run`` executes."""
+    """Add and return the parser of a command; ``run`` executes the command and returns the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
         name, help=summary, description=inspect.cleandoc(description or ""), formatter_class=raw
@@ -97,7 +97,7 @@ def add_parser(
 
 
 def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
-    """Return the type of an integer option.
+    """Return an argparse type for integers of at least ``least``; ``what`` names the value in the error.
 
     >>> whole("a number of tokens")("none")
     Traceback (most recent call last):
@@ -113,7 +113,7 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 
 def above_zero(what: str) -> Callable[[str], float]:
-    """Return the type of an option that is a finite number above 0."""
+    """Return an argparse type for finite numbers above 0; ``what`` names the value in the error."""
 
     def parsed(text: str) -> float:
         try:
@@ -129,12 +129,12 @@ def above_zero(what: str) -> Callable[[str], float]:
 
 def add_trust(parser: Any) -> None:
     """Add ``--trust-run`` to the parser of a command that reads a run."""
-    help_text = "run the code and ask the server that the run's config names; each is printed"
+    help_text = "allow the code and the servers that the run's config names; they are printed"
     parser.add_argument("--trust-run", action="store_true", help=help_text)
 
 
 def print_trust(options: argparse.Namespace, config: Config) -> None:
-    """Print what ``--trust-run`` permits to the ``config`` of the run."""
+    """If ``--trust-run`` is set, print what it allows the run's ``config`` to execute or contact."""
     from sota_grpo.assembly.compose import needs_consent
 
     for option, act in needs_consent(config).items() if options.trust_run else ():
@@ -142,10 +142,10 @@ def print_trust(options: argparse.Namespace, config: Config) -> None:
 
 
 def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
-    """Return the directory of the run that the options name, before torch is imported.
+    """Check the run in ``options.run_dir`` before torch is imported, and return its directory.
 
     Raises:
-        UserError: there is no run, or ``--trust-run`` is missing for an option of its config that is not ``unused``.
+        UserError: there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console
@@ -157,19 +157,19 @@ def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
 
 
 def add_config(parser: Any) -> None:
-    """Add ``--config-name`` and the overrides to a command's parser."""
+    """Add the arguments of a config to a parser: ``--config-name`` and overrides."""
     from sota_grpo.assembly.compose import DEFAULT_CONFIG
 
     add = parser.add_argument
     add("--config-name", "-cn", metavar="NAME", default=DEFAULT_CONFIG, help=f"preset; default: {DEFAULT_CONFIG}")
-    add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of grpo.py; mode=async: of grpo-async.py")
+    add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of grpo.py; for grpo-async.py add mode=async")
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """Return the config that the options name, composed and not validated; UserError where there is none."""
+    """Compose and return the config of the arguments of :func:`add_config`, not validated; UserError if it fails."""
     from sota_grpo.assembly.compose import compose
 
     for override in options.overrides:
         if "=" not in override and not override.startswith("~"):
-            raise UserError(f"{override!r} is not OPTION=VALUE; a preset is chosen with --config-name {override}.")
+            raise UserError(f"{override!r} is not OPTION=VALUE; if it is a preset, use --config-name {override}.")
     return compose(options.config_name, options.overrides)

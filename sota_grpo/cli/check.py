@@ -1,12 +1,12 @@
-"""``sota-grpo check``: make the checks of a run on any config, without training.
+"""``sota-grpo check``: run the start-up checks of training on any config, without training.
 
-Model, engine, reference and task are built as ``grpo.py`` would, a few samples are drawn, and each check prints what it
+Model, engine, reference and task are built as for training, a few responses are sampled, and each check prints what it
 measured. No run directory is written::
 
     sota-grpo check --config-name grpo_cpu engine=transformers
     sota-grpo check --config-name grpo_gsm8k model.name=./my-model env.dataset_path=train.jsonl
 
-The exit code is 0 when all checks passed and 1 when one failed.
+The exit code is 0 if all checks passed and 1 if one failed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 def add_command(commands: Any) -> None:
     """Add ``check`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(commands, "check", "check that a config would train right mathematics", __doc__, run)
+    parser = add_parser(commands, "check", "run the start-up checks of a config, without training", __doc__, run)
     add_config(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder for the engine's logs and gate.json")
-    parser.add_argument("--json", action="store_true", help="the outcomes as JSON instead of sentences")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the checks; 0 when all passed."""
+    """Run the checks; return 0 if all passed, else 1."""
     from sota_grpo.assembly.preflight import announce, preflight
     from sota_grpo.recording.progress import Heartbeat
     from sota_grpo.run.entry import quiet_console

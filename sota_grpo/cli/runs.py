@@ -1,4 +1,4 @@
-"""The commands that read runs: ``sota-grpo report``, ``replay``, ``export`` and ``sweep``."""
+"""Commands that read runs: ``sota-grpo report``, ``replay``, ``export`` and ``sweep``."""
 
 from __future__ import annotations
 
@@ -18,50 +18,48 @@ from sota_grpo.text import readable
 
 
 def add_command(commands: Any) -> None:
-    """Add the four commands and their options to the parser of ``sota-grpo``."""
-    summary = "one HTML file about one run or several"
+    """Add the four commands to the parser of ``sota-grpo``."""
+    summary = "write an HTML report of one run or several"
     add = add_parser(commands, "report", summary, report.__doc__, report).add_argument
     add("runs", nargs="+", metavar="RUN", help="run directory, or a folder of runs (a multirun)")
-    add("--out", metavar="FILE", help="the page; default: report.html in RUN, or in the current folder for several")
+    add("--out", metavar="FILE", help="HTML file; default: report.html in RUN, for several runs in the current folder")
 
-    summary = "compute a stored step again, perhaps under other algorithms"
+    summary = "recompute a stored step, also with other algorithms"
     parser = add_parser(commands, "replay", summary, replay.__doc__, replay)
     add, number = parser.add_argument, whole("the number of a step", least=0)
     add("run_dir", metavar="RUN", help="directory of the run")
-    algorithms = "algorithm=A,B,..: presets, FILE.py:FUNCTION, or run, the run's own; further options apply to all"
+    algorithms = "algorithm=A,B,..: presets, FILE.py:FUNCTION, or run (the run's); other options apply to all"
     add("overrides", metavar="OPTION=VALUE", nargs="*", help=algorithms)
-    add("--step", metavar="N", type=number, help="as in metrics.jsonl; default: the last that can be replayed")
-    add("--json", action="store_true", help="print the figures as JSON")
+    add("--step", metavar="N", type=number, help="number of the step; default: the last that can be replayed")
+    add("--json", action="store_true", help="print the results as JSON")
     add_trust(parser)
 
-    summary = "write a run's model with a card, or the run as verl's command"
+    summary = "export a run's model with a model card, or the run as a verl command"
     parser = add_parser(commands, "export", summary, export.__doc__, export)
     add = parser.add_argument
     add("run_dir", metavar="RUN", help="a run directory")
-    add("--to", required=True, choices=("hf", "verl"), help="what to write")
+    add("--to", required=True, choices=("hf", "verl"), help="hf: the model; verl: a script that trains the same")
     add("--out", metavar="DIR", help="new or empty folder; default: RUN/export/hf or RUN/export/verl")
-    steps = "hf: checkpoint after so many steps; default: the final model, or the newest checkpoint"
+    steps = "hf: export the checkpoint after N steps; default: the final model, or the newest checkpoint"
     add("--step", metavar="N", type=whole("a number of steps", least=0), help=steps)
-    add("--adapter", action="store_true", help="hf: the LoRA adapter alone")
-    add("--dtype", choices=DTYPES[1:], help="hf: of the weights, read from a checkpoint; default: the trained model's")
+    add("--adapter", action="store_true", help="hf: export the LoRA adapter alone")
+    add("--dtype", choices=DTYPES[1:], help="hf: dtype of the weights; default: the trained model's")
     add_trust(parser)
 
-    add = (
-        parser := add_parser(commands, "sweep", "the runs of a sweep side by side", sweep.__doc__, sweep)
-    ).add_argument
+    add = (parser := add_parser(commands, "sweep", "compare the runs of a sweep", sweep.__doc__, sweep)).add_argument
     add("directory", nargs="?", metavar="DIR", help="folder of runs; default: the newest sweep in multirun/")
-    add("--sort", metavar="METRIC", help="sort by it; default: eval/accuracy, or reward where that was not measured")
-    add("--ascending", action="store_true", help="the smallest first")
+    add("--sort", metavar="METRIC", help="sort by this metric; default: eval/accuracy, or reward if not evaluated")
+    add("--ascending", action="store_true", help="sort the smallest first")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="one line per run with all its metrics, instead of the table")
-    form.add_argument("--json", action="store_true", help="runs and means over seeds as JSON, instead of the table")
+    form.add_argument("--csv", action="store_true", help="print CSV: one line per run with all metrics")
+    form.add_argument("--json", action="store_true", help="print runs and means over seeds as JSON")
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write one HTML file about a run, several runs, or a whole sweep, readable without a server or network.
+    """Write an HTML report of one run, several runs or a sweep; a single file that needs no server or network.
 
-    It shows curves with standard errors, differences between configs, groups with samples and rewards, tokens of
-    stored steps, time by phase, policy ages, checks and configs. Runs may be finished, interrupted, or training::
+    It shows curves with standard errors, differences between configs, prompt groups with responses and rewards, tokens
+    of stored steps, time per phase, policy ages, checks and configs. Runs may be finished, interrupted or training::
 
         sota-grpo report outputs/2026-01-31/10-00-00
         sota-grpo report multirun/2026-01-31/10-00-00 --out sweep.html
@@ -71,7 +69,7 @@ def report(options: argparse.Namespace) -> int:
     folder = Path(options.runs[0]) if len(options.runs) == 1 else Path()
     out = Path(options.out) if options.out else folder / "report.html"
     if options.out and not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}.")
+        raise UserError(f"--out {out}: there is no folder {out.parent}; create it.")
 
     def left_out(sentence: str) -> None:
         print(f"Left out: {readable(sentence)}", file=sys.stderr)
@@ -82,17 +80,17 @@ def report(options: argparse.Namespace) -> int:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Compute a stored step of a run again, offline on the CPU, and optionally under other algorithms.
+    """Recompute a stored training step of a run on the CPU, optionally with other algorithms.
 
-    Losses, gradient norms and token shares follow from the stored responses and rewards and from the checkpoint before
-    the step; no engine is started. Other algorithms add cosines between the gradients, and the run keeps the tables
-    for ``sota-grpo report``. A run stores step 0 and the steps after its checkpoints::
+    Losses, gradient norms and fractions of tokens are computed from the stored responses and rewards and from the
+    checkpoint before the step; no engine is started. With other algorithms, cosines between the gradients are added,
+    and the tables are saved for ``sota-grpo report``. A run stores step 0 and the step after each checkpoint::
 
         sota-grpo replay outputs/2026-01-31/10-00-00 --step 20
         sota-grpo replay outputs/2026-01-31/10-00-00 --step 20 algorithm=dapo,gspo,mine.py:sapo train.epochs=2
         sota-grpo replay outputs/2026-01-31/10-00-00 algorithm.clip_high=0.28 policy.kl_coef=0 --json
 
-    The exit code is 0 once the step is computed, whether or not the figures agree.
+    The exit code is 0 if the step could be computed, whether or not the values match those that the run logged.
     """
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES
     from sota_grpo.recording.run_files import save_replay
@@ -125,7 +123,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _table(corner: str, rows: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Return the header and the rows as text; nine digits distinguish float32 values.
+    """Return header and rows of a table as text, with nine digits, so that different float32 values differ.
 
     >>> _table("", {"kl": {"stored": 1 / 3, "dapo": None}})
     [['', 'stored', 'dapo'], ['kl', '0.333333333', '-']]
@@ -135,21 +133,21 @@ def _table(corner: str, rows: Mapping[str, Mapping[str, float | None]]) -> list[
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write the model that a run has trained, or the run itself as verl's command.
+    """Export the model that a run has trained, or the run as a command of verl.
 
-    - ``--to hf``: the model, adapters merged (or, with ``--adapter``, the PEFT adapter), with a model card for the hub
-    - ``--to verl``: run_verl.sh, the command of verl 0.9 that trains the same, with its data and reward function
+    - ``--to hf``: the model with adapters merged (``--adapter``: only the PEFT adapter), and a model card for the hub
+    - ``--to verl``: run_verl.sh, a command for verl 0.9 that trains the same, with data and reward function
 
-    A comment in the script names the options without a counterpart::
+    A comment in the script lists the options that verl does not have::
 
         sota-grpo export outputs/2026-01-31/10-00-00 --to hf --out my-model
         sota-grpo export outputs/2026-01-31/10-00-00 --to verl
     """
     of_model = {"--adapter": options.adapter or None, "--step": options.step, "--dtype": options.dtype}
     for option in [name for name, value in of_model.items() if value is not None and options.to != "hf"]:
-        raise UserError(f"{option} goes with --to hf; --to verl translates the whole run.")
+        raise UserError(f"{option} is for --to hf; --to verl translates the whole run: leave it out.")
     if options.adapter and options.dtype:
-        raise UserError("--dtype goes without --adapter; an adapter keeps the dtype in which it was trained.")
+        raise UserError("--dtype has no effect on --adapter, which keeps the dtype of its training; leave it out.")
     from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES
 
     run_dir = require_run(options, (*UNUSED_WITHOUT_LOSS, *(UNUSED_WITHOUT_SAMPLES if options.to == "hf" else ())))
@@ -162,16 +160,16 @@ def export(options: argparse.Namespace) -> int:
         print(f"{out}: the {'adapter' if options.adapter else 'model'} after {steps} steps, and its card README.md.")
     else:
         write_verl(run_dir, out, trust=options.trust_run)
-        print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; its comment says what differs in verl.")
+        print(f"{out}: run_verl.sh, train.parquet, heldout.parquet, reward.py; a comment says what differs in verl.")
     return 0
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """Print the runs of a sweep side by side, during it and after it.
+    """Print a table of the runs of a sweep, while it runs or afterwards.
 
-    One row per run: the options in which the runs differ, the mean reward of the last 10 steps, the last held-out
-    accuracy with its standard error, the steps done, the state, and the time of the steps. A second table averages
-    runs that differ in their seed only. Any folder of run directories will do::
+    Each row has the options in which the runs differ, the mean reward of the last 10 steps, the last held-out accuracy
+    with its standard error, the completed steps, the state, and the time of the steps. A second table averages runs
+    that differ only in their seed. DIR may be any folder of run directories::
 
         sota-grpo sweep multirun/2026-01-31/10-00-00
         sota-grpo sweep --sort time/step_s --ascending
@@ -181,12 +179,12 @@ def sweep(options: argparse.Namespace) -> int:
 
     folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))
     if not folders:
-        raise UserError(f"There is no sweep in {FOLDER}/; give the directory of one.")
+        raise UserError(f"There is no sweep in {FOLDER}/; give the directory of a sweep.")
     table = read_sweep(Path(folders[-1]), options.sort, ascending=options.ascending)
     names = table.measured()
     if options.sort and options.sort not in names:
         near = get_close_matches(options.sort, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; they measured {', '.join(names) or 'nothing yet'}."
+        hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(names) or 'nothing yet'}."
         raise UserError(f"--sort {options.sort}: no run measured it{hint}")
     if options.csv:
         sys.stdout.write(as_csv(table))

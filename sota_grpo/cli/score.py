@@ -1,7 +1,7 @@
-"""``sota-grpo score``: grade responses that exist already, with the grader that a training run would use.
+"""``sota-grpo score``: grade given responses with the grader that training would use.
 
-Input and output have one JSON object per line, in the same order; each row gains ``reward``, ``terms``, ``success`` and
-``error``, and further columns of the task's grader (IFEval: the outcome of every instruction)::
+Input and output are JSONL with rows in the same order. The output adds ``reward``, ``terms``, ``success`` and
+``error``, and columns that the task's grader reports (IFEval: whether each instruction is followed)::
 
     {"response": "... #### 18", "answer": "18"}
     {"response": "... #### 18", "answer": "18", "reward": 1.0, "terms": {...}, "success": true, "error": null}
@@ -33,14 +33,14 @@ from sota_grpo.tasks.dataset import DatasetError, text_of
 from sota_grpo.text import json_line
 
 STANDARD = "-"  # stdin or stdout
-_BATCH = 64  # rows of a request to a grader
-_AHEAD = 4  # batches per grader that may wait for their scores
+_BATCH = 64  # rows per request to a grader
+_AHEAD = 4  # most batches per grader that are submitted and not scored yet
 RowWriter = Callable[[dict[str, Any]], None]
-_ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input; bytes that are not UTF-8 are escaped in the output
+_ENCODING, _ERRORS = "utf-8-sig", "surrogateescape"  # of the input; invalid UTF-8 is escaped in the output
 
 
 def _lines_of(name: str) -> AbstractContextManager[TextIO]:
-    """Open a file or stdin for reading, without a byte order mark and whatever its bytes are."""
+    """Open a file (``-``: stdin) for reading text; a byte order mark is skipped and invalid UTF-8 accepted."""
     if name == STANDARD:
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(encoding=_ENCODING, errors=_ERRORS)
@@ -53,17 +53,17 @@ def _lines_of(name: str) -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
-    """Yield a function that writes a row to ``NAME.partial``, which becomes ``NAME`` at the end; ``-`` is stdout.
+    """Give a function that writes a row to ``NAME.partial``, which is renamed to ``NAME`` at the end; ``-``: stdout.
 
     Args:
-        read: name of the input.
-        option: by which the user gave the name.
+        read: name of the input file, which must be another file.
+        option: command line option with the name, for messages.
 
     Raises:
-        UserError: the file cannot be written.
-        RunFailed: by the function, too: a row or the file cannot be written (a full disk).
+        UserError: the file cannot be opened.
+        RunFailed: a row cannot be written, or the file not renamed (for example on a full disk).
         BrokenPipeError: the reader of stdout has closed it.
-        KeyboardInterrupt: its text has the number of rows written.
+        KeyboardInterrupt: was raised in the block; the message has the number of rows written.
     """
     partial, target, count = Path(f"{name}.partial"), f"{option} {name}", 0
     try:
@@ -74,7 +74,7 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         elif read is not None and Path(read).resolve() in (Path(name).resolve(), partial.resolve()):
             raise UserError(f"{target} would overwrite the input; give another file.")
         elif Path(name).exists() and not Path(name).is_file():
-            raise UserError(f"{target} exists and is no file; give a file, or - for stdout.")
+            raise UserError(f"{target} exists and is not a file; give a file, or - for stdout.")
         else:
             file, holder = partial.open("w", encoding="utf-8"), str(partial)
     except OSError as error:
@@ -89,7 +89,7 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what is buffered: Python would try again at exit
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
-            reason = f"{target} cannot be written on ({error.strerror}); {holder} holds the rows before."
+            reason = f"{target} cannot be written further ({error.strerror}); {holder} has the rows before."
             raise RunFailed(reason) from error
 
     def write(row: dict[str, Any]) -> None:
@@ -108,11 +108,11 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         if name != STANDARD:
             partial.replace(name)
     except OSError as error:
-        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} holds all rows.") from error
+        raise RunFailed(f"{target} cannot be written ({error.strerror}); {partial} has all rows.") from error
 
 
 class Line(NamedTuple):
-    """A line of the input: its row, and its response with the example, or the reason why there is none."""
+    """A line of the input: its row, and either ``pair``, (response, example), or ``error``, why it cannot be graded."""
 
     row: dict[str, Any]
     pair: tuple[str, Example] | None = None
@@ -121,33 +121,33 @@ class Line(NamedTuple):
 
 def add_command(commands: Any) -> None:
     """Add ``score`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(commands, "score", "grade responses that exist already", __doc__, run)
+    parser = add_parser(commands, "score", "grade given responses", __doc__, run)
     add = parser.add_argument
-    add("--task", required=True, choices=TASKS, help="task of the grader")
+    add("--task", required=True, choices=TASKS, help="task whose grader is used")
     add("--input", metavar="FILE", help="rows to grade, .jsonl; - is stdin")
-    add("--output", metavar="FILE", default=STANDARD, help="file for the graded rows; default: stdout")
-    add("--text", metavar="RESPONSE", help="one response instead of --input")
+    add("--output", metavar="FILE", default=STANDARD, help="file for the graded rows; default: - (stdout)")
+    add("--text", metavar="RESPONSE", help="grade this response, in place of --input")
     add("--answer", metavar="ANSWER", help="the right answer to --text")
-    add("--row", metavar="JSON", help="further columns of --text, as a JSON object")
-    add("--answer-format", choices=ANSWER_FORMATS, help="form of the answer; default: the task's own")
-    add("--reward-path", metavar="FILE", help="Python file with reward functions, instead of the task's own reward")
-    add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be given several times")
+    add("--row", metavar="JSON", help="further columns for --text, as a JSON object")
+    add("--answer-format", choices=ANSWER_FORMATS, help="format of the answer; default: the task's")
+    add("--reward-path", metavar="FILE", help="Python file with reward functions, which replace the task's reward")
+    add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be repeated")
     count, cores = whole("a number of processes"), os.cpu_count() or 1
-    add("--workers", metavar="N", type=count, default=cores, help="grader processes; default: one a core")
+    add("--workers", metavar="N", type=count, default=cores, help="number of grader processes; default: one per core")
     time = above_zero("a time")
-    add("--timeout-s", metavar="S", type=time, default=60.0, help="longest time for one response; default: 60")
+    add("--timeout-s", metavar="S", type=time, default=60.0, help="longest seconds for one response; default: 60")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grade the responses; 0 once all that can be read are graded."""
+    """Grade the responses; return 0, also if some lines could not be read or graded."""
     if (options.text is None) == (options.input is None):
         raise UserError("give either --input FILE or --text RESPONSE.")
     if options.text is None and options.answer is not None:
-        raise UserError("--answer goes with --text; rows of --input have a column 'answer'.")
+        raise UserError("--answer is for --text; put the answers of --input into its column 'answer'.")
     if options.text is None and options.row is not None:
-        raise UserError("--row goes with --text; rows of --input have their columns already.")
+        raise UserError("--row is for --text; put further columns of --input into its rows.")
     if options.reward_name and options.reward_path is None:
-        raise UserError("--reward-name names functions of a file; name the file with --reward-path FILE.")
+        raise UserError("--reward-name names functions of a file; give the file with --reward-path FILE.")
     with redirect_stdout(sys.stderr):  # a file of reward functions runs here, and may print
         task = make_scorer(
             options.task,
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
             reward_names=options.reward_name,
         )
     if options.task == "ifeval" and find_punkt() is None:
-        print("sota-grpo: NLTK's punkt data is not here (NLTK_DATA): sentences are split by rules.", file=sys.stderr)
+        print("sota-grpo: NLTK's punkt data is not found (NLTK_DATA): sentences are split by rules.", file=sys.stderr)
     if options.text is not None:
         _score_text(task, options)
         return 0
@@ -189,7 +189,7 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
 
 
 def _score_lines(task: Task, file: Iterable[str], write: RowWriter, options: argparse.Namespace) -> Counter[str]:
-    """Return how many were scored, right, failed and broken, and the sum of their rewards."""
+    """Grade the lines of ``file``; return counts (scored, right, failed, broken) and the sum of ``reward``."""
     counts: Any = Counter()  # the rewards are no integers
     lines = (_line(task, number, text) for number, text in enumerate(file, start=1) if text.strip())
     waiting: deque[tuple[list[Line], Future[list[Score]]]] = deque()
@@ -222,7 +222,7 @@ def _line(task: Task, number: int, text: str) -> Line:
     except (ValueError, RecursionError) as error:
         return Line({"line": number}, error=f"{line}: not valid JSON ({error})")
     if not isinstance(row, dict):
-        return Line({"line": number}, error=f"{line}: holds {type(row).__name__}, not an object")
+        return Line({"line": number}, error=f"{line}: has a {type(row).__name__}, not a JSON object")
     try:
         return Line(row, pair=(text_of(row, "response", line), task.read_row(row, line)))
     except DatasetError as error:
@@ -230,7 +230,7 @@ def _line(task: Task, number: int, text: str) -> Line:
 
 
 def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
-    """Return the row with the grader's further columns, the reward, its terms, the success and the error."""
+    """Return ``row`` with further columns: the grader's (``score.info``), reward, terms, success and error."""
     reward = total_reward(score.terms, task.term_weights)
     grades = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
     return {**row, **score.info, **grades}

@@ -1,4 +1,4 @@
-"""Rules of the algorithm: which of its terms go together, and with which other options (see :mod:`.validators`)."""
+"""Rules for options of the algorithm: which combinations are allowed (see :mod:`.validators`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
     terms |= {"dynamic_sampling"} if algorithm.dynamic_sampling else set()
     if config.env.repeats < 2 and terms:
         names = ", ".join(sorted(terms))
-        yield f"algorithm {algorithm.name} compares responses of a group ({names}), and env.repeats=1; use 2 or more."
+        yield f"algorithm {algorithm.name} compares responses of a group ({names}), but env.repeats=1; use 2 or more."
 
 
 def distillation_has_a_teacher(config: Config) -> Iterator[str]:
-    """The policy at its start pulls the policy back; it is no teacher."""
+    """Refuse distillation from the initial policy, which only undoes training, and options that conflict with it."""
     algorithm, name = config.algorithm, config.ref_model.name
     option = f"algorithm.distill_coef={algorithm.distill_coef}"
     if algorithm.distill_coef == 0:
@@ -42,13 +42,13 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
         yield f"{option} needs another teacher than {model_name(config)}; use ref_model.name=TEACHER."
     if config.policy.kl_coef > 0:
         pull = f"policy.kl_coef={config.policy.kl_coef}"
-        yield f"{option} and {pull} need two references, and a run has one; use policy.kl_coef=0."
+        yield f"{option} and {pull} need two references, but a run has one; use policy.kl_coef=0."
     if algorithm.dynamic_sampling:
         text = "algorithm.dynamic_sampling=true drops zero-advantage groups, which a teacher still scores"
         yield f"{text} ({option}); use algorithm.dynamic_sampling=false."
     if surrogate(algorithm.objective).reads("mask"):
         text = f"algorithm.objective={algorithm.objective} weighs whole responses"
-        yield f"{text}, and {option} scores single tokens; use algorithm.objective=clipped."
+        yield f"{text}, but {option} scores single tokens; use algorithm.objective=clipped."
 
 
 def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
@@ -60,7 +60,7 @@ def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
 
 
 def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
-    """Scaled within its group, a KL of rounding errors would weigh as much as an answer."""
+    """Refuse GDPO with a KL penalty in the reward, which it would rescale, or with a scale that divides by 0."""
     if config.algorithm.decouple_terms and config.policy.kl_coef > 0 and not config.train.kl_coef_in_loss:
         text = f"algorithm.decouple_terms=true would rescale policy.kl_coef={config.policy.kl_coef} in the reward"
         yield f"{text}; use train.kl_coef_in_loss=true."
@@ -119,11 +119,11 @@ def an_entropy_bonus_and_its_tokens_have_an_effect(config: Config) -> Iterator[s
     algorithm = config.algorithm
     if algorithm.entropy_target is not None and algorithm.entropy_coef > 1:
         option = f"algorithm.entropy_coef={algorithm.entropy_coef}"
-        yield f"{option} is above 1, the most that algorithm.entropy_target adapts it to; use 0."
+        yield f"{option} is above 1, the largest value that algorithm.entropy_target sets; use 0."
     if algorithm.top_entropy_quantile < 1 and surrogate(algorithm.objective).reads("mask"):
         text = f"algorithm.top_entropy_quantile={algorithm.top_entropy_quantile} keeps single tokens"
         other = f"algorithm.objective={algorithm.objective} weighs whole responses"
-        yield f"{text}, and {other}; use algorithm.objective=clipped."
+        yield f"{text}, but {other}; use algorithm.objective=clipped."
 
 
 def a_correction_has_bounds_and_an_effect(config: Config) -> Iterator[str]:
@@ -141,14 +141,15 @@ def a_correction_has_bounds_and_an_effect(config: Config) -> Iterator[str]:
 
 
 def has_no_ratio(config: Config) -> bool:
-    """Whether the surrogate treats every token as if the newest policy had sampled it."""
+    """Whether the objective uses no importance ratio, so that every token must be on-policy."""
     return not surrogate(config.algorithm.objective).reads("log_ratio")
 
 
 def an_objective_without_a_ratio_is_on_policy(config: Config) -> Iterator[str]:
-    """After its first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that.
+    """Refuse off-policy training with an objective without an importance ratio.
 
-    A correction does not help: it weighs from the behaviour policy to the policy *before* the first step.
+    After the first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that. A correction
+    does not: it weighs from the behaviour policy to the policy *before* the first step.
     """
     train, size, ratio, objective = (
         *(config.train, responses_per_step(config), config.algorithm.ratio),
@@ -159,12 +160,12 @@ def an_objective_without_a_ratio_is_on_policy(config: Config) -> Iterator[str]:
         yield f"{text}; leave algorithm.ratio=token or use algorithm.objective=clipped."
     if has_no_ratio(config) and (train.epochs > 1 or train.optim_batch_size < size):
         yield (
-            f"{objective} is on-policy, and train.epochs={train.epochs} and train.optim_batch_size="
+            f"{objective} is on-policy, but train.epochs={train.epochs} and train.optim_batch_size="
             f"{train.optim_batch_size} make several steps of a batch of {size}; use train.epochs=1 and "
             f"train.optim_batch_size={size}, or algorithm.objective=cispo, which has a ratio."
         )
     if has_no_ratio(config) and train.max_policy_age > 0:
-        text = f"{objective} is on-policy, and train.max_policy_age={train.max_policy_age} is not"
+        text = f"{objective} is on-policy, but train.max_policy_age={train.max_policy_age} is not"
         yield f"{text}; use train.max_policy_age=0, or algorithm.objective=cispo, which has a ratio."
 
 
@@ -177,11 +178,11 @@ def an_objective_has_a_ratio_of_its_level(config: Config) -> Iterator[str]:
 
 
 def old_policies_are_corrected_in_several_epochs(config: Config) -> Iterator[str]:
-    """Several epochs take the ratio to recomputed log-probs; without a correction nothing reads the engine's own."""
+    """Refuse several epochs on tokens of older policies without a correction: the ratio ignores the tokens' age."""
     train, algorithm = config.train, config.algorithm
     if train.max_policy_age > 0 and train.epochs > 1 and algorithm.correction == "none" and not has_no_ratio(config):
         fix = "" if surrogate(algorithm.objective).weighs_rows else "algorithm.correction=token or "
         yield (
             f"train.max_policy_age={train.max_policy_age} trains on tokens of older policies, and train.epochs="
-            f"{train.epochs} takes the ratio to recomputed log-probs, which ignores them; use {fix}train.epochs=1."
+            f"{train.epochs} takes the ratio to recomputed log-probs, which ignore their age; use {fix}train.epochs=1."
         )

@@ -1,4 +1,4 @@
-"""Rules of devices, memory and engines; see :mod:`.validators`."""
+"""Rules for options of devices, memory and engines; see :mod:`.validators`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from sota_grpo.config import Config, InferenceModelConfig, RefModelConfig, Train
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.policy.optimizers import OPTIMIZERS
 
-SHARED = "shared"  # the learner's devices
-MICRO_BATCH_TOKENS = 16384  # of train.micro_batch_tokens=auto on a CPU
+SHARED = "shared"  # value of inference_model.num_devices: engines on the learner's devices
+MICRO_BATCH_TOKENS = 16384  # train.micro_batch_tokens=auto on a CPU
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether engines take turns with the learner on its devices."""
+    """Whether the engines use the learner's devices, alternating with it."""
     return config.inference_model.num_devices == SHARED
 
 
 def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig) -> int | None:
-    """Return the number of devices of a role; None where it has none of its own."""
+    """Return the number of devices that the config requests for a role; None if it requests none or ``shared``."""
     if role.devices is not None:
         return len(role.devices)
     return None if isinstance(role.num_devices, str) else role.num_devices
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Return ``train.micro_batch_tokens``; for ``auto`` the default on a CPU, since a run on CUDA replaces it first.
+    """Return ``train.micro_batch_tokens``; for ``auto`` the value on a CPU (on CUDA a run replaces ``auto`` before).
 
     >>> micro_batch_tokens(Config())
     16384
@@ -36,7 +36,7 @@ def micro_batch_tokens(config: Config) -> int:
 
 
 def learner_ranks(config: Config) -> int:
-    """Return the number of the learner's devices, an FSDP2 rank on each."""
+    """Return the number of learner ranks, one per device."""
     return device_count(config.train_model) or 1
 
 
@@ -50,9 +50,9 @@ def devices_are_counted_or_named(config: Config) -> Iterator[str]:
     for name in ("train_model", "inference_model", "ref_model"):
         role = getattr(config, name)
         if role.num_devices is not None and role.devices is not None:
-            yield f"{name}.num_devices={role.num_devices} and {name}.devices={list(role.devices)} exclude each other."
+            yield f"{name}.num_devices={role.num_devices} and {name}.devices={list(role.devices)}: set only one."
         if role.devices is not None and len(role.devices) == 0:
-            yield f"{name}.devices=[] names no device; name one or leave it out."
+            yield f"{name}.devices=[] names no device; give one or leave it out."
 
 
 def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
@@ -83,24 +83,24 @@ def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
         return
     if config.mode == "async":
         age = f"mode=async (train.max_policy_age={config.train.max_policy_age})"
-        yield f"{shared} alternates engines and learner, and {age} runs them concurrently; use mode=sync, or {fix}."
+        yield f"{shared} alternates engines and learner, but {age} runs them concurrently; use mode=sync, or {fix}."
     if config.engine.name == "sglang_server":
         yield f"engine=sglang_server keeps its weights on the devices of {shared}; use engine=vllm, or {fix}."
     if config.engine.url is not None:
-        yield f"{shared} starts engines, and engine.url={config.engine.url} is a running one; leave one of them out."
+        yield f"{shared} starts engines, but engine.url={config.engine.url} is a running one; leave one of them out."
 
 
 def a_url_is_one_running_server(config: Config) -> Iterator[str]:
-    """A server that is started here is a child of this process; Ray gives a cluster's GPUs to actors only."""
+    """Refuse engine.url with other engines or device counts, and servers on GPUs that Ray manages."""
     engine, address, count = config.engine, config.ray.address, device_count(config.inference_model)
     if engine.url is not None and not is_server(engine.name):
         yield f"engine.url has no effect on engine={engine.name}; use engine=vllm_server or leave engine.url out."
     if engine.url is not None and count is not None:
         devices = f"inference_model starts engines on {count} devices"
-        yield f"engine.url={engine.url} is one running server, and {devices}; leave num_devices and devices out."
+        yield f"engine.url={engine.url} is one running server, but {devices}; leave num_devices and devices out."
     if is_server(engine.name) and address is not None and engine.url is None and config.device != "cpu":
         yield (
-            f"engine={engine.name} starts servers on this machine, and ray.address={address} owns its GPUs; "
+            f"engine={engine.name} starts servers on this machine, but ray.address={address} manages its GPUs; "
             "use engine=vllm, engine.url of a server on GPUs that Ray does not have, or device=cpu."
         )
 
@@ -117,10 +117,10 @@ def engine_arguments_go_to_a_vllm_that_is_started_here(config: Config) -> Iterat
 def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
     name, ranks = config.optimizer.name, learner_ranks(config)
     if config.train_model.lora.enabled and not OPTIMIZERS[name].trains_adapters:
-        text = f"optimizer.name={name} orthogonalises whole matrices, and train_model.lora.enabled=true trains factors"
+        text = f"optimizer.name={name} orthogonalises whole matrices, but train_model.lora.enabled=true trains factors"
         yield f"{text}; use optimizer.name=adamw."
     if ranks > 1 and not OPTIMIZERS[name].over_ranks:
-        text = f"optimizer.name={name} does not shard its moments, and the learner has {ranks} devices"
+        text = f"optimizer.name={name} does not shard its moments, but the learner has {ranks} devices"
         yield f"{text}; use optimizer.name=adamw or train_model.num_devices=1."
 
 
@@ -129,15 +129,17 @@ def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
     if learner.tensor_parallel_size == 1:
         return
     if config.optimizer.name == "muon":
-        yield f"optimizer.name=muon orthogonalises whole matrices, and {option} divides them; use adamw."
+        yield f"optimizer.name=muon orthogonalises whole matrices, but {option} shards them; use adamw."
+    if learner.log_probs == "liger":
+        yield f"train_model.log_probs=liger needs the whole head, but {option} shards it; use tiled."
     if config.train.precision == "fp16" and learner.lora.enabled:
         text = "train.precision=fp16 scales the loss by the overflows of one device's columns of an adapter"
-        yield f"{text}, and {option} divides them; use train.precision=bf16."
+        yield f"{text}, but {option} shards them; use train.precision=bf16."
     if learner.compile:
         yield f"train_model.compile=true is untested with {option}; leave it out."
     if learner.lora.enabled and learner.lora.dropout:
         dropout = f"train_model.lora.dropout={learner.lora.dropout}"
-        yield f"{dropout} would drop other inputs on each device of {option}; use train_model.lora.dropout=0."
+        yield f"{dropout} would use a different mask on each device of {option}; use train_model.lora.dropout=0."
 
 
 def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
@@ -145,19 +147,19 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
     if config.model.quantization is None:
         return
     if not config.train_model.lora.enabled:
-        yield f"{option} keeps weights in 4 bits, which cannot be trained; add train_model.lora.enabled=true."
+        yield f"{option} quantises weights to 4 bits, which cannot be trained; add train_model.lora.enabled=true."
     if ranks > 1:
-        text = f"{option} is for a learner of one device, and it has {ranks}"
+        text = f"{option} is for a learner of one device, but it has {ranks}"
         yield f"{text}; use train_model.num_devices=1 or model.quantization=null."
     ref = config.ref_model
     apart = _has_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
-            f"{option} changes the base, and a reference in another process or on other devices has it unquantized, "
-            "so their KL would not begin at 0; use policy.kl_coef=0, or mode=sync on one device."
+            f"{option} changes the base weights, but a reference in another process or on other devices has them "
+            "unquantized, so the KL would not start at 0; use policy.kl_coef=0, or mode=sync on one device."
         )
     if config.train_model.compile:
-        yield f"train_model.compile=true does not compile the 4-bit products of {option}; leave it out."
+        yield f"train_model.compile=true cannot compile the 4-bit layers of {option}; leave it out."
 
 
 def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
@@ -170,9 +172,9 @@ def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
         yield f"{option} has no effect on engine={name}, which gets merged weights; use engine=vllm."
     if _has_workers(config) or config.inference_model.tensor_parallel_size > 1:
         yield (
-            f"{option} is for one engine in mode=sync, and mode={config.mode}, several devices or ray.address "
+            f"{option} is for one engine in mode=sync, but mode={config.mode}, several devices or ray.address "
             "start workers, which merge the adapter; leave it out."
         )
     if config.model.quantization is not None:
         other = f"model.quantization={config.model.quantization}"
-        yield f"{option} serves the unquantized base, and {other} trains on another; leave one of them out."
+        yield f"{option} serves the unquantized base, but {other} trains on a quantised one; leave one of them out."

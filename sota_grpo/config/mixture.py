@@ -1,11 +1,11 @@
-"""Several tasks in one run (``env.mixture``): a config per task, made of the run's and of its entry.
+"""Several tasks in one run (``env.mixture``): each entry's options, over the run's, give the config of one task.
 
-An entry names options of one task without their section (``dataset``, ``tools``, ``repeats``), those of ``reward`` and
-the token limit with theirs in front (``reward_path``, ``max_tokens``), and its ``weight``.
+An entry has a ``weight`` and options of its task: those of ``env`` without the section (``dataset``, ``tools``,
+``repeats``), those of ``reward`` with a prefix (``reward_path``, ``judge_weight``), and ``max_tokens``.
 
-**Groups are counted, not responses.** A batch has as many groups as it has without group sizes of their own
-(:func:`groups_per_step`), and each has its task's number of responses: which tasks a batch is of is a function of the
-weights alone, and the bound on the age of tokens counts groups.
+**Batches count groups, not responses.** A batch has the same number of groups with and without group sizes per task
+(:func:`groups_per_step`), and each group has its task's number of responses. So the weights alone determine how many
+groups each task has in a batch, and the bound on the age of tokens counts groups.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sota_grpo.config import Config, RewardConfig, responses_per_step
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.tasks import TASKS, parameters, task_class
 
-READERS = {  # options of some tasks only, by the parameter of a task that reads it; the others refuse them
+READERS = {  # {option that only some tasks read: parameter of the task class}; other tasks refuse the option
     **{"env.dataset_path": "path", "env.difficulty": "max_steps"},
     **{f"env.{name}": name for name in ("eval_path", "system_prompt", "prompt_column", "answer_column", "tasks")},
     **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox")},
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "all_weight")},
 }
-_OFFERS = ("env.tools", "env.environment")  # a task has one of them, so an entry that gives one has no other
+_OFFERS = ("env.tools", "env.environment")  # a task has at most one: an entry that sets one does not inherit any
 _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
-#: Options of an entry, by the option of the run that each replaces.
+#: {name in an entry: option of the run that it replaces for its task}.
 ENTRY_OPTIONS = {
     **{name.partition(".")[2]: name for name in READERS if name.startswith("env.")},
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
@@ -40,21 +40,21 @@ ENTRY_OPTIONS = {
     **{"max_tokens": "inference_model.max_tokens", "repeats": "env.repeats"} | _DIALOGS,
 }
 _SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}
-#: Amounts of responses that are counted in groups.
+#: Numbers of responses that are scaled so that the number of groups stays the same.
 _IN_GROUPS = ("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
 WEIGHT = "weight"
-_OF_FUNCTIONS = ("reward.name", "reward.weights", "reward.success_above")  # they belong to one reward.path
+_OF_FUNCTIONS = ("reward.name", "reward.weights", "reward.success_above")  # apply to one reward.path
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_configs(config: Config) -> dict[str, Config]:
-    """Return the config of each task of a mixture by name, in the order of the names; else the config of the one task.
+    """Return {task: its config}, sorted by name; without a mixture, only the run's task with the run's config.
 
-    An option that an entry lacks is the run's own where its task reads it. The names and weights of functions belong
-    to their ``reward_path``, so an entry with one does not inherit them.
+    An entry inherits the run's options that its task reads. An entry with a ``reward_path`` does not inherit
+    ``reward.name``, ``reward.weights`` and ``reward.success_above``.
 
     Raises:
-        ValueError: an entry that :func:`a_mixture_names_tasks_and_their_options` refuses.
+        ValueError: an entry is not valid, see :func:`a_mixture_names_tasks_and_their_options`.
 
     >>> config = Config()
     >>> config.env.mixture = {"maths": {"dataset_path": "a.jsonl"}, "easy": {"dataset": "arithmetic", "difficulty": 1}}
@@ -68,28 +68,28 @@ def task_configs(config: Config) -> dict[str, Config]:
 
 
 def weights(config: Config) -> dict[str, Fraction]:
-    """Return the weight of each task of a mixture, exactly as written: 0.1 is a tenth."""
+    """Return {task: weight} of the mixture as exact fractions (0.1 is 1/10); empty without a mixture."""
     mixture = config.env.mixture or {}
     return {name: Fraction(str(mixture[name].get(WEIGHT, 1))) for name in sorted(mixture)}
 
 
 def group_sizes(config: Config) -> dict[str, int]:
-    """Return the number of responses to a prompt, by task."""
+    """Return {task: number of responses per prompt}."""
     return _by_task(config, lambda entry: _value(config, entry, "env.repeats"))
 
 
 def has_own_group_sizes(config: Config) -> bool:
-    """Return whether groups of a batch may differ in size from ``env.repeats``."""
+    """Return whether any task has another group size than ``env.repeats``."""
     return set(group_sizes(config).values()) != {config.env.repeats}
 
 
 def groups_per_step(config: Config) -> int:
-    """Return the number of prompts of a training step, as if each had ``env.repeats`` responses."""
+    """Return the number of prompt groups in a training step."""
     return responses_per_step(config) // config.env.repeats
 
 
 def mean_group_size(config: Config) -> float:
-    """Return the number of responses to a prompt, on average over the draws.
+    """Return the mean number of responses per prompt, over tasks sampled by their weights.
 
     >>> config = Config()
     >>> config.env.mixture = {"hard": {"repeats": 16, "weight": 3}, "easy": {}}
@@ -102,40 +102,40 @@ def mean_group_size(config: Config) -> float:
 
 
 def mean_responses_per_step(config: Config) -> int:
-    """Return the number of responses of a training step, on average over many where tasks differ, rounded."""
+    """Return the mean number of responses in a training step, rounded; steps differ if tasks' group sizes do."""
     return round(groups_per_step(config) * mean_group_size(config))
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return the most turns of a dialog, by task: 1 where a response is not answered."""
+    """Return {task: most turns of a dialog}; 1 for a task that does not answer responses."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))
 
 
 def longest_response(config: Config) -> int:
-    """Return the most tokens that the policy writes in one dialog of any task, all its turns together."""
+    """Return the most tokens that the policy can generate in one dialog of any task, summed over its turns."""
     limits = _by_task(config, lambda entry: _value(config, entry, "inference_model.max_tokens"))
     return max(turns * limits[name] for name, turns in turns_of_tasks(config).items())
 
 
 def has_dialogs(config: Config) -> bool:
-    """Return whether responses of any task may have several turns."""
+    """Return whether any task has dialogs of several turns."""
     return max(turns_of_tasks(config).values()) > 1
 
 
 def tasks_named(config: Config) -> str:
-    """Return the names of the run's tasks for messages."""
+    """Return the names of the run's tasks joined by `` + ``, for messages."""
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))
 
 
 def replies(config: Config) -> bool:
-    """Return whether the scores of the task of ``config`` may answer a response."""
+    """Return whether the task of ``config`` itself answers responses (its scores may contain a reply)."""
     return getattr(task_class(config.env.dataset), "replies", False)
 
 
 def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[str, int]:
-    """Return ``value`` of each entry of a mixture, in the order of the names; of one task, that of an empty entry."""
+    """Return {task: ``value(entry)``} of a mixture, sorted by name; without a mixture, of an empty entry."""
     mixture = config.env.mixture
     return (
         {config.env.dataset: value({})} if mixture is None else {name: value(mixture[name]) for name in sorted(mixture)}
@@ -143,7 +143,7 @@ def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[
 
 
 def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
-    """Return the value of an option of :data:`ENTRY_OPTIONS`: the entry's, else the run's where it is inherited."""
+    """Return the value of ``option`` for an entry's task: the entry's, else the run's if it is inherited, else None."""
     if _SHORT[option] in entry:
         return entry[_SHORT[option]]
     if option in _OFFERS and any(_SHORT[name] in entry for name in _OFFERS):
@@ -185,7 +185,7 @@ def a_mixture_names_tasks_and_their_options(config: Config) -> Iterator[str]:
 
     mixture = config.env.mixture
     if mixture is not None and not (mixture and isinstance(mixture, Mapping)):
-        yield f"env.mixture={mixture} names no task; give env.mixture={{NAME: {{dataset: ..}}, ..}} or null."
+        yield f"env.mixture={mixture} has no task; give env.mixture={{NAME: {{dataset: ..}}, ..}} or null."
         return
     for name, entry in (mixture or {}).items():
         if (fault := next(_faults(f"env.mixture.{name}", name, entry), None)) is not None:
@@ -203,12 +203,12 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
         yield f"{prefix}={entry} is no mapping of options; give {{dataset: .., weight: ..}}."
         return
     if not _NAME.fullmatch(str(name)):
-        yield f"{prefix}: the name of a task is of letters, digits, _ and -, a letter first; rename it."
+        yield f"{prefix}: the name of a task must be of letters, digits, _ and -, a letter or _ first; rename it."
     for option in entry:
         if option not in ENTRY_OPTIONS and option != WEIGHT:
             near = get_close_matches(str(option), [*ENTRY_OPTIONS, WEIGHT], n=1)
-            there = f"did you mean {near[0]}?" if near else f"there are {', '.join([WEIGHT, *ENTRY_OPTIONS])}."
-            yield f"{prefix}.{option} is no option of a task; {there}"
+            there = f"did you mean {near[0]}?" if near else f"use {', '.join([WEIGHT, *ENTRY_OPTIONS])}."
+            yield f"{prefix}.{option} is no option of an entry; {there}"
     if "dataset" in entry and str(entry["dataset"]) not in TASKS:
         yield f"{prefix}.dataset={entry['dataset']} is not one of {', '.join(TASKS)}."
     weight = entry.get(WEIGHT, 1)
@@ -217,7 +217,7 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
 
 
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name, value and default of options of the run that no task of its mixture inherits."""
+    """Yield (name, value, default) of each option of the run that no task of its mixture reads."""
     entries = config.env.mixture
     for name, (value, default) in changed_options(config).items() if entries is not None else ():
         judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")
@@ -226,7 +226,7 @@ def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:
-    """Return whether an entry without ``option`` uses the run's value."""
+    """Return whether the task of an entry that lacks ``option`` reads the run's value."""
     if option in READERS:
         return READERS[option] in parameters(entry.get("dataset", config.env.dataset))
     return _turns(config, entry) > 1 if option == "env.max_steps" else _value(config, entry, option) is not None

@@ -1,8 +1,8 @@
-"""Tokens, which are only in the environment of this process and its workers, not in a config or file.
+"""Keep API tokens in environment variables of this process and its workers, out of configs and files.
 
-``HF_TOKEN`` is the hub's, for gated models; ``SOTA_GRPO_API_KEY`` that of the server at ``engine.url``;
-``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has its own variables. Overrides ``model.hub_token=TOKEN`` and
-``engine.api_key=TOKEN`` become variables before Hydra sees them. ``ps`` and Ray's list of jobs still show them.
+``HF_TOKEN`` is the token of the hub, for gated models; ``SOTA_GRPO_API_KEY`` the key of the server at ``engine.url``;
+``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has its own variables. The overrides ``model.hub_token=TOKEN`` and
+``engine.api_key=TOKEN`` are moved to the variables before Hydra reads them; ``ps`` and Ray's job list still show them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """Move tokens from the overrides to the environment and return the others; null keeps the variable.
+    """Move tokens from the overrides to environment variables; return the others. ``null`` keeps the variable.
 
     Raises:
-        UserError: a token, also one in the environment, is malformed; the sentence does not repeat it.
+        UserError: a token among the overrides or in the environment is malformed; the message does not contain it.
 
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
@@ -39,7 +39,7 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
         elif elsewhere := _ELSEWHERE.search(override):
             option = next(option for option in TOKENS if option.endswith(elsewhere[1]))
             variable = TOKENS[option]
-            raise UserError(f"give {WHAT[variable]} as {option}=TOKEN and in no other form, or set {variable}.")
+            raise UserError(f"Give {WHAT[variable]} only as {option}=TOKEN, or set the variable {variable}.")
         else:
             others.append(override)
     require_tokens()
@@ -47,10 +47,10 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Check the tokens of the environment, since a client's error would print a malformed one.
+    """Check the tokens in environment variables, because a client's error message would print a malformed one.
 
     Raises:
-        UserError: a token is malformed; the sentence does not repeat it.
+        UserError: a token is malformed; the message does not contain it.
     """
     for variable in (VARIABLE, API_KEY):
         if token := os.environ.get(variable, "").strip():
@@ -58,7 +58,7 @@ def require_tokens() -> None:
 
 
 def key_of(variable: str) -> str | None:
-    """Return the key in :data:`API_KEY` or :data:`JUDGE_KEY`, or None; UserError for a malformed one."""
+    """Return the key in an environment variable, or None if it is not set; UserError if the key is malformed."""
     key = os.environ.get(variable, "").strip()
     return _checked(variable, key) if key else None
 

@@ -1,4 +1,4 @@
-"""Options by dotted name, as overrides of a command line, and by the names of TRL and verl."""
+"""Convert options between a config, dotted names and command line overrides; map names of TRL and verl to ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sota_grpo.config import Config
 
 
 def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Return ``(dotted name, dataclass field, value)`` of every option of a config or section (None: the defaults).
+    """Return ``(dotted name, dataclass field, value)`` of every option of a config or section (None: default config).
 
     >>> [name for name, _, _ in walk()][:3]
     ['seed', 'mode', 'device']
@@ -27,13 +27,13 @@ def walk(config: Any = None, prefix: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return value and default of every option that is not at its default, by name."""
+    """Return {name: (value, default)} of the options that differ from their defaults."""
     options = zip(walk(config), walk())
     return {name: (value, default) for (name, _, value), (_, _, default) in options if value != default}
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """Return a copy of ``config`` with other values, by dotted name; unchanged sections are shared."""
+    """Return a copy of ``config`` with ``options``, {dotted name: value}, set; it shares unchanged sections."""
     changed = copy.copy(config)
     for name, value in options.items():
         *sections, leaf = name.split(".")
@@ -47,7 +47,7 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
 
 
 def overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """Return options, given by dotted name, as overrides of a command line.
+    """Return options, {dotted name: value}, as command line overrides.
 
     >>> overrides_of({"train.resume": None, "train.export_hf": False, "reward.name": ["near", "brief"]})
     ['train.resume=null', 'train.export_hf=false', 'reward.name=[near,brief]']
@@ -67,11 +67,11 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's grammar
+_NO_TEXTS = ("true", "false", "null", "nan", "inf")  # words that Hydra does not read as text
 
 
 def quoted(value: Any) -> str:
-    """Return a value inside a list or mapping, in quotes if Hydra would read the text differently.
+    """Return the text of a value inside a list or mapping, quoted if Hydra would not read it as a string.
 
     >>> quoted([True, None, 1e-06, "a b", "1e9", {"len": 4}])
     "[true,null,1e-06,'a b','1e9',{len:4}]"
@@ -84,7 +84,7 @@ def quoted(value: Any) -> str:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested config by dotted name; an empty section is a value.
+    """Return {dotted name: value} of a nested config; an empty section is a value.
 
     >>> flat({"seed": 0, "train": {"epochs": 1, "resume": None}})
     {'seed': 0, 'train.epochs': 1, 'train.resume': None}
@@ -96,9 +96,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-_CLOSE = 0.75  # of difflib: env.repeat is env.repeats, learning_rate is no train.grace_s
-#: Our options, or a sentence about one that we do not have, and the names of TRL, verl, prime-rl and slime for it, by
-#: the last word; docs/migration.md has the table. With a value: a loss_type of TRL is an aggregation or a preset.
+_CLOSE = 0.75  # difflib similarity: env.repeat is near env.repeats, learning_rate not near train.grace_s
+#: "Our option < names in TRL, verl, prime-rl and slime", of a dotted name the last word; docs/migration.md has the
+#: table. _THEIR_VALUES also compares the value. _NOT_HERE has a sentence for names without a counterpart.
 _THEIRS = """
 optimizer.lr < learning_rate
 optimizer.schedule < lr_scheduler_type
@@ -244,7 +244,7 @@ THEIRS, THEIR_VALUES, NOT_HERE = _by_name(_THEIRS), _by_name(_THEIR_VALUES), _by
 
 
 def no_option(name: str, value: Any = None) -> str:
-    """Return the sentence about an unknown option ``name`` and the ``value`` given to it, if known.
+    """Return the error message for an unknown option ``name``, with our name for it if TRL or verl has this option.
 
     >>> no_option("beta"), no_option("train.lr")
     ('There is no option beta; here it is policy.kl_coef.', 'There is no option train.lr; did you mean optimizer.lr?')

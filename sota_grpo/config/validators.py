@@ -1,7 +1,7 @@
-"""Rules that a config must keep, each named as the rule it states.
+"""Check that a config's options fit together: one generator function per rule, named as the rule.
 
-A rule yields a sentence with the values involved and the smallest fix. No rule edits the config. A public generator
-function of this module, :mod:`.algorithm_rules` or :mod:`.memory_rules` is a rule.
+If a config breaks the rule, the function yields an error message with the values and the smallest fix. No rule edits
+the config. Every public generator function of this module, :mod:`.algorithm_rules` and :mod:`.memory_rules` is a rule.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 
 
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
-    """With group sizes of tasks' own, an optimizer step counts groups."""
+    """Refuse batch sizes that the group size does not divide."""
     train, repeats = config.train, config.env.repeats
     amounts = {"env.num_envs": config.env.num_envs}
     if train.weight_update_frequency is None:
@@ -97,15 +97,18 @@ def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """The learner renormalises over the sampling support, so the engine has to return it for every token."""
+    """Refuse top_p, top_k or min_p unless engine and learner compute log-probs over the tokens that these keep."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
         others = ", ".join(engine for engine, spec in ENGINES.items() if spec.reports_support)
         yield (
-            f"{support} truncate the distribution, and engine={name} does not return the sampling support, so every "
+            f"{support} truncate the distribution, but engine={name} does not return the tokens they keep, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
         )
+    if most_kept(config) and config.train_model.log_probs == "liger":
+        text = "train_model.log_probs=liger computes the whole vocabulary"
+        yield f"{text}, but {support} truncate it; use train_model.log_probs=tiled."
     if sampling.top_k == 1:
         yield f"{support} keep one token, so all responses of a group are the same; use top_k=0."
     if (fault := temperature_fault(name, sampling.temperature)) is not None:
@@ -113,18 +116,18 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
 
 
 def the_loss_scaler_has_float32_gradients(config: Config) -> Iterator[str]:
-    """fp16 autocast scales the loss, and gradients are unscaled in float32; an adapter is in float32 anyway."""
+    """Refuse train.precision=fp16 with half-precision weights: the scaled loss needs float32 gradients to unscale."""
     dtype = config.train_model.torch_dtype
     is_half = dtype in ("float16", "bfloat16") and not config.train_model.lora.enabled
     if config.train.precision == "fp16" and is_half:
         yield (
-            f"train.precision=fp16 needs float32 gradients, and train_model.torch_dtype={dtype} has none; use "
+            f"train.precision=fp16 needs float32 gradients, but train_model.torch_dtype={dtype} has none; use "
             "train_model.torch_dtype=float32 or train.precision=bf16."
         )
 
 
-#: Half the distance between two neighbours of 0.02, a usual weight: AdamW moves a weight by about the learning rate,
-#: and a smaller step is rounded away. Of 134.5 M weights in bfloat16, 0.39 % changed at 1e-6 and 1.73 % at 1e-5.
+#: Half the spacing of the dtype's numbers at 0.02, a usual weight: AdamW changes a weight by about the learning rate,
+#: and rounding undoes a smaller change. Of 134.5 M weights in bfloat16, 0.39 % changed at 1e-6 and 1.73 % at 1e-5.
 _SMALLEST_STEPS = {"bfloat16": 2.0**-14, "float16": 2.0**-17}
 
 
@@ -186,7 +189,7 @@ def a_task_has_its_data(config: Config) -> Iterator[str]:
         return
     has_data = env.dataset_path is not None or "path" not in parameters(name) or hasattr(task_class(name), "hub_name")
     if not has_data:
-        yield f"env.dataset={name} is your own data; give env.dataset_path=FILE (or a name on the hub)."
+        yield f"env.dataset={name} has no data of its own; give env.dataset_path=FILE (or a name on the hub)."
     if "tasks" in parameters(name):
         yield from task_faults(env.tasks)
 
@@ -196,14 +199,14 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
     fix = "add env.reasoning=true, which asks the policy to think again, or leave it at 1"
     if env.mixture is not None:
         if env.max_steps > 1 and max(turns_of_tasks(config).values()) == 1:
-            yield f"env.max_steps={env.max_steps} has no effect on any task of env.mixture: none replies; {fix}."
+            yield f"env.max_steps={env.max_steps} has no effect on any task of env.mixture: none answers; {fix}."
         return
     if env.reasoning and env.max_steps < 2:
-        yield "env.reasoning=true asks again after a wrong response, and env.max_steps=1 leaves no turn; use 2."
+        yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
-        yield f"env.dataset={env.dataset} offers a tool, and env.max_steps=1 leaves no turn to answer it; use 3."
+        yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
     if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment):
-        yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never replies; {fix}."
+        yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
 
 def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
@@ -215,23 +218,23 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
-        yield f"env.tools={env.tools} and env.environment={value}: make the functions methods of the environment."
+        yield f"env.tools={env.tools}, env.environment={value}: make the functions methods of the environment."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and file_reference(value) is None and not value.endswith(PICKLED) and value != PASSED:
         servers = f", or {FORMS}" if env.tools is None else ""
-        yield f"{option}={value} is no FILE.py:NAME; give the file, a colon and a name that it defines{servers}."
+        yield f"{option}={value} is no FILE.py:NAME; give a file, a colon and a name defined in it{servers}."
     if env.max_steps < 2:
-        yield f"{option}={value} offers tools, and env.max_steps=1 leaves no turn for their results; use 4."
+        yield f"{option}={value} offers tools, but env.max_steps=1 leaves no turn for their results; use 4."
     if env.reasoning or replies(config):
         other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
-        yield f"{option}={value} answers tool calls, and {other} answers every response; use one of them."
+        yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
 
 
 def every_transform_and_sampler_is_in_a_file(config: Config) -> Iterator[str]:
     for value in config.env.transforms:
         if file_reference(value) is None:
-            yield f"env.transforms has {value}, which is no FILE.py:NAME; name the file, a colon, and a transform."
+            yield f"env.transforms has {value}, which is no FILE.py:NAME; give a file, a colon and a transform."
     if (sampler := config.train.sampler) is not None and file_reference(sampler) is None:
         yield f"train.sampler={sampler} is no FILE.py:NAME; name the file, a colon, and a sampler of TorchRL's."
 
@@ -244,7 +247,7 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:
-                yield f"reward.{name}={value} belongs to reward functions; give reward.path=FILE or leave it out."
+                yield f"reward.{name}={value} is for your own reward functions; give reward.path=FILE or leave it out."
         return
     names = reward_names(config)
     if names == ["builtin"]:
@@ -267,7 +270,7 @@ def sync_has_no_age(config: Config) -> Iterator[str]:
 
 
 def judges_alone(config: Config) -> bool:
-    """Whether the judge is the only reward."""
+    """Whether the LLM judge is the only reward."""
     return config.reward.judge.kind is not None and config.reward.judge.alone
 
 
@@ -288,7 +291,7 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 leaves the judge without effect; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
-        yield "reward.judge.alone=true does not say whether to think again (env.reasoning); use one of them."
+        yield "env.reasoning=true needs right or wrong, which reward.judge.alone=true does not give; use one of them."
     if judge.alone and config.reward.path is not None and config.env.mixture is None:
         names = ", ".join(map(str, reward_names(config)))
         yield f"reward.judge.alone=true replaces the functions {names} of reward.path; leave one of them out."
@@ -305,15 +308,15 @@ def _url_faults(url: str) -> Iterator[str]:
         yield f"reward.judge.url={one_line(url)} is no address of a server; write http://HOST:PORT."
     if address.username is not None or address.password is not None or address.query:
         text = "reward.judge.url has a user name, a password or a query in it, which the run would save"
-        yield f"{text}; set the key of a judge in SOTA_GRPO_JUDGE_KEY."
+        yield f"{text}; set the judge's key in the environment variable SOTA_GRPO_JUDGE_KEY."
 
 
-_OF_TEMPLATES = (  # arguments of apply_chat_template that this program sets, or that change what it returns
+_OF_TEMPLATES = (  # arguments of apply_chat_template that sota_grpo sets, or that change what is returned
     *("conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("tokenizer_kwargs", "tools", "documents", "processor_kwargs"),
 )
-_OF_LOADING = {  # arguments of from_pretrained that have no effect or a wrong one, and the option instead
+_OF_LOADING = {  # arguments of from_pretrained that are refused, with the reason or the option to use
     **dict.fromkeys(("config", "state_dict", "output_loading_info"), "the model is loaded as it was saved"),
     **dict.fromkeys(("dtype", "torch_dtype"), "use train_model.torch_dtype and ref_model.torch_dtype"),
     **{"trust_remote_code": "use model.trust_remote_code", "attn_implementation": "use model.attn_implementation"},
@@ -334,10 +337,10 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
     options["reward.judge.extra_body"] = config.reward.judge.extra_body
     for option, value in options.items():
         if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-            yield f"{option}={value} is no mapping of names; write {option}={{NAME: VALUE}}."
+            yield f"{option}={value} is no mapping of names to values; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
-            yield f"env.chat_template_kwargs has {name}, which this program sets itself; leave it out."
+            yield f"env.chat_template_kwargs has {name}, which sota_grpo sets itself; leave it out."
     for name in load or ():
         if name in _OF_LOADING:
             yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."
@@ -346,7 +349,7 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
 def every_stop_string_is_text(config: Config) -> Iterator[str]:
     stop = config.inference_model.stop
     if not all(stop) or len(set(stop)) < len(stop):
-        yield f"inference_model.stop={list(stop)} has an empty text, or one twice; leave that out."
+        yield f"inference_model.stop={list(stop)} has an empty text, or one twice; remove it."
 
 
 def tasks_of_a_mixture_keep_the_rules(config: Config) -> Iterator[str]:
@@ -368,16 +371,16 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
             yield f"{option} exceeds inference_model.max_tokens={most}; use inference_model.max_tokens={limit}."
         if (total := limit * task.env.max_steps) < longest and buffer:
             yield (
-                f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, and "
+                f"algorithm.overlong_buffer={buffer} counts back from {longest} tokens, the most of any task, but "
                 f"env.mixture.{name} (max_tokens={limit}, max_steps={task.env.max_steps}) ends at {total}; leave the "
-                "buffer out, or give the tasks one limit."
+                "buffer out, or give all tasks the same limit."
             )
 
 
 _MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-RULES = (  # in their order; entries of a mixture before the configs made of them
+RULES = (  # in the order of checks; entries of a mixture before the configs made from them
     a_mixture_names_tasks_and_their_options,
     *(one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"),
 )
@@ -388,7 +391,7 @@ class ConfigError(UserError, ValueError):
 
 
 def validate(config: Config) -> None:
-    """Raise :class:`ConfigError` with the sentence of the first rule that ``config`` breaks."""
+    """Raise :class:`ConfigError` with the message of the first rule that ``config`` breaks."""
     for rule in RULES:
         for sentence in rule(config):
             raise ConfigError(sentence)

@@ -1,4 +1,4 @@
-"""A run: :func:`launch` is the path of the scripts, of ``sota-grpo train`` and of ``sota_grpo.train``."""
+"""Start a run: the scripts, ``sota-grpo train`` and ``sota_grpo.train`` all call :func:`launch`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def launch(
     config: Config, run_dir: Path, inputs: PythonInputs | None = None, *, before: Callable[[], None] = lambda: None
 ) -> None:
-    """Check the config, import torch, and train to the end.
+    """Check the config, import torch, and train until the last step.
 
     Args:
-        inputs: Python inputs.
-        before: called between the checks and the import.
+        inputs: objects passed to :func:`sota_grpo.train`.
+        before: called after the checks and before torch is imported.
 
     Raises:
         UserError: the run cannot start or continue.
-        KeyboardInterrupt: the run was interrupted; its text says how to continue, if a checkpoint was saved.
+        KeyboardInterrupt: the run was interrupted; if a checkpoint was saved, the message says how to resume.
     """
     preflight(config, run_dir)
     before()

@@ -1,4 +1,4 @@
-"""Training from Python: ``grpo.py`` as a function, with rows and reward functions as Python inputs."""
+"""Train from Python: :func:`train` does what ``grpo.py`` does, with rows and reward functions as Python objects."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_ENDS = 10  # most steps in the mean reward of the beginning and the end of a run
+_ENDS = 10  # most steps in the means of the first and the last rewards
 
 
 class Result:
-    """The metrics, samples and model of a run; the result of :func:`sota_grpo.train`.
+    """Read access to the metrics, responses and model of a run; returned by :func:`sota_grpo.train`.
 
-    Any run directory will do, of an interrupted run or of one that is training now. Each access reads the files anew;
-    only the model and its tokenizer are loaded once.
+    The run may be finished, interrupted or still training. Each access reads the files again, except the model and its
+    tokenizer, which are loaded once.
 
     Args:
-        trust: run the model's own Python files, where the config has ``model.trust_remote_code``.
+        trust: allow the model's Python files to run, if the config has ``model.trust_remote_code=true``.
 
     Raises:
         UserError: there is no run in ``run_dir``.
@@ -62,50 +62,50 @@ class Result:
     def __init__(self, run_dir: str | os.PathLike[str], *, trust: bool = False) -> None:
         self.run_dir, self.trust = Path(run_dir), trust
         if not (self.run_dir / METRICS_FILE).is_file():
-            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing).")
+            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing); give a run directory.")
 
     @property
     def metrics(self) -> DataFrame:
-        """A row for each training step, by its number ``step`` (docs/logging.md); NaN where nothing was measured."""
+        """One row per training step, index ``step``, one column per metric (docs/logging.md); NaN if not measured."""
         return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if EVALUATED not in row])
 
     @property
     def evaluations(self) -> DataFrame:
-        """A row for each held-out evaluation, by the number of training steps done (``step``)."""
+        """One row per held-out evaluation; the index ``step`` is the number of training steps before it."""
         return _frame(read_evaluations(self.run_dir))
 
     @property
     def rollouts(self) -> DataFrame:
-        """The best and the worst response of each group, with prompt, reward and reward terms, by ``step``."""
+        """The best and the worst response of each group, with prompt, reward and reward terms; index ``step``."""
         return _frame(read_rows(self.run_dir / ROLLOUTS_FILE))
 
     @property
     def config(self) -> dict[str, Any]:
         """All options of the run as nested dicts."""
-        self._file(CONFIG_FILE, "it has not begun to train")
+        self._file(CONFIG_FILE, "the run has not begun to train")
         return read_config(self.run_dir)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has done all its training steps."""
+        """Whether the run has completed all its training steps."""
         return bool((read_record(self.run_dir) or {}).get("finished"))
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError without one."""
+        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if there is none."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer and its chat template; UserError without one."""
+        """The tokenizer with its chat template; UserError if there is none."""
         from transformers import AutoTokenizer
 
         return self._exported(AutoTokenizer)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Write the report, one HTML file (None: ``report.html`` in the run directory), and return its path."""
+        """Write the HTML report to ``out`` (None: ``report.html`` in the run directory) and return its path."""
         from sota_grpo.report import write_report
 
         return write_report([self.run_dir], Path(out) if out is not None else self.run_dir / "report.html")
@@ -169,32 +169,31 @@ def train(
     overrides: Sequence[str] = (),
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
-    """Train in this process and in the workers that it starts, and return the run.
+    """Train in this process and in worker processes, and return the run.
 
-    The same run as ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, same files, same resume. Loggers,
-    number of threads, random states and signal handlers are restored. Ctrl-C lets the current step finish, saves it,
-    closes the workers and raises; a second one stops at once.
+    Equivalent to ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, files and resume. Loggers, number of
+    threads, random states and signal handlers are restored. After Ctrl-C the current step is finished and saved, the
+    workers are closed, and KeyboardInterrupt is raised; a second Ctrl-C stops immediately.
 
     Args:
-        config_name: a preset.
-        reward: a function of verl's or TRL's form (docs/tasks.md), a list of them, or a dict of them by name, instead
-            of the task's own reward; ``"builtin"`` in a list adds that one. They are pickled for grader processes; a
-            function that cannot be pickled needs ``env.reward_workers=0``.
-        dataset: a ``datasets.Dataset``, a list of dicts, a DataFrame, or the path of a file; rows of the task
-            ``table``: ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and the columns of the functions.
-            ``env.dataset=NAME`` chooses another task for them.
-        eval_dataset: the same for the held-out rows; None holds out a tenth of the rows, 512 at most
-            (``env.num_heldout``).
+        config_name: name of a preset.
+        reward: a reward function with verl's or TRL's signature (docs/tasks.md), a list of them, or a dict by name;
+            they replace the task's reward, unless the list contains ``"builtin"``. They are pickled for grader
+            processes; a function that cannot be pickled needs ``env.reward_workers=0``.
+        dataset: training rows: a ``datasets.Dataset``, a list of dicts, a DataFrame, or the path of a file. The task is
+            ``table``, which reads ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and the columns that the
+            reward functions need; the override ``env.dataset=NAME`` chooses another task.
+        eval_dataset: held-out rows, likewise; None: a tenth of the rows, at most 512 (``env.num_heldout``).
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
-        environment: instead of tools a factory (such as a class) of TRL's protocol, called for each sample.
+        environment: in place of tools, a factory (such as a class) with TRL's protocol, called for each response.
         objective: a surrogate function (docs/extending.md).
-        transforms: TorchRL transforms of each prompt group, or their factories (docs/extending.md); they are copied.
-        overrides: options, as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
-        run_dir: the run directory; None is ``outputs/DATE/TIME``.
+        transforms: TorchRL transforms of prompt groups, or their factories (docs/extending.md); they are copied.
+        overrides: options as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
+        run_dir: the run directory; None: ``outputs/DATE/TIME``.
 
     Raises:
-        UserError: the run cannot start, or it cannot continue (``RunFailed``); the message is one sentence.
-        KeyboardInterrupt: it was interrupted; the message says how to continue.
+        UserError: the run cannot start, or cannot continue (``RunFailed``).
+        KeyboardInterrupt: the run was interrupted; the message says how to resume.
 
     Example::
 
@@ -233,7 +232,7 @@ def _require_overrides(overrides: Any) -> None:
 
 
 def _fresh_dir() -> Path:
-    """Return ``outputs/DATE/TIME``, of the first second from now on that no other run has."""
+    """Return ``outputs/DATE/TIME`` with the current time, or the next second for which there is no directory."""
     moment = datetime.now()
     while (path := Path("outputs") / f"{moment:%Y-%m-%d}" / f"{moment:%H-%M-%S}").exists():
         moment += timedelta(seconds=1)
@@ -242,7 +241,7 @@ def _fresh_dir() -> Path:
 
 @contextmanager
 def _own_console() -> Iterator[None]:
-    """Show the run's own sentences unless the caller has a handler; touch no other logger."""
+    """Show the messages of sota_grpo, unless the caller has set a log handler; leave other loggers alone."""
     from sota_grpo.recording.progress import in_notebook
 
     logger = logging.getLogger("sota_grpo")

@@ -1,4 +1,4 @@
-"""One run: checks, loop, evaluations, checkpoints and the exported model."""
+"""Execute one run: start-up checks, training loop, evaluations, checkpoints, export of the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def as_planned(config: Config, directory: RunDir) -> Config:
-    """Return the config of a resumed run with the ``train.micro_batch_tokens`` that it was started with."""
+    """Return ``config``; of a resumed run with the number that it used for ``train.micro_batch_tokens=auto``."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
     planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
@@ -59,7 +59,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
 
 
 class Run:
-    """One training run of a validated config, in a directory that the caller has locked."""
+    """One training run of a validated config; the caller has locked its run directory."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
@@ -79,7 +79,7 @@ class Run:
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
-        """Check, train, evaluate, export; return the number of training steps done."""
+        """Run the start-up checks, train, evaluate and export; return the number of completed training steps."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         of_run = self.components
@@ -89,7 +89,7 @@ class Run:
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         until_now = {"time/start_s": began - self.began, "time/checks_s": time.perf_counter() - began}
         progress = Progress(self.total, by_reward=of_run.evaluator.success_above is not None)
-        # the last one ends first: no grace of a signal ends the process while a checkpoint is written
+        # contexts end in reverse order: signal handling ends first, so no grace time ends while a checkpoint is written
         with (
             RunLog(
                 self.run_dir,
@@ -127,14 +127,14 @@ class Run:
             except UnusableValues as error:  # nor here
                 if self.steps > first:
                     self._save(self.steps)
-                saved = " What was learned until then is saved." if self.steps else ""
+                saved = " The steps before are saved." if self.steps else ""
                 raise RunFailed(f"Training step {self.steps} cannot be computed: {error}{saved}") from error
             if done >= self.total:
                 self._finish(done)
         return done
 
     def _batches(self) -> Iterator[RowTable]:
-        """Yield batches of the collector, or of the replay buffer that it fills concurrently."""
+        """Yield batches from the collector, or in mode=async from the replay buffer that it fills concurrently."""
         collector = self.components.collector
         if collector.replay_buffer is None:
             yield from collector
@@ -143,18 +143,18 @@ class Run:
             yield from collector.replay_buffer
 
     def _restore(self) -> int:
-        """Load the newest checkpoint of a resumed run; return the first step."""
+        """Load the newest checkpoint if the run is resumed; return the number of the first step to train."""
         entries = ("learner", "collector", "rng", "num_threads")
         newest = self.checkpoints.latest(entries) if self.directory.resumed else None
         if newest is None:
             if self.config.train.resume is not None:
-                logger.info("Nothing to continue: starting afresh in %s.", self.run_dir)
+                logger.info("There is no checkpoint to resume: starting a new run in %s.", self.run_dir)
             return 0
         step, state = newest
         schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(
-                "The learning rate continues under the %s schedule of %d steps, instead of %d.",
+                "The %s schedule of the learning rate now ends after %d steps, instead of %d.",
                 *(schedule, num_steps(self.config), shorter),
             )
         self.components.learner.load_state_dict(state["learner"])
@@ -163,14 +163,14 @@ class Run:
         logger.info("Continuing %s after %d steps.", self.run_dir, step)
         before, now = state["num_threads"], torch.get_num_threads()
         if before != now:
-            logger.warning("The run had %d CPU threads and has %d now: equal up to rounding only.", before, now)
+            logger.warning("The run had %d CPU threads and has %d now: results are equal up to rounding.", before, now)
         return step
 
     def _save(self, steps: int) -> None:
-        """Save a checkpoint, concurrently with training if the learner is on a GPU or in other processes.
+        """Save a checkpoint; if the learner is on a GPU or in other processes, training continues meanwhile.
 
-        Learner ranks copy and write their shards themselves. A learner on this machine's CPU has no spare core and no
-        memory for a copy.
+        Learner ranks copy and write their shards themselves. A learner on the CPU waits for the write: a copy of the
+        state would need memory, and writing it a core.
         """
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
@@ -194,7 +194,7 @@ class Run:
         self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
     def _before(self, step: int) -> None:
-        """Evaluate at the start, every ``eval.every`` steps, and at the former end of a run that was prolonged."""
+        """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run."""
         if self.saves.saving is not None:
             self.saves.check()
         every = self.config.eval.every
@@ -224,7 +224,7 @@ class Run:
             self._save(steps)
             self._report(last=self.stop.requested)
         if self.stop.requested:
-            logger.info("Stopped after step %d of %d.", steps, self.total, extra={"file_only": True})  # see CONTINUES
+            logger.warning("Stopped after %d steps; train.resume=auto continues the run.", steps)
         return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
@@ -240,7 +240,7 @@ class Run:
             except OSError as error:
                 raise RunFailed(
                     f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
-                    "train.resume=auto then writes it again."
+                    "then write it with train.resume=auto."
                 ) from error
         self.saves.wait()
         self.directory.finish()
@@ -289,17 +289,17 @@ class Run:
 
 
 def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
-    """Validate, build, train, close; return the number of training steps done.
+    """Validate the config, build the components, train and close; return the number of completed training steps.
 
     Number of threads, random states and transformers' progress bars are restored afterwards.
 
     Args:
-        run_dir: the run directory; ``train.resume`` may continue another one.
-        inputs: Python inputs; their ``run_dir`` is set to the directory of the run.
+        run_dir: directory of a new run; with ``train.resume`` the run to continue may be in another one.
+        inputs: objects passed to :func:`sota_grpo.train`; their ``run_dir`` is set to the directory of the run.
 
     Raises:
-        UserError: the run cannot start, or it cannot continue (``RunFailed``).
-        KeyboardInterrupt: it was interrupted; the text says how to continue, if a checkpoint was saved.
+        UserError: the run cannot start, or cannot continue (``RunFailed``).
+        KeyboardInterrupt: the run was interrupted; if a checkpoint was saved, the message says how to resume.
     """
     require_tokens()
     validate(config)

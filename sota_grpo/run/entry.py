@@ -1,6 +1,6 @@
-"""The command line: Hydra composes the config of a run, or of the runs of a sweep, and :func:`launch` trains.
+"""Command line of training: Hydra composes the config of a run or of each run of a sweep; :func:`launch` trains.
 
-Nothing heavy is imported before Hydra has read the command line.
+torch is imported only after Hydra has read the command line, so that mistakes are reported quickly.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _sweep: list[DictConfig] = []  # config of the sweep that this process began
 
 
 def entry(mode: str, command: str | None = None) -> None:
-    """Run the command line of ``grpo.py`` (``sync``) or ``grpo-async.py`` (``async``), called ``command`` in its help.
+    """Run ``grpo.py`` (``mode="sync"``) or ``grpo-async.py`` (``"async"``); its help calls it ``command``.
 
-    A mistake of the user is one sentence and exit code 2, an interrupt is one and 130.
+    A user's mistake prints one sentence and exits with code 2, an interrupt with 130.
     """
 
     def run() -> int:
@@ -77,7 +77,7 @@ def entry(mode: str, command: str | None = None) -> None:
 
 
 def help_heading(command: str) -> str:
-    """Return the text of ``--help`` before the options.
+    """Return the beginning of the ``--help`` text, before the options.
 
     >>> print(help_heading("grpo.py").splitlines()[0])
     grpo.py [--config-name PRESET] [GROUP=NAME ...] [OPTION=VALUE ...] [--multirun]
@@ -97,10 +97,10 @@ def help_heading(command: str) -> str:
 
 
 def with_help(shown: str) -> str:
-    """Return a config in YAML with the help and the choices of each option as a comment.
+    """Return the YAML ``shown`` with the help text and choices of each option as comments.
 
     >>> print(with_help("optimizer:\\n  schedule: linear\\n").splitlines()[1])
-      schedule: linear  # learning rate after the warm-up (constant, linear, cosine)
+      schedule: linear  # learning rate schedule after the warm-up (constant, linear, cosine)
     """
     texts: dict[str, str] = {}
     for name, option, _ in walk():
@@ -117,9 +117,9 @@ def with_help(shown: str) -> str:
 
 
 def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
-    """Return ``arguments`` with ``mode=...``, unless it is given, and with all overrides first, as Hydra requires.
+    """Add ``mode=...`` to the arguments unless they set it, and move all overrides to the front, as Hydra requires.
 
-    A run that ``grpo.py`` resumes by name keeps its own mode.
+    Nothing is added if ``grpo.py`` resumes a run by its directory: the run keeps its mode.
 
     >>> with_mode(["--config-name", "grpo_cpu", "seed=1", "--multirun", "env.repeats=4,8"], "async")
     ['mode=async', 'seed=1', 'env.repeats=4,8', '--config-name', 'grpo_cpu', '--multirun']
@@ -140,7 +140,7 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
 
 
 def sweep_callback() -> Any:
-    """Return a Hydra callback that keeps the config of a sweep for a process that only waits for its runs."""
+    """Return a Hydra callback that saves the config of a sweep, for a process that only waits for submitted runs."""
     from hydra.experimental.callback import Callback
 
     class KeepSweep(Callback):
@@ -151,7 +151,7 @@ def sweep_callback() -> Any:
 
 
 def _run() -> int:
-    """Run the command and return its exit code, the highest of its runs."""
+    """Run the command; return its exit code, the highest of its runs."""
     import hydra
 
     register()
@@ -170,7 +170,7 @@ def _run() -> int:
 
 
 def quiet_console() -> None:
-    """Print our own sentences on stderr; of the libraries, only warnings, each once, and no progress bars."""
+    """Print the messages of sota_grpo on stderr, and of other libraries only warnings; disable progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
@@ -182,15 +182,15 @@ def _program() -> str:
 
 
 class Jobs:
-    """The runs of a command.
+    """Executes the runs of a command: one, or those of a sweep.
 
-    In a sweep a run that fails writes its reason to its directory and the next one begins; an interrupt ends the sweep.
-    The summary of all runs is in the sweep's directory and printed at the end. A launcher may pickle this object and
-    call :meth:`run` in other processes, perhaps of other machines.
+    In a sweep a failed run writes its reason to its directory and the next run starts; an interrupt ends the sweep. The
+    summary of all runs is written to the sweep's directory and printed at the end. A Hydra launcher may pickle this
+    object and call :meth:`run` in other processes, also on other machines.
 
     Args:
-        arguments: of the command, as Hydra gets them; they identify a sweep.
-        program: first word of messages.
+        arguments: command line arguments as passed to Hydra; they identify a sweep.
+        program: name of the program, first word of messages.
     """
 
     def __init__(self, arguments: Sequence[str], program: str):
@@ -206,17 +206,17 @@ class Jobs:
         self._waits = self._is_job = False  # for runs in other processes; in one of these
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for a launcher, which runs the jobs in other processes while this one waits."""
+        """Return the state to pickle for a launcher that executes runs in other processes while this process waits."""
         if not self._waits and not self._is_job:
             composed = _sweep[0]
             self._open_sweep(Path(composed.hydra.runtime.cwd, composed.hydra.sweep.dir))
             self._began = self._waits = True
             self._with_report = composed.logging.report
-            say(f"The runs are jobs; sota-grpo sweep {self._sweep_dir} shows them.", sys.stderr)
+            say(f"The runs are submitted as jobs; `sota-grpo sweep {self._sweep_dir}` shows them.", sys.stderr)
         return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
-        """Call ``command``, which calls :meth:`run` for each run; return the highest exit code."""
+        """Call ``command``, which calls :meth:`run` for each run; return the highest exit code of the runs."""
         completed = False
         try:
             self._attempt(command)
@@ -235,24 +235,24 @@ class Jobs:
             if self._waits and self._sweep_dir is not None:
                 cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
                 output = f"its output is below {self._sweep_dir / '.submitit'}"
-                self._print_error(RunFailed(f"A job of the sweep gave no answer ({cause.rstrip('.')}); {output}."))
+                self._print_error(RunFailed(f"A job of the sweep returned no result ({cause.rstrip('.')}); {output}."))
             elif _NO_SLURM in str(error):
                 self._print_error(
-                    UserError("There is no srun here; start the sweep where jobs are submitted to SLURM.")
+                    UserError("There is no srun on this machine; start the sweep where jobs can be submitted to SLURM.")
                 )
             else:
                 raise
         except KeyboardInterrupt as stop:
             if self._sweep_dir is None or str(stop):
                 raise
-            rest = "submitted jobs continue" if self._waits else "train.resume=auto continues the others"
-            raise KeyboardInterrupt(f"finished runs stay, {rest}") from None
+            rest = "submitted jobs continue" if self._waits else "train.resume=auto resumes the others"
+            raise KeyboardInterrupt(f"finished runs are kept, {rest}") from None
         finally:
             self._end_sweep(completed)
         return max(self._codes)
 
     def run(self, composed: DictConfig) -> float | None:
-        """Run once; return the objective of a sweep (accuracy, else reward), or None for a failure or a single run."""
+        """Execute one run; return the objective of a sweep (accuracy, else reward), None if it fails or is single."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -273,7 +273,7 @@ class Jobs:
         return None
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Call ``action`` and note its exit code: 2 for a mistake of the user, 1 for a run that cannot continue."""
+        """Call ``action`` and record its exit code: 0; 2 for a mistake of the user; 1 if a run cannot continue."""
         try:
             action()
         except self._mistakes as error:
@@ -328,7 +328,7 @@ class Jobs:
         say(f"{self._program}: {readable(sentence)}", sys.stderr, RED)
 
     def _end_sweep(self, completed: bool) -> None:
-        """Print the summary of the sweep, and write it and the report to its directory."""
+        """Print the summary of the sweep, and write the summary and the report to the sweep's directory."""
         if self._sweep_dir is None:
             return
         try:
@@ -352,10 +352,10 @@ class Jobs:
 
 
 def note_options(run_dir: Path, composed: DictConfig) -> None:
-    """Write Hydra's files to ``.hydra``; a run that has begun keeps those of its first command.
+    """Write Hydra's config files to ``run_dir/.hydra``, unless the run has begun before: it keeps its first ones.
 
     Raises:
-        UserError: they cannot be written.
+        UserError: the files cannot be written.
     """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
@@ -372,7 +372,7 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
 
 
 def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """Train to the end; an interrupt ends the whole command, a sweep's other runs included."""
+    """Train one run to the end and return its config; an interrupt also ends a sweep's other runs."""
     from omegaconf import OmegaConf
 
     require_known(composed)

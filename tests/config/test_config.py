@@ -212,7 +212,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "only_frozen_weights_are_in_4_bits": [
         ("model.quantization=nf4", "add train_model.lora.enabled=true"),
-        (QLORA + "train_model.num_devices=2", "one device, and it has 2"),
+        (QLORA + "train_model.num_devices=2", "one device, but it has 2"),
         (QLORA + "train_model.compile=true", "leave it out"),
         (QLORA + "policy.kl_coef=0.01 ref_model.num_devices=1", "use policy.kl_coef=0, or mode=sync on one device"),
     ],
@@ -296,7 +296,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.dataset=reasoning_gym 'env.tasks={chain_sum: 1, codeio: 1}'", "codeio, which is refused"),
     ],
     "several_turns_have_an_observation": [
-        ("env.dataset=calculator", "leaves no turn to answer it"),
+        ("env.dataset=calculator", "leaves no turn for its result"),
         ("env.reasoning=true", "env.max_steps=1 leaves no turn"),
         ("env.max_steps=3", "env.reasoning=true"),
         ("'env.mixture={a: {}}' env.max_steps=3", "on any task of env.mixture"),

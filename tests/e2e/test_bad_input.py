@@ -67,7 +67,7 @@ def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_say
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "is -0.5; scale 'group_mean' divides" in done.stderr
-    assert "What was learned until then is saved." in done.stderr
+    assert "The steps before are saved." in done.stderr
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["checkpoint_000002.pt"]
     assert state_of(tmp_path / "run")[0] == "failed"
 

@@ -105,7 +105,7 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
     for other, sentence in (
         (("--num-samples", "8"), "other problems"),
         (("inference_model.max_tokens=40",), "not 40"),
-        (("--step", "7"), "has no checkpoint after 7 steps; there are those after 2."),
+        (("--step", "7"), "has no checkpoint after 7 steps; choose from 2."),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["eval", str(run_dir), *common, *other, "--against", str(before)])

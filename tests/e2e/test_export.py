@@ -127,9 +127,9 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
     ("arguments", "sentence"),
     [
         (["nowhere", "--to", "hf"], "There is no run in nowhere"),
-        (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; there are those after 1, 2."),
-        (["RUN", "--to", "verl", "--step", "1"], "--step goes with --to hf"),
-        (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype goes without --adapter"),
+        (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; choose from 1, 2."),
+        (["RUN", "--to", "verl", "--step", "1"], "--step is for --to hf"),
+        (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect on --adapter"),
     ],
 )
 def test_a_mistake_is_one_sentence(

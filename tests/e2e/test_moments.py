@@ -61,7 +61,7 @@ def test_nothing_is_lost_whatever_is_full_and_whenever_it_is_killed(tmp_path: Pa
     code, last = meet(*EXPORT)
     assert code == 1
     assert "No space left on device" in last
-    assert "train.resume=auto then writes it again" in last
+    assert "then write it with train.resume=auto" in last
     assert meet(*REPORT)[0] == -signal.SIGKILL
     assert not list(run_dir.glob("report*"))
     run(run_dir).require("the last start")

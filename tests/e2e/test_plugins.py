@@ -114,5 +114,5 @@ def test_names_of_ours_stay_ours_and_a_broken_package_is_a_sentence(
     assert sorted(tasks) == ["broken", "riddles", "table"]
     assert (tasks["table"].__name__, tasks["riddles"].__name__) == ("TableTask", "RiddlesTask")  # type: ignore[attr-defined]
     assert "nothing" not in tasks
-    with pytest.raises(UserError, match=r"broken of sota_grpo.tasks is riddles:Missing of the package riddles"):
+    with pytest.raises(UserError, match=r"broken .sota_grpo.tasks. of the package riddles names riddles:Missing"):
         tasks["broken"]

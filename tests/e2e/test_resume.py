@@ -132,7 +132,7 @@ def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, 
     assert not second.exists()
     again = grpo(second, *options, "train.resume=auto")  # nothing unfinished is left: a fresh run
     assert again.returncode == 0
-    assert f"Nothing to continue: starting afresh in {second}" in again.stderr
+    assert f"There is no checkpoint to resume: starting a new run in {second}" in again.stderr
     assert [row["step"] for row in metrics(second)] == list(range(6))
 
 

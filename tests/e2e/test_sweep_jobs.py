@@ -67,7 +67,7 @@ def test_a_job_that_is_killed_continues_by_the_same_command(
     killed.kill()
     out, err = first.communicate(timeout=300)
     assert first.returncode == 1, err
-    assert "A job of the sweep gave no answer (Job" in err
+    assert "A job of the sweep returned no result (Job" in err
     log = (runs[0] / "training.log").read_text()
     assert [row["step"] for row in metrics(runs[0])] == list(range(100))
     assert "2 runs, 1 finished, 1 stopped" in out
@@ -108,7 +108,7 @@ def test_without_slurm_it_says_so(sweep: Callable[..., subprocess.Popen]) -> Non
     _, err = refused.communicate(timeout=300)
     assert (refused.returncode, err) == (
         2,
-        "grpo.py: There is no srun here; start the sweep where jobs are submitted to SLURM.\n",
+        "grpo.py: There is no srun on this machine; start the sweep where jobs can be submitted to SLURM.\n",
     )
 
 

@@ -176,7 +176,7 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
         (["inference_model.max_num_seqs=16"], ["The engine samples at most 16 .*raise inference_model.max_num_seqs"]),
         (
             ["inference_model.num_devices=5", "mode=async", "train.max_policy_age=0"],
-            ["Each of 5 engines samples at most 51 responses at once; a GPU is idle below 64: raise train.dia"],
+            ["Each of 5 engines samples at most 51 responses at once; below 64 a GPU is mostly idle: raise t"],
         ),
         (["inference_model.num_devices=5", "mode=async", "train.max_policy_age=1"], []),
         (
@@ -502,7 +502,7 @@ def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name:
     roles = [
         Role(role, devices=[2] if role == name else None) for role in ("train_model", "inference_model", "ref_model")
     ]
-    message = rf"{name}\.devices names device 2, and this machine has 1 .*use {name}\.devices=\[0\]"
+    message = rf"{name}\.devices has device 2, but this machine has only 1 .*use {name}\.devices=\[0\]"
     with pytest.raises(UserError, match=message):
         place(*roles, available=1)
 

@@ -51,7 +51,12 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
     scored = score(tmp_path, rows)
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
     output = capsys.readouterr().err
-    for number, what in ((2, "not valid JSON"), (4, "'response' is missing"), (5, "not an object"), (6, "'answer'")):
+    for number, what in (
+        (2, "not valid JSON"),
+        (4, "'response' is missing"),
+        (5, "not a JSON object"),
+        (6, "'answer'"),
+    ):
         assert f"line {number}: " in output
         assert what in scored[number - 1]["error"]
     assert "3 responses scored" in output
@@ -65,7 +70,7 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
         (["--task", "gsm8k", "--input", "nowhere.jsonl"], "--input nowhere.jsonl cannot be read (No such file"),
         (["--task", "gsm8k", "--text", "4"], "give --answer"),
         (["--task", "gsm8k", "--text", "4", "--row", "[" * 10**5], "is not a JSON object"),
-        (["--task", "gsm8k", "--input", "-", "--row", "{}"], "--row goes with --text"),
+        (["--task", "gsm8k", "--input", "-", "--row", "{}"], "--row is for --text"),
         (["--task", "gsm8k", "--text", "4", "--answer", "4", "--reward-name", "f"], "with --reward-path FILE"),
         (["--task", "gsm8k", "--text", "4", "--timeout-s", "nan"], "is not a time above 0"),
     ],
@@ -116,8 +121,8 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
     source.write_text(ROW)
     (tmp_path / "folder").mkdir()
     outputs = {
-        "folder": "is no file",
-        "folder/": "is no file",
+        "folder": "is not a file",
+        "folder/": "is not a file",
         "nowhere/rows.jsonl": "No such file or directory",
         source.name: "would overwrite the input",
         source.stem: "would overwrite the input",  # what is written goes beside it first
@@ -139,7 +144,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     for done in (to_file, to_stdout):
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1
-        assert "cannot be written on (No space left on device)" in done.stderr
+        assert "cannot be written further (No space left on device)" in done.stderr
     assert not (tmp_path / "scored.jsonl").exists()
 
 
@@ -154,7 +159,7 @@ def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
 
     monkeypatch.setattr(sys, "stdin", lines())
     assert ended("--task", "gsm8k", "--input", "-", "--output", str(target), "--workers", "1") == 1
-    assert f"{target}.partial holds all rows" in capsys.readouterr().err
+    assert f"{target}.partial has all rows" in capsys.readouterr().err
     assert len(Path(f"{target}.partial").read_text().splitlines()) == 1
 
 

@@ -88,11 +88,11 @@ def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> Non
         ("logging_steps=1", "There is no option logging_steps; the metrics of every step are logged."),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high."),
         ("train.temperature=1", "did you mean inference_model.temperature?"),
-        ("env.dataset_path=a=b", "an override is OPTION=VALUE, and a value with =, { or [ in it needs quotes."),
+        ("env.dataset_path=a=b", "write OPTION=VALUE; a value that contains =, { or [ needs quotes."),
         ("grpo_cpu", "grpo_cpu is a preset; give it as --config-name grpo_cpu."),
         ("env.repeats=4,8", "env.repeats=4,8"),
         ("env.repeats=${nobody}", "nobody"),
-        ("+=[]", "The override +=[] names no option; an override is OPTION=VALUE."),
+        ("+=[]", "The override +=[] has no option name; write OPTION=VALUE."),
     ],
 )
 def test_a_mistyped_override_is_reported_in_one_sentence(override: str, sentence: str) -> None:

@@ -47,7 +47,7 @@ def test_what_is_missing_is_reported_with_its_fix(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(doctor, "version", version)
     state, sentence = found("packages")
     assert state == FAILED
-    assert "tensordict is 0.99.0, <0.15,>=0.14.3 is needed" in sentence
+    assert "tensordict is 0.99.0, but <0.15,>=0.14.3 is needed" in sentence
     assert "peft is missing" in sentence
 
     monkeypatch.setattr(doctor, "version", lambda name: "1.0" if name in ("ray", "setuptools") else real(name))
@@ -64,7 +64,7 @@ def test_what_is_missing_is_reported_with_its_fix(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 1024))
     assert found("open files") == (
         WARNING,
-        "256 may be open; Ray wants thousands: `ulimit -n 1024` before the start gives more.",
+        "at most 256; Ray needs thousands: use `ulimit -n 1024` before the start for more.",
     )
 
 
@@ -93,5 +93,5 @@ def test_nodes_are_compared() -> None:
     assert one_of(hung.findings) == (FAILED, "it said nothing within 9 s; look at its disks and drivers.")
     here, there = Node("a", [], {"python": "3.11", "ray": "2.60.0"}), Node("b", [], {"python": "3.11"})
     assert [(one.state, one.sentence) for one in doctor.compare([here, there, missing])] == [
-        (FAILED, "ray is 2.60.0 on a, missing on b; install the same everywhere."),
+        (FAILED, "ray is 2.60.0 on a, missing on b; install the same on all nodes."),
     ]

@@ -129,7 +129,7 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
 
     assert command(train, "--multirun", "seed=1,2") == 130
     assert len(calls) == 1
-    kept = "finished runs stay, train.resume=auto continues the others"
+    kept = "finished runs are kept, train.resume=auto resumes the others"
     output = capsys.readouterr()
     assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in output.err
     assert "1 run, 1 stopped" in output.out

@@ -196,7 +196,7 @@ def test_where_nothing_helps_it_says_so() -> None:
 @NO_GPU
 def test_an_engine_whose_share_does_not_hold_the_model_cannot_start() -> None:
     actual = planned(*LLAMA, "engine=vllm", "inference_model.gpu_memory_utilization=0.1", gib=80.0)
-    assert "keys and values" in actual.refusal
+    assert "KV cache" in actual.refusal
 
 
 @NO_GPU

@@ -26,8 +26,8 @@ def test_the_process_of_these_tests_cannot_import_torch(typed) -> None:
 
 MISTAKES = {
     "option": (["env.num_env=3"], "There is no option env.num_env; did you mean env.num_envs?"),
-    "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; the presets are grpo_cpu, "),
-    "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; the presets are cispo, "),
+    "preset": (["--config-name", "grpo_gpu"], "There is no config grpo_gpu; use one of grpo_cpu, "),
+    "preset of a group": (["algorithm=dappo"], "There is no algorithm=dappo; use one of cispo, "),
     "type": (["seed=one"], "Value 'one' of type 'str' could not be converted to Integer"),
     "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce,"),
     "value": (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be above 0."),
@@ -36,7 +36,7 @@ MISTAKES = {
     "reward file": (["reward.path=HERE/no.py"], "there is no reward file "),
     "run to resume": (["train.resume=HERE/no_run"], "no_run: there is no run in "),
     "taken directory": (["hydra.run.dir=HERE/taken"], "taken already holds a run; continue it with train.resume=auto"),
-    "hub model, no GPU": (["model.name=some/model", "device=auto"], "trains the embedded policy here (device=cpu ins"),
+    "hub model, no GPU": (["model.name=some/model", "device=auto"], "to train a tiny model."),
     "no GPU": (["device=cuda"], "device=cuda, and this machine has no CUDA device; use device=cpu."),
 }
 

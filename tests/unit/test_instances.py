@@ -327,7 +327,7 @@ def test_described_before_the_first_sample(make: Callable[..., Instances]) -> No
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("import nowhere", r"env.py, line 1: it cannot be imported \(ModuleNotFoundError: .*mend it there"),
+        ("import nowhere", r"env.py, line 1: it cannot be imported \(ModuleNotFoundError: .*correct the file"),
         ("", r"env.py has no class or function 'Env'; it has none: correct the name."),
         ("def Env(): raise OSError('offline')", r"cannot be used: its construction raised OSError: offline"),
         ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "WorkerDied: .* ended with exit code 3"),

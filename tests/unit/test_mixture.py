@@ -324,10 +324,10 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
 @pytest.mark.parametrize(
     ("mixture", "sentence"),
     [
-        ("{}", "env.mixture={} names no task"),
+        ("{}", "env.mixture={} has no task"),
         ("{a: 5}", "env.mixture.a=5 is no mapping"),
-        ("{a: {datset: gsm8k}}", "env.mixture.a.datset is no option of a task; did you mean dataset?"),
-        ("{a: {env: {}}}", "there are weight, dataset_path, "),
+        ("{a: {datset: gsm8k}}", "env.mixture.a.datset is no option of an entry; did you mean dataset?"),
+        ("{a: {env: {}}}", "use weight, dataset_path, "),
         ("{a: {dataset: nope}}", "env.mixture.a.dataset=nope is not one of gsm8k, "),
         ("{a: {weight: 0}}", "env.mixture.a.weight=0 must be a number above 0."),
         ("{a/b: {}}", "rename it"),

@@ -93,7 +93,7 @@ def test_its_data_are_named_by_its_class() -> None:
 
 def test_a_task_without_a_hub_wants_a_place(monkeypatch) -> None:
     monkeypatch.delattr(ParityTask, "hub_name")
-    with pytest.raises(ConfigError, match=r"env\.dataset=parity is your own data"):
+    with pytest.raises(ConfigError, match=r"env\.dataset=parity has no data of its own"):
         validate(config_of())
 
 

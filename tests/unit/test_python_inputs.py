@@ -124,9 +124,9 @@ def test_functions_are_named_as_their_reward_terms(reward: Any, name: Any, funct
         ({"dataset": []}, "dataset has no rows"),
         ({"dataset": [ROWS[0], "2 + 2?"]}, "dataset, row 2 is a str, not a dict of its columns"),
         ({"dataset": [{"prompt": "?", "image": b"PNG"}]}, "dataset, row 1: column 'image' holds bytes"),
-        ({"reward": "reward.py"}, r"reward holds 'reward.py', which is no function; .*reward\.path=FILE"),
+        ({"reward": "reward.py"}, r"reward has 'reward.py', not a function; .*reward\.path=FILE"),
         ({"reward": []}, "reward has the names"),
-        ({"reward": [right, right]}, r"reward has the names \['right', 'right'\]; give different ones with a dict"),
+        ({"reward": [right, right]}, r"reward has the names \['right', 'right'\]; give different names with a dict"),
         ({"reward": {"a b": right}}, "'a b' cannot be logged"),
         ({"reward": lambda text: 1.0}, r"reward: reward\(text\) is neither verl's"),
     ],
@@ -149,7 +149,7 @@ def test_an_object_and_an_option_for_the_same_contradict_each_other(option: str,
     config = Config()
     section, _, name = option.partition(".")
     setattr(getattr(config, section), name, "other")
-    with pytest.raises(UserError, match=f"{option}=other names another"):
+    with pytest.raises(UserError, match=f"{option}=other is set too"):
         take(config, [], **objects)
 
 
@@ -349,9 +349,9 @@ def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: 
     [
         (lambda log_prob, reward: log_prob, [], "has the parameters reward"),
         (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
-        (3, [], "objective is 3, which is no function"),
+        (3, [], "objective is 3, not a function"),
         (functools.partial(objective_of, threading.Lock()), [], "has the parameters|reads neither|cannot be sent"),
-        (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo names another"),
+        (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo is set too"),
     ],
 )
 def test_what_cannot_be_one_is_a_sentence(objective: Any, overrides: list[str], why: str) -> None:

@@ -121,9 +121,9 @@ def test_a_run_in_half_precision_is_replayed_in_float32_and_distinguished(tmp_pa
 
 
 def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path) -> None:
-    with pytest.raises(UserError, match=r"Step 1 of .* is stored, and the checkpoint .* is gone; .* replayed: 0 "):
+    with pytest.raises(UserError, match=r"Step 1 of .* is stored, but the checkpoint .* deleted; .* replayed: 0[.]"):
         replayed(plain, 1)
-    with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0 "):
+    with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0[.]"):
         replayed(plain, 7)
     with pytest.raises(UserError, match="There is no run in"):
         replayed(plain / "nowhere", 0)
@@ -132,15 +132,15 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, and step 0 has none"),
+        (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, but step 0 has none"),
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
-        (["inference_model.temperature=0.5"], "cannot change a step whose responses"),
-        (["algorithm.dynamic_sampling=true"], "cannot change a step whose responses"),
-        (["optimizer.lr=1e-5"], "cannot change a step"),
-        (["algorithm=grpo,dapo,grpo"], "names grpo twice"),
+        (["inference_model.temperature=0.5"], "has no effect on a step whose responses"),
+        (["algorithm.dynamic_sampling=true"], "has no effect on a step whose responses"),
+        (["optimizer.lr=1e-5"], "has no effect on a step"),
+        (["algorithm=grpo,dapo,grpo"], "has grpo twice"),
         (["algorithm=grpo,run"], "nothing to compare"),
         (["algorithm=dapo,rloo"], r"^rloo: .* makes? several steps"),
-        (["algorithm=dapo,gdpo"], r"^gdpo: algorithm\.decouple_terms=true needs the weights of the reward terms"),
+        (["algorithm=dapo,gdpo"], r"^gdpo: algorithm\.decouple_terms=true cannot be replayed: step 0 has no weights"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -195,7 +195,7 @@ def test_the_gradient_is_the_sum_over_the_optimizer_steps_before_the_clip(
 
 def test_no_room_for_a_gradient_is_a_sentence(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10}))
-    with pytest.raises(UserError, match=r"^A gradient takes 0\.\d GiB, and .* name fewer algorithms, or set TMPDIR"):
+    with pytest.raises(UserError, match=r"^A gradient takes 0\.\d GiB, but .* compare fewer algorithms, or set TMPDIR"):
         replayed(plain, 0, ["algorithm=dapo"])
     assert replayed(plain, 0)["agrees"]  # alone it keeps none
 
@@ -250,7 +250,7 @@ def test_the_command_prints_the_tables_and_leaves_them_in_the_run(
     assert [row[0] for row in table[1:]] == table[0][1:]
     last = printed.rpartition("Step 0, ")[2].splitlines()
     assert all(row[0] in line and row[-1] in line for row, line in zip(figures, last[2:]))
-    collected = "dapo: algorithm.dynamic_sampling is read while responses are collected"
+    collected = "dapo: algorithm.dynamic_sampling acts on collection only"
     assert [note.startswith(collected) for note in record["notes"]].count(True) == 1
     shutil.rmtree(plain / "replays")
     (plain / "replays").touch()  # a run that cannot be written is replayed all the same
@@ -341,7 +341,7 @@ def test_the_distance_is_relative_and_a_figure_of_one_side_is_infinitely_far() -
         ({}, True, "exactly"),
         ({"grad_norm": 2.0 + 4e-6}, False, "does not agree .* 2.0e-06 (grad_norm)"),
         ({"loss/objective": 1e-7}, True, "agrees .* 2.0e-07 (loss/objective)"),
-        ({"loss/kl": 0.0}, False, "only one of them has loss/kl"),
+        ({"loss/kl": 0.0}, False, "only one of the two has loss/kl"),
     ):
         actual, sentence = compared(stored, {**stored, **changed})
         assert actual == agrees

@@ -133,7 +133,7 @@ def test_the_file_is_run_once_however_many_instances_there_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, r"there is no file .*tools.py; correct the path \(now in "),
+        (None, r"there is no file .*tools.py; correct the path \(relative to "),
         ("import json\nX = 1\ndef other(): ...", r"tools.py has no function 'tool'; it has other: correct the name."),
         ("1 / 0", r"tools.py, line 1: it cannot be imported \(ZeroDivisionError: division by zero\)"),
         ("import sys; sys.exit('no\\nway')", r"it cannot be imported \(SystemExit: no\)"),

@@ -132,7 +132,7 @@ def test_a_model_of_several_modalities_has_its_context_in_its_text_part(tmp_path
 
 def test_a_model_without_a_context_requires_one(tmp_path: Path) -> None:
     config = config_of(other_folder(tmp_path, "mamba"))
-    with pytest.raises(UserError, match=r"names no context.*inference_model.max_model_len"):
+    with pytest.raises(UserError, match=r"context length.*inference_model.max_model_len"):
         max_model_len(config)
     config.inference_model.max_model_len = 99
     assert max_model_len(config) == 99

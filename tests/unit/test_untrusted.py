@@ -38,7 +38,7 @@ ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 ASKS = {
     "reward.path": ("reward: {path: /nowhere/inputs/reward.pkl}", "run RUN/inputs/reward.pkl"),
     "algorithm.objective": ("algorithm: {objective: /nowhere/mine.py:fn}", "run /nowhere/mine.py"),
-    "model.trust_remote_code": ("model: {name: tiny, trust_remote_code: true}", "run the Python files that its model"),
+    "model.trust_remote_code": ("model: {name: tiny, trust_remote_code: true}", "run the Python files of its model"),
     "engine.url": ("engine: {name: vllm_server, url: 'http://h:1'}", "send prompts and weights to http://h:1"),
     "inference_model.engine_kwargs": (
         "inference_model: {engine_kwargs: {kv_transfer_config: {kv_ip: 1.2.3.4}}}",
@@ -128,7 +128,7 @@ def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_ru
 
 def test_an_evaluation_on_another_task_needs_no_consent_to_a_reward_that_it_leaves_behind(run_dir: Path) -> None:
     saved(run_dir, "model: {name: tiny}\nreward: {path: /nowhere/inputs/reward.pkl}")
-    with pytest.raises(UserError, match="has saved no checkpoint"):
+    with pytest.raises(UserError, match="has no checkpoint and no"):
         find_target(str(run_dir), task="arithmetic")
 
 
