@@ -316,8 +316,8 @@ def test_the_gate_names_a_tensor_whose_effect_half_precision_hides(tmp_path: Pat
         )
         check = pushed_weights_landed(subject)
         assert check.passed is (stale is None), check.sentence
-        assert ("not verified" in check.sentence, "did not land" in check.sentence) == (False, stale is not None)
-        assert stale is None or check.sentence.endswith(f"; these did not land: {stale}")
+        assert ("not verified" in check.sentence, "did not load" in check.sentence) == (False, stale is not None)
+        assert stale is None or check.sentence.endswith(f"; the engine did not load {stale}")
     engine.close()
 
 

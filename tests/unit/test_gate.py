@@ -108,7 +108,7 @@ def test_another_temperature_in_the_engine_is_found_and_named(half: str | None, 
     subject.rows = subject.sample()
     check = gate.engine_and_trainer_have_one_temperature(subject)
     assert not check.passed
-    assert float(check.sentence.split()[3]) == pytest.approx(0.8, abs=0.03)
+    assert float(check.sentence.split()[4]) == pytest.approx(0.8, abs=0.03)
     assert not gate.engine_and_trainer_agree(subject).passed
     assert not gate.first_ratio_is_one(subject).passed
 
@@ -236,7 +236,10 @@ def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
     subject.rows = graded_rows(subject)
     subject.rows.set(keys.TRUNCATED, torch.ones(len(subject.rows), 1, dtype=torch.bool))
     monkeypatch.setattr(subject, "sample", None)
-    assert "; not verified: that longer ones than the 85 tokens" in gate.responses_end_and_are_graded(subject).sentence
+    assert (
+        "; not verified: that responses longer than the checks' 85 tokens"
+        in gate.responses_end_and_are_graded(subject).sentence
+    )
 
 
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
@@ -259,11 +262,11 @@ def test_each_task_of_a_mixture_is_looked_at(subject: Components) -> None:
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed
-    assert check.sentence.endswith("6 are graded; the grader failed at 2 of 8, the first time: OSError: gone")
+    assert check.sentence.endswith("6 are graded; the grader failed on 2 of 8, first error: OSError: gone")
     subject.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
     check = gate.responses_end_and_are_graded(subject)
     assert check.passed is False
-    assert "the grader failed at every response of b, the first time: OSError: gone" in check.sentence
+    assert "the grader failed on every response of b, first error: OSError: gone" in check.sentence
 
 
 def test_a_check_over_nothing_is_not_passed(subject: Components) -> None:
@@ -312,7 +315,7 @@ def test_scores_of_other_rows_are_found(subject: Components) -> None:
         subject.rows.set(keys.REWARD, rewards.roll(by, 0))
         check = gate.rewards_and_advantages_belong_to_their_responses(subject)
         assert check.passed is False
-        assert "when they are graded again; response" in check.sentence
+        assert "when graded again; row" in check.sentence
 
 
 def test_a_reward_that_is_another_each_time_is_no_fault(subject: Components) -> None:
@@ -488,7 +491,7 @@ def test_a_single_tensor_that_did_not_land_is_named_by_its_checksum(stale: str, 
     """In half precision as well, where its effect is within the rounding."""
     check = pushed_weights_landed(without(make_subject(tmp_path, **HALF.get(half, {})), *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; the engine did not load {STALE[stale][0]}")
 
 
 def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -> None:
@@ -504,8 +507,8 @@ def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -
         return sums | {turned: sums[turned]._replace(by_row=0)}
 
     for said, sentence in (
-        (told, f"not verified: {turned}, {unknown}, which the engine holds in another form"),
-        (lambda: None, f"not verified: single tensors, which {engine.name} does not read back"),
+        (told, f"not verified: {turned}, {unknown}, which the engine stores in another layout"),
+        (lambda: None, f"not verified: single tensors, because {engine.name} reports no checksums"),
     ):
         engine.weight_sums = said
         check = pushed_weights_landed(subject)
@@ -518,7 +521,7 @@ def test_in_float32_whatever_did_not_land_is_named_of_an_engine_that_does_not_te
     subject.rollouts.engine.weight_sums = lambda: None
     check = pushed_weights_landed(without(subject, *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these did not land: {', '.join(STALE[stale])}")
+    assert check.sentence.endswith(f"; the engine did not load {', '.join(STALE[stale])}")
 
 
 def test_a_mean_of_micro_batch_means_is_found(subject: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +561,7 @@ def test_a_task_that_knows_no_gold_answers_passes_and_says_so(subject: Component
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed
     assert check.name == "responses can be graded"
-    assert check.sentence == "not checked against gold answers, of which the task knows none"
+    assert check.sentence == "not checked against gold answers, because the task has none"
 
 
 class NeedsEverySibling:
@@ -580,7 +583,7 @@ def test_a_function_of_whole_groups_is_asked_about_a_whole_group(subject: Compon
     graded_by(subject, subject.task.score)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert check.passed == (not more)
-    assert ("failed at" in check.sentence) == bool(more)
+    assert ("failed on" in check.sentence) == bool(more)
 
 
 @pytest.mark.parametrize("share_device", [True, False])
@@ -614,7 +617,7 @@ def test_a_strict_gate_ends_at_the_first_check_that_fails(subject: Components) -
         return lambda subject: made.append(passed) or gate.Check("one", passed, "it is so")
 
     told: list[gate.Check] = []
-    with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
+    with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
         gate.run_gate(subject, "strict", [check(True), check(False), check(True)], on_check=told.append)
     assert made == [True, False]
     assert [one.passed for one in told] == made
@@ -635,7 +638,7 @@ def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(subject: 
     subject.task.score = lambda text, example: Score({"correct": -1.0}, False)
     graded_by(subject, subject.task.score)
     subject.transforms = [GroupAdvantage(scale="group_mean")]
-    with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
+    with pytest.raises(UserError, match=r"sampled by the checks cannot be trained on: .*no reward may be negative"):
         run_gate(subject, "warn", [gate.every_sampled_token_is_trained])
 
 
@@ -657,7 +660,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(subject
     graded_by(subject, broken)
     check = gate.gold_answers_earn_the_full_reward(subject)
     assert not check.passed
-    assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
+    assert check.sentence.endswith("the grader failed on 4 of 4 texts, first error: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 

@@ -140,7 +140,7 @@ def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_
         gold_response=lambda example: "hang",
         score=task.score,
     )
-    sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
+    sentence = r"0 of 4 gold answers .* failed on 4 of 8 texts, first error: TimeoutError: no score within 0\.5 s"
     with pytest.raises(CheckError, match=sentence):
         run_gate(subject, "strict", [gate.gold_answers_earn_the_full_reward])
 
