@@ -126,7 +126,7 @@ def test_an_evaluation_ends_and_says_what_failed(
     engine = make_saying(env, say)
     found = Evaluator(Rollouts(env, engine), env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
     assert found["eval/accuracy"] == 4 / 6
-    assert "failed at 2 of 6 responses of this evaluation" in caplog.text
+    assert "failed on 2 of 6 responses of this evaluation" in caplog.text
     assert pool.fleet.restarts == 2
 
 
