@@ -392,7 +392,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     if not run.exact and not compared.reported:
         sentence += f"; not verified: single tensors, because {run.weight_sync.engine.name} reports no checksums"
     if not run.exact and compared.unread:
-        sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine stores in another layout"
+        sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine renames or reorders"
     if not passed and not differing and run.exact and back <= SINGLE < min(new, old):
         differing = _left_out(run, probe, allowed)
     if differing:

@@ -507,7 +507,7 @@ def test_what_half_precision_hides_and_no_engine_tells_is_said(tmp_path: Path) -
         return sums | {turned: sums[turned]._replace(by_row=0)}
 
     for said, sentence in (
-        (told, f"not verified: {turned}, {unknown}, which the engine stores in another layout"),
+        (told, f"not verified: {turned}, {unknown}, which the engine renames or reorders"),
         (lambda: None, f"not verified: single tensors, because {engine.name} reports no checksums"),
     ):
         engine.weight_sums = said
