@@ -65,8 +65,8 @@ class CheckpointError(RunFailed, RuntimeError):
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    Only one process may write to a directory. Saving a step deletes later steps (the run was rewound), so ``latest``
-    always returns the last save, and deletes all but the newest ``keep`` checkpoints.
+    Only one process may write to a directory. ``save`` deletes all but the newest ``keep`` checkpoints, and those of
+    later steps (the run was rewound), so that ``latest`` always returns the last save.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -293,7 +293,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
         logger.warning(
-            "The checkpoint has random states of %d CUDA devices, but %d are visible: they are not restored.",
+            "The checkpoint has random states of %d CUDA devices, but %d are visible: CUDA's are not restored.",
             *(len(cuda), torch.cuda.device_count()),
         )
         cuda = None
@@ -344,9 +344,9 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
         remaining -= len(data)
     footer = file.read(_FOOTER_BYTES)
     if not footer.startswith(_MAGIC):
-        raise CheckpointError(f"checkpoint {path} is truncated or was not written by this program ({size} bytes)")
+        raise CheckpointError(f"checkpoint {path} ({size} bytes) is truncated or not of this program; use another")
     if footer[len(_MAGIC) :] != digest.digest():
-        raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
+        raise CheckpointError(f"checkpoint {path} is damaged: SHA-256 and content ({size} bytes) differ; use another")
     file.seek(0)
 
 
@@ -358,7 +358,7 @@ def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, Stor
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         for file, expected, actual in zip(paths, files.values(), pool.map(_sha256, paths)):
             if expected != actual:
-                raise CheckpointError(f"checkpoint {path} is damaged: {folder}/{file.name} does not match its SHA-256")
+                raise CheckpointError(f"checkpoint {path} is damaged: SHA-256 of {folder}/{file.name} differs")
     return stored_tensors(paths)
 
 

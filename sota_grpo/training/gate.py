@@ -550,7 +550,7 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
 
 
 def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
-    """Check that the assistant mask has every sampled token of every turn, from the first to the end token."""
+    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token."""
     faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
     sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
     if faults:

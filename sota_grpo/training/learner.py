@@ -363,7 +363,7 @@ class Learner:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo :meth:`perturb` exactly."""
+        """Restore the values that :meth:`perturb` changed, bit for bit."""
         for tensor, places, values in self.changed:
             tensor.put_(places, values)
         self.changed = []
@@ -603,7 +603,7 @@ class Learner:
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Use this precision instead of the training precision inside the context, without recompiling layers."""
+        """Compute in ``precision`` instead of the training precision in a ``with`` block; layers are not recompiled."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)

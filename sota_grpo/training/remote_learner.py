@@ -73,7 +73,7 @@ class LearnerWorker:
 
     @_on_thread
     def state_dict(self) -> StatePack | None:
-        """Return :meth:`Learner.state_dict`, packed; None on ranks other than 0."""
+        """Return the learner's gathered state, packed into one buffer; None on ranks other than 0."""
 
         def whole(tensor: torch.Tensor) -> torch.Tensor | None:
             self._thread.progress()

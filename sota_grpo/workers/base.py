@@ -98,9 +98,8 @@ class Worker(Protocol):
 
     ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
     of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
-    Calls wait while the worker is constructed; if the construction fails, all fail with :class:`WorkerDied` and the
-    cause. ``kill`` ends the process at once (SIGKILL, stopped processes included) and fails pending calls with
-    :class:`WorkerDied`; it is idempotent.
+    Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
+    ``kill`` ends the process at once (SIGKILL, stopped processes included), fails pending calls, and is idempotent.
     """
 
     name: str
@@ -214,7 +213,7 @@ class JobQueue:
         return thread
 
     def close(self) -> None:
-        """End :meth:`serve` after the queued functions."""
+        """Let :meth:`serve` return after it has called the queued functions."""
         self._jobs.put(None)
 
 
@@ -307,9 +306,8 @@ class Host(JobQueue):
 class Activity:
     """Measures for how long this process and its descendants have been idle: no CPU time, no reads or writes.
 
-    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but they are not idle. A
-    process that hangs or waits for a lock, the network or another rank is idle, unless it waits by spinning. On systems
-    other than Linux only CPU time is measured.
+    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but are not idle. Hanging
+    and waiting (for a lock, the network, a rank) are, unless by spinning. Only Linux counts reads and writes.
 
     >>> activity = Activity()
     >>> activity.idle_s()
@@ -467,7 +465,7 @@ class Start:
         self.is_asked, self.heard_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, beside: Iterable[Start]) -> str | None:
-        """Return why the start has failed; None while it should be waited for.
+        """Return why the start has failed; None if the caller should keep waiting.
 
         Args:
             now_s: current time.

@@ -680,7 +680,7 @@ class Fleet:
         if not self._awake.is_set():
             return
         if count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):
-            raise RuntimeError(f"cannot put the {self._role} workers to sleep: {count} tasks are pending")
+            raise RuntimeError(f"cannot put the {self._role} workers to sleep: wait for {count} pending tasks first")
         await self._broadcast("sleep", (), deadline_s, sticky=True)
         while starting := [slot for slot in self._slots if slot.state == "starting"]:  # the call above is sticky
             await starting[0].settled.wait()

@@ -66,7 +66,7 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     assert (found["eval/reward"], found["eval/reward/near"], found["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
     assert found["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
     assert evaluator.evaluate()["greedy"]["reward"] == -0.5
-    assert "accuracy says nothing" not in caplog.text
+    assert "accuracy is not informative" not in caplog.text
     assert evaluator.sentence(3, found) == "Held-out accuracy after 3 steps: 0.0 %, mean reward -0.5"
     evaluator.success_above = -0.75
     found["eval/accuracy"] = 0.5

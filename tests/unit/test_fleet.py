@@ -571,7 +571,7 @@ def test_a_fleet_with_a_task_does_not_sleep(stage: Stage, sleepers) -> None:
     fleet = sleepers(1)
     task = fleet.submit("a")
     wait_for(lambda: stage.now(0).tasks)
-    with pytest.raises(RuntimeError, match="puppet workers to sleep: 1 tasks are pending"):
+    with pytest.raises(RuntimeError, match="puppet workers to sleep: wait for 1 pending tasks"):
         fleet.sleep(WAIT_S)
     stage.now(0).open["a"].set_result("done")
     assert task.result(WAIT_S) == "done"
