@@ -602,7 +602,7 @@ def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) ->
 
 
 def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
-    """Return ([(row index, reward when graded again)] where it differs from the row's, number of rows compared)."""
+    """Return ([(row index, new reward)] of rows whose reward differs when graded again, number of rows compared)."""
     weights = run.rollouts.env.task.term_weights
     rows, groups = run.rows.rows(), list(_places(run.rows.get(keys.GROUP_ID).tolist()).values())
 

@@ -97,7 +97,7 @@ class Learner:
         self.halved = False  # micro-batches were halved after an out-of-memory error
         self.loss, self.dump_dir, self.seed, self.tokenizer = loss, dump_dir, seed, tokenizer
         self.version = self.optimizer_steps = 0
-        # the scorer's names: they are those of checkpoints
+        # named as in checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
         self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # (tensor, changed positions, original values)
@@ -700,7 +700,7 @@ def dropouts(module: nn.Module) -> list[nn.Dropout]:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Set the rate of every dropout in ``module`` to 0 inside the context."""
+    """Set the rate of every dropout in ``module`` to 0 inside the ``with`` block."""
     rates = [(child, child.p) for child in dropouts(module)]
     for child, _ in rates:
         child.p = 0.0

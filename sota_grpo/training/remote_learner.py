@@ -291,7 +291,7 @@ class RemoteLearner:
             self._die(max(suspects, key=suspects.__getitem__), f"it {what} for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Do a training step (:meth:`Learner.update`): split the rows here and send each rank its own."""
+        """Do a training step: split the rows, send each rank its own, return the metrics of :meth:`Learner.update`."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("ask", "step_planner")

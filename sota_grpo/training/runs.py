@@ -218,7 +218,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:
-    """Raise RunRefused as :func:`open_run` does, where no config is needed; write nothing."""
+    """Do the checks of :func:`open_run` that need no config, and raise RunRefused; write nothing."""
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
