@@ -1,4 +1,4 @@
-"""Admission of prompt groups, so that no token of a batch is too old; without threads or clocks."""
+"""Admission of prompt groups to a limited number of slots, which bounds the age of tokens; no threads or clocks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sota_grpo.rl.records import Example
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 
-#: What a checkpoint keeps of a :class:`Refill`.
+#: Counters of :class:`Refill` that a checkpoint contains.
 _COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began")
 
 
 @dataclass(eq=False)
 class Group:
-    """A prompt group between its draw and its batch.
+    """A prompt group that was drawn and is not yet in a batch.
 
     Args:
-        group_id, example: the prompt.
-        version: the version that the engines served at its admission.
-        step, index: the group is the ``index``-th draw of training step ``step``.
+        group_id, example: id of the group, and the task example of its prompt.
+        version: admission version: the policy version of the engines when the prompt was drawn.
+        step, index: the group is draw number ``index`` of training step ``step``, both from 0.
     """
 
     group_id: int
@@ -41,25 +41,25 @@ class Group:
 
 
 class Refill:
-    """Dynamic sampling: the zero-advantage groups of a training step, and whether fresh prompts may replace them.
+    """Dynamic sampling: keeps a step's zero-advantage groups, and decides when new prompts may replace them.
 
-    Synchronous, round 1 of a step has as many groups as the batch, round ``r + 1`` as many as round ``r`` had
-    zero-advantage ones, and there are at most ``max_draws`` rounds; then those of them that were drawn last complete
-    the batch. Here outcomes arrive in any order and a fresh prompt is drawn as soon as it is certain that the rounds
-    would have drawn it. With ``B_r`` the number of draws of the first ``r`` rounds::
+    In synchronous rounds, round 1 draws one batch of groups, and round ``r + 1`` replaces the zero-advantage groups of
+    round ``r``. After ``max_draws`` rounds, the zero-advantage groups drawn last complete the batch. Here rewards are
+    known in any order, and a new prompt is drawn as soon as it is certain that the rounds would draw it. With ``B_r``
+    the number of draws of the first ``r`` rounds::
 
         B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-advantage groups among the first B_r draws of the step)
 
-    ``B_r`` grows with every such group that becomes known and falls with none, so a draw below ``B_{max_draws}`` is one
-    that the rounds make too; when all outcomes are known the two are equal. One of an earlier step adds one to ``B_1``,
-    and no step replaces more than ``(max_draws - 1) * num_groups`` groups.
+    ``B_r`` never decreases when another outcome becomes known, so the rounds make every draw below ``B_{max_draws}``
+    too; once all outcomes are known, the draws are the same. A zero-advantage group drawn in an earlier step adds 1 to
+    ``B_1``. No step replaces more than ``(max_draws - 1) * num_groups`` groups.
 
-    Of the step's zero-advantage groups the ``num_held`` drawn last still hold a slot: nothing replaced them yet.
+    The ``num_held`` zero-advantage groups drawn last hold a slot; the others have been replaced.
 
     Args:
         num_groups: groups per batch.
-        slots: most groups that may hold one.
-        max_draws: rounds.
+        slots: number of slots.
+        max_draws: largest number of rounds per step.
 
     >>> refill = Refill(num_groups=2, slots=2, max_draws=2)
     >>> refill.start_step()
@@ -77,26 +77,26 @@ class Refill:
         self.num_groups, self.slots, self.max_draws = num_groups, slots, max_draws
         self.step = -1
         self.num_held = 0
-        self.num_replaced = 0  # since the last batch, for the metrics
-        self._pool: list[tuple[Group, RowTable]] = []  # the step's zero-advantage groups in the order drawn
+        self.num_replaced = 0  # since the last batch, a metric
+        self._pool: list[tuple[Group, RowTable]] = []  # the step's zero-advantage groups, by group id
         self.start_step()
 
     def start_step(self) -> None:
-        """Slots were freed: a new count of draws begins; zero-advantage groups that were replaced are gone for good."""
+        """Start a new training step after a batch's slots were freed: reset the counts, forget replaced groups."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
         self.step += 1
-        self.num_draws = self._replaced = 0  # of this step
-        self._began = self.num_held  # what an earlier step left over counts to round 1
+        self.num_draws = self._replaced = 0  # in this step
+        self._began = self.num_held  # groups held from an earlier step count in round 1
         self._zero_draws: list[int] = []  # indexes of this step's draws of zero-advantage groups, ascending
 
     def begin_draw(self) -> tuple[int, int]:
-        """Count a draw for a free slot; its ``(step, index)``."""
+        """Count a draw for a free slot; return its ``(step, index)``."""
         self._began += 1
         self.num_draws += 1
         return self.step, self.num_draws - 1
 
     def add(self, group: Group, rows: RowTable) -> None:
-        """Add a zero-advantage group; it holds its slot until it is replaced."""
+        """Add a zero-advantage group, which holds its slot until it is replaced."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:
@@ -105,31 +105,31 @@ class Refill:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Whether a fresh prompt may replace a zero-advantage group now."""
+        """Return whether a new prompt may replace a zero-advantage group now."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Count the draw of a fresh prompt in place of a zero-advantage group; its ``(step, index)``."""
+        """Replace a zero-advantage group: count the draw of a new prompt, and return its ``(step, index)``."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
-        del self._pool[: max(0, len(self._pool) - self.slots)]  # more than these never complete a batch
+        del self._pool[: max(0, len(self._pool) - self.slots)]  # no batch needs more
         self.num_draws += 1
         return self.step, self.num_draws - 1
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """Return the zero-advantage groups that complete the batch: those drawn last."""
+        """Remove and return the zero-advantage groups that hold a slot, to complete the batch with them."""
         remaining = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return remaining
 
     def held_versions(self) -> Counter[int]:
-        """Return the number of zero-advantage groups that hold a slot, by admission version."""
+        """Return {admission version: number of zero-advantage groups that hold a slot}."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
 
     def _limit(self) -> int:
-        """``B_{max_draws}`` from the outcomes known so far."""
+        """Return ``B_{max_draws}``, from the outcomes known so far."""
         limit = self._began
         for _ in range(self.max_draws - 1):
             following = self._began + bisect.bisect_left(self._zero_draws, limit)
@@ -148,7 +148,7 @@ class Refill:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], example_of: Callable[[int], Example]) -> None:
-        """Continue from ``state``; ``example_of`` looks up a group's example."""
+        """Restore ``state``; ``example_of`` returns the example of a group id."""
         for name in _COUNTS:
             setattr(self, name, state["counts"][name])
         self._zero_draws = list(state["zero_draws"])
@@ -160,12 +160,12 @@ class Refill:
 
 
 def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
-    """Whether the ``num_groups`` oldest admitted groups are finished (rule 3; within one version the order is free).
+    """Return whether ``num_groups`` groups of the oldest admission versions are finished (rule 3 of the age bound).
 
     Args:
         num_groups: groups per batch.
-        admitted: groups that hold a slot and were not taken, by admission version.
-        finished: those of them that are finished.
+        admitted: {admission version: groups that hold a slot and are not in the current batch}.
+        finished: {admission version: finished groups among these}.
 
     >>> oldest_are_finished(2, {0: 1, 1: 3}, {1: 3}), oldest_are_finished(2, {0: 1, 1: 3}, {0: 1, 1: 1})
     (False, True)
@@ -181,48 +181,48 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
 
 
 def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: object = None) -> None:
-    """Assert the bound on the age of every row's oldest token.
+    """Assert that no token of the batch is older than ``max_policy_age`` weight updates.
 
     Args:
         rows: a batch.
-        version: the version that the engines serve.
-        max_policy_age: largest age, in pushes.
-        sampler: of the user, which chose the groups.
+        version: the policy version that the engines serve.
+        max_policy_age: largest age, in weight updates.
+        sampler: the user's sampler, if it chose the groups.
 
     Raises:
         RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
     """
     oldest = int(rows.get(keys.POLICY_VERSION).min())
     if not 0 <= version - oldest <= max_policy_age:
-        fix = "" if sampler is None else f" {type(sampler).__name__} chose its group too late: prefer older groups."
+        fix = "" if sampler is None else f" {type(sampler).__name__} chose its group too late: prefer older ones."
         raise RuntimeError(
-            f"The batch has a token of policy version {oldest} at version {version}; train.max_policy_age is "
-            f"{max_policy_age}.{fix}"
+            f"The batch has a token of policy version {oldest} in training at version {version}, but "
+            f"train.max_policy_age={max_policy_age}.{fix}"
         )
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """For each row, whether all graded rewards of its group are equal; those of a failed grader do not count."""
+    """Return a bool per row: all graded rewards of its group are equal (rows whose grading failed are ignored)."""
     rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
 
 class Slots:
-    """The slots of groups between the draw of their prompt and the end of their step; not thread-safe.
+    """The slots of prompt groups, each held from the draw of a prompt to the end of its training step.
 
-    A slot is held by a group in flight (``in_flight``), finished (in ``buffer``), without variance and not replaced (in
-    ``refill``), or taken by :meth:`take` and not yet freed by :meth:`release`.
+    A slot is held by a group that is in flight (``in_flight``), finished (in ``buffer``), of zero advantage and not
+    replaced (in ``refill``), or in the batch of :meth:`take` until :meth:`release`. Not thread-safe.
 
     Args:
-        stream: prompts.
-        buffer: where finished groups wait, with a place for each slot.
+        stream: the stream of prompts.
+        buffer: holds finished groups; its size is the number of slots.
         num_groups: groups per batch.
-        max_policy_age: slots are ``(max_policy_age + 1) * num_groups``.
-        version: the version under which a group is admitted.
-        max_draws: of :class:`Refill`.
+        max_policy_age: there are ``(max_policy_age + 1) * num_groups`` slots.
+        version: returns the current policy version, at which a group is admitted.
+        max_draws: see :class:`Refill`.
 
     Raises:
-        ValueError: an age below 0, or no group per batch.
+        ValueError: the age is negative, or a batch has no group.
     """
 
     def __init__(
@@ -248,23 +248,23 @@ class Slots:
         self.num_taken = 0
 
     def fill(self) -> list[Group]:
-        """Admit groups to all free slots, and in place of zero-advantage groups as far as the step allows."""
+        """Draw prompts for free slots, and to replace zero-advantage groups (see ``refill``); return the new groups."""
         held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.num_taken
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
-        """Discard a zero-advantage group; return the fresh groups that replace it or others."""
+        """Discard a zero-advantage group; return newly drawn groups that replace it or others."""
         self._remove(group)
         self.refill.add(group, rows)
         return self._replace()
 
     def finish(self, group: Group, rows: RowTable) -> None:
-        """Put a finished group into the buffer."""
+        """Move a finished group from ``in_flight`` to the buffer."""
         self.buffer.add(rows)
         self._remove(group)
 
     def batch_is_ready(self) -> bool:
-        """Whether the groups of the next batch are finished."""
+        """Return whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
         finished = self._finished.versions
@@ -272,7 +272,7 @@ class Slots:
         return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """Return zero-advantage groups to complete the next batch, if it waits for nothing else."""
+        """If the next batch waits only for zero-advantage groups, put them in flight again and return them; else []."""
         if not self.refill.num_held:
             return []
         done = self._finished.versions + self.refill.held_versions()
@@ -287,20 +287,20 @@ class Slots:
         return settled
 
     def take(self) -> None:
-        """Choose the next batch, which is ready; the buffer's next sample returns it."""
+        """Choose the groups of the next batch, which must be ready; the buffer's next sample() returns them."""
         self._finished.pick(self.buffer.storage, self.num_groups)
         self.num_taken = self.num_groups
 
     def take_back(self) -> list[Group]:
-        """Put the groups of a batch that cannot be trained on in flight again, and return them."""
+        """Put the groups of a batch that a transform rejected in flight again; return them, to be sampled again."""
         self.num_taken = 0
-        return [  # as if an earlier step had drawn them: one without an advantage counts to round 1
+        return [  # as drawn by an earlier step: a zero-advantage one counts in round 1
             self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
             for group_id, version in sorted(self._finished.taken.items())
         ]
 
     def release(self) -> list[Group]:
-        """Free the slots of the taken batch; return the groups that are admitted to them."""
+        """Free the slots of the current batch; return newly drawn groups for them."""
         self.num_taken = 0
         self.refill.start_step()
         return self.fill()
@@ -325,7 +325,7 @@ class Slots:
         self._in_flight_versions[group.version] -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
+        """Return the position in the prompt stream, the ids of groups in flight, and the rows of finished groups."""
         return {
             "num_groups": self.num_groups,
             "max_policy_age": self.max_policy_age,
@@ -337,17 +337,17 @@ class Slots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; a batch that was taken counts as trained and released.
+        """Restore ``state``; a batch that was taken counts as trained and released.
 
         Raises:
-            UserError: the state is of another batch size, or of a larger ``max_policy_age``: its groups would
-                become older than these slots allow.
+            UserError: the state has another batch size, or a larger ``max_policy_age``, under which its groups may
+                become too old.
         """
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:
             raise UserError(
-                f"the saved run has {saved[0]} groups per batch and train.max_policy_age={saved[1]}, this one "
-                f"{self.num_groups} and {self.max_policy_age}; resume with the same."
+                f"the saved run has {saved[0]} groups per batch and train.max_policy_age={saved[1]}, but this one has "
+                f"{self.num_groups} and {self.max_policy_age}; resume with the same values."
             )
         self._stream.load_state_dict(state["stream"])
         self.in_flight, self._in_flight_versions = {}, Counter()

@@ -1,4 +1,4 @@
-"""The collector of both scripts, a TorchRL ``BaseCollector``, synchronous or concurrent with the learner."""
+"""The collector of both scripts: a TorchRL ``BaseCollector``, synchronous or concurrent with the learner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sota_grpo.workers.base import WorkerLate
 
 try:
     from torchrl.collectors import BaseCollector
-except ImportError:  # TorchRL imports vLLM here, where that is installed; a broken one must not end a run without it
+except ImportError:  # TorchRL imports vLLM if it is installed; a broken vLLM must not stop a run that does not use it
     sys.modules["vllm"] = None  # type: ignore[assignment]
     from torchrl.collectors import BaseCollector
 
@@ -46,14 +46,14 @@ _POLL_S = 0.1  # seconds between two polls of should_stop
 
 
 def _of_tables(transform: Callable[[Any], object]) -> Callable[[RowTable], object]:
-    """Return a function that applies ``transform`` to a table in place; TorchRL's own transforms get TensorDicts."""
+    """Return a function that applies ``transform`` to a RowTable in place; a TorchRL transform gets TensorDicts."""
     if isinstance(transform, Transform) and not isinstance(transform, RowTransform):
         return UserTransforms([(f"The transform {type(transform).__name__}", transform)])
     return transform
 
 
 def _refusal(sentence: str) -> Callable[..., Any]:
-    """A method of TorchRL's collectors that has no meaning here."""
+    """Return a method that raises NotImplementedError, for methods of TorchRL's collectors without a meaning here."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(sentence)
@@ -63,9 +63,9 @@ def _refusal(sentence: str) -> Callable[..., Any]:
 
 
 class PromptGroupCollector(BaseCollector):
-    """A collector of whole prompt groups: samples a group of responses to each prompt and has them graded.
+    """A collector that samples and grades whole prompt groups: several responses to each prompt.
 
-    Synchronous, iterated as TorchRL's collectors are::
+    Synchronous use, by iteration, as with TorchRL's collectors::
 
         collector = PromptGroupCollector(
             env, engine, sampling=Sampling(max_tokens=64), dialog_turns_per_batch=32, postproc=GroupAdvantage()
@@ -74,7 +74,7 @@ class PromptGroupCollector(BaseCollector):
             ...                                 # loss, backward, optimizer
             collector.update_policy_weights_(model)
 
-    Concurrent with the learner, into a replay buffer::
+    Concurrent use, into a replay buffer::
 
         buffer = GroupReplayBuffer(max_groups=16, num_groups=8, transform=GroupAdvantage())
         collector = PromptGroupCollector(..., max_policy_age=1, replay_buffer=buffer)
@@ -83,63 +83,60 @@ class PromptGroupCollector(BaseCollector):
             ...
             collector.update_policy_weights_(model)
 
-    **A group's life is one coroutine**: sampled, graded, given the reference's log-probs, added to the buffer. It runs
-    in the thread that drives the engine: the dispatcher, or the caller that waits for a batch. The wait ends with an
-    exception if ``should_stop`` is true (:class:`Interrupted`; nothing has changed), if a group failed, or if no group
-    made progress for ``wait_deadline_s`` (``TimeoutError``). After each of them the state can be saved.
+    **One coroutine per group** samples it, grades it, adds the reference's log-probs, and puts it into the buffer.
+    Coroutines run in the thread that drives the engine: the dispatcher thread, or the caller that waits for a batch.
+    The wait raises if ``should_stop()`` is true (:class:`Interrupted`), if a group failed, or if no group made progress
+    for ``wait_deadline_s`` (``TimeoutError``). The state can be saved after any of these.
 
-    **The age of a token** is the number of pushes since it was sampled. A group's *admission version* is the policy
-    version at which its prompt was drawn. Four rules bound the age (:func:`sota_grpo.functional.max_groups_admitted`
-    has the proof); it is asserted on every row:
+    **The age of a token** is the number of weight updates since it was sampled. A group's *admission version* is the
+    policy version at which its prompt was drawn. Four rules bound the age (proof:
+    :func:`sota_grpo.functional.max_groups_admitted`), which is asserted on every row:
 
-    1. At most ``(max_policy_age + 1) * num_groups`` groups are in flight, in the buffer, or in training: the slots.
-    2. The slots of a batch are freed by :meth:`update_policy_weights_`, once the engines serve the new weights.
+    1. At most ``(max_policy_age + 1) * num_groups`` groups are in flight, in the buffer or in training (slots).
+    2. :meth:`update_policy_weights_` frees the slots of a batch, once the engines serve the new weights.
     3. A batch is the ``num_groups`` groups of the oldest admission versions; it waits for unfinished ones.
     4. A group that dynamic sampling discards frees its slot at once.
 
-    A loop that requests the next batch without a push frees the slots by the request.
+    If the caller requests the next batch without updating the weights, the request frees the slots.
 
-    **Synchronous collection** equals concurrent collection with ``max_policy_age=0``, bit for bit, with dynamic
-    sampling too (:class:`~sota_grpo.source.admission.Refill`). Nothing runs while the learner learns: the groups of a
-    batch are requested together when the caller requests the batch, and their replacements together once all others
-    are graded.
+    **Synchronous collection** equals concurrent collection with ``max_policy_age=0`` bit for bit, also with dynamic
+    sampling (:class:`~sota_grpo.source.admission.Refill`). No group runs during training: all groups of a batch are
+    submitted when the caller requests the batch, and replacements of zero-advantage groups once all others are graded.
 
     **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
-    before any new prompt. Both keep their admission version, and new tokens are younger, so the bound holds. A batch
-    that was returned and not released counts as trained.
+    before any new prompt. Both keep their admission version, so the age bound holds. A batch that was returned counts
+    as trained.
 
     Args:
-        env: the :class:`~sota_grpo.envs.TaskEnv`, or :class:`~sota_grpo.envs.PromptSource` alone, that draws, tokenises
-            and grades.
+        env: draws prompts, tokenises and grades: a :class:`~sota_grpo.envs.TaskEnv`, or its
+            :class:`~sota_grpo.envs.PromptSource`.
         policy: the engine that samples the responses.
-        sampling: temperature, length and the like of a response.
-        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. Where tasks have group sizes of
-            their own, a batch has as many prompts as it would have with ``env.repeats`` each.
-        total_dialog_turns: batches end when so many responses were collected; -1 never ends.
-        max_policy_age: largest age of a token in a batch, in pushes; 0 if synchronous.
-        replay_buffer: is filled. A :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` keeps the age bound up to
-            its batches; under a sampler of your own a batch that breaks the bound is an error. Any other replay buffer
-            of TorchRL is extended batch by batch, iterating then gives None, and its sampler alone decides how old the
-            rows become.
-        postproc: changes each batch; a replay buffer has transforms instead.
-        weight_sync: pushes the learner's weights; without it :meth:`update_policy_weights_` needs weights.
-        graded_transforms: TorchRL transforms of each group in place as soon as it is graded, before zero-advantage
-            groups are discarded.
-        group_transforms: TorchRL transforms of each group that is kept, before ``reference``.
-        reference: returns a future of the group's rows with the log-probs that the KL term needs; None: no KL term.
-        seed: sample ``i`` of group ``g`` is drawn from the random stream of ``(seed, g, i)``.
-        refill: replace zero-advantage groups by fresh ones (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: largest number of rounds of draws per step under ``refill``; then zero-advantage groups complete the
-            batch.
-        sleep_engine: if synchronous, free the engine's device once a batch is sampled; the next push wakes it.
-        should_stop: is polled while a batch is waited for.
-        wait_deadline_s: longest wait in which nothing is finished.
-        poll: runs the health checks of the workers; is called while a batch is waited for.
-        metrics_extra: further metrics of every batch.
-        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, the form that our learner takes.
+        sampling: sampling options: temperature, maximum length etc.
+        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. A batch has
+            ``dialog_turns_per_batch / env.repeats`` prompts, also if tasks set other group sizes.
+        total_dialog_turns: collection ends after so many responses; -1: never.
+        max_policy_age: largest age of a token in a batch, in weight updates; 0 if synchronous.
+        replay_buffer: the buffer to fill. With a :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` the age
+            bound holds in its batches; if its ``sampler`` breaks the bound, that is an error. Any other TorchRL buffer
+            is extended batch by batch (iterating yields None), and its sampler decides how old rows become.
+        postproc: transform of each batch; for a replay buffer, use the buffer's transforms instead.
+        weight_sync: sends the learner's weights; without it, pass weights to :meth:`update_policy_weights_`.
+        graded_transforms: in-place TorchRL transforms of each graded group, before zero-advantage groups are discarded.
+        group_transforms: in-place TorchRL transforms of each group that is not discarded, before ``reference``.
+        reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
+        seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
+        refill: replace zero-advantage groups by new prompts (dynamic sampling, DAPO, arXiv:2503.14476).
+        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
+        sleep_engine: synchronous only: put the engine to sleep after sampling a batch; the next weight update wakes it.
+        should_stop: polled during the wait for a batch; True ends the wait.
+        wait_deadline_s: longest time without progress of any group during the wait for a batch.
+        poll: health check of the workers, called during the wait for a batch.
+        metrics_extra: returns further metrics for every batch.
+        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, as this package's learner takes them.
 
     Raises:
-        ValueError: a batch is not made of whole groups, an age below 0, or a buffer that is too small.
+        ValueError: the batch size is not a multiple of the group size, the age is negative, or the buffer has another
+            size than needed.
     """
 
     trajs_per_batch = None
@@ -189,15 +186,15 @@ class PromptGroupCollector(BaseCollector):
         slots = max_groups_admitted(max_policy_age, self.num_groups)
         if max_policy_age and not isinstance(replay_buffer, GroupReplayBuffer):
             raise ValueError(
-                f"max_policy_age={max_policy_age} is for a replay buffer that is filled concurrently: give "
+                f"max_policy_age={max_policy_age} needs a replay buffer that is filled concurrently: pass "
                 f"replay_buffer=GroupReplayBuffer({slots}, {self.num_groups}), and call start()."
             )
         if isinstance(replay_buffer, GroupReplayBuffer):
             self._buffer = replay_buffer
             if (replay_buffer.storage.max_size, replay_buffer.batch_size) != (slots, self.num_groups):
                 raise ValueError(
-                    f"The replay buffer holds {replay_buffer.storage.max_size} groups and gives "
-                    f"{replay_buffer.batch_size} at once; for {self.num_groups} groups per batch and "
+                    f"The replay buffer has max_groups={replay_buffer.storage.max_size} and "
+                    f"num_groups={replay_buffer.batch_size}; for {self.num_groups} groups per batch and "
                     f"max_policy_age={max_policy_age} use GroupReplayBuffer({slots}, {self.num_groups})."
                 )
         else:
@@ -216,24 +213,24 @@ class PromptGroupCollector(BaseCollector):
         )
         self._frames, self._iter = 0, -1
         self._concurrent = self._begun = False
-        self._saved_version: int | None = None  # of the state that was loaded
+        self._saved_version: int | None = None  # policy version of the loaded state
         self._to_request: list[Group] = []
         self._metrics: dict[str, float] = {}
-        self._changed = threading.Condition()  # its lock guards the slots
+        self._changed = threading.Condition()  # its lock guards self._slots
         self._loop, self._clock = EventLoop(policy), StageClock()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: BaseException | None = None
 
-    # ------------------------------------------------------------------ what a TorchRL loop calls
+    # ------------------------------------------------------------------ methods that a TorchRL loop calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches; after a failure the state of the collector can still be saved."""
+        """Yield batches; after an exception the state of the collector can still be saved."""
         self._iteration_started = True
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` were collected; None for each one that a buffer received."""
+        """Yield batches until ``total_dialog_turns`` are collected; yield None if batches go to a replay buffer."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.num_taken:
@@ -250,44 +247,44 @@ class PromptGroupCollector(BaseCollector):
         return self._closed or 0 <= self.total_frames <= self._frames
 
     def next_batch(self) -> Any:
-        """Return the next batch; the first call admits the first groups.
+        """Wait for the next batch and return it; the first call starts the first groups.
 
         Raises:
-            Interrupted: ``should_stop`` was true during the wait.
-            TimeoutError: nothing was finished for ``wait_deadline_s``.
-            UnusableValues: a transform found rewards that cannot be used; the batch will be sampled again.
-            RuntimeError: a token is older than ``max_policy_age`` versions.
+            Interrupted: ``should_stop()`` was true during the wait.
+            TimeoutError: no group made progress for ``wait_deadline_s``.
+            UnusableValues: a transform cannot use the rewards; the groups of the batch are sampled again.
+            RuntimeError: a token is older than ``max_policy_age`` weight updates.
         """
         return self._buffer.sample()
 
     rollout = next_batch
-    reset = _refusal("Prompts are drawn without end; make another collector to begin anew.")
-    pause = _refusal("Groups in flight cannot be held; shutdown() ends them, and state_dict() keeps their ids.")
+    reset = _refusal("Prompts are drawn without end; create a new collector to start again.")
+    pause = _refusal("Groups in flight cannot be paused; shutdown() ends them, and state_dict() saves their ids.")
     init_updater = set_weight_updater = receive_weights = register_scheme_receiver = _refusal(
-        "Weights are pushed by update_policy_weights_(); give weight_sync= for a scheme of your own."
+        "update_policy_weights_() sends the weights; pass weight_sync= for another scheme."
     )
     get_policy_model = get_model = _refusal(
-        "The policy is an engine; its weights are changed by update_policy_weights_()."
+        "The policy is an engine, not a module; change its weights with update_policy_weights_()."
     )
-    enable_profile = _refusal("metrics() has the seconds of each phase; profile the learner, or the engine's process.")
-    as_remote = _refusal("grpo-async.py puts engines, reference and learner on Ray; the collector is in the driver.")
+    enable_profile = _refusal("metrics() has the seconds of each phase; to profile, use the learner or the engine.")
+    as_remote = _refusal("The collector runs in the driver; grpo-async.py runs engines, reference and learner on Ray.")
 
     def start(self, *, dispatch: bool = True) -> None:
-        """Collect into ``replay_buffer`` from now on, concurrently with the caller.
+        """Start to collect into ``replay_buffer`` in a background thread.
 
-        A failure is raised by the next request for a batch; where another replay buffer of TorchRL is filled, by the
-        next push of weights or by :meth:`shutdown`.
+        An error is raised by the next request for a batch; with a replay buffer that is no GroupReplayBuffer, by the
+        next :meth:`update_policy_weights_` or :meth:`shutdown`.
 
         Args:
-            dispatch: False starts no thread (for tests): :meth:`handle_events` and the caller that waits do the work.
+            dispatch: False starts no thread (for tests): :meth:`handle_events` and :meth:`next_batch` do the work.
 
         Raises:
-            RuntimeError: there is no buffer, or the collector was started before.
+            RuntimeError: there is no replay buffer, or the collector was started before.
         """
         if self._concurrent or self._thread is not None:
-            raise RuntimeError(f"{type(self).__name__}.start() was called before.")
+            raise RuntimeError(f"{type(self).__name__}.start() was called before; call it once.")
         if self.replay_buffer is None:
-            raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; give replay_buffer=.")
+            raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; pass replay_buffer=.")
         if self.replay_buffer is not self._buffer:
             self._thread = threading.Thread(target=self._fill_plain_buffer, name="collector", daemon=True)
             self._thread.start()
@@ -307,53 +304,54 @@ class PromptGroupCollector(BaseCollector):
         model_id: str | None = None,
         version: int | None = None,
     ) -> None:
-        """Push weights to the engine and release the batch: the new weights sample the next token.
+        """Send weights to the engine, which samples its next token with them, and free the slots of the last batch.
 
         Args:
-            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: the model of ``weight_sync``.
+            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: the weights of
+                ``weight_sync``.
             weights, policy: TorchRL's other names of the first argument.
-            worker_ids: must be None: every engine gets every version.
+            worker_ids: must be None, because all engines get the same weights.
             model_id: must be None or ``"policy"``.
-            version: number of the new weights; default is the next one.
+            version: version number of the new weights; default: the current one plus 1.
 
         Raises:
-            RuntimeError: it is the second push without a batch between, while a replay buffer is filled.
+            RuntimeError: called twice without a batch in between, while a replay buffer is filled concurrently.
         """
         if self._failure is not None:
             raise self._failure
         if self._concurrent and self._begun and not self._slots.num_taken:
             raise RuntimeError(
-                f"Weights were pushed without a batch between: max_policy_age={self.max_policy_age} counts pushes, so "
-                "push once per batch, and the first weights before start()."
+                f"Weights were updated twice without a batch in between, but max_policy_age={self.max_policy_age} "
+                "counts updates: update once per batch, and send the first weights before start()."
             )
         if worker_ids is not None or model_id not in (None, "policy"):
-            raise ValueError("Every engine serves the same policy; leave worker_ids and model_id out.")
+            raise ValueError(f"all engines serve one policy; leave worker_ids={worker_ids} and model_id={model_id} out")
         source = next((value for value in (policy_or_weights, weights, policy) if value is not None), None)
         version = self.policy.version + 1 if version is None else version
         if self.weight_sync is not None:
             self.weight_sync.send(source, version=version)
         elif source is None:
-            raise ValueError("No weights were given: pass the model, or make the collector with weight_sync=.")
+            raise ValueError("No weights to send: pass the model, or create the collector with weight_sync=.")
         else:
             self.policy.update_weights(named_weights(source), version)
-        if self._thread is None or self._concurrent:  # else the thread that fills another buffer continues by itself
+        if self._thread is None or self._concurrent:  # else _fill_plain_buffer continues by itself
             self.release()
 
     def release(self) -> None:
-        """Free the slots of the last batch, for new groups that the present weights sample."""
+        """Free the slots of the last batch, and start new groups in them with the current weights."""
         with self._changed:
             fresh = self._slots.release() if self._slots.num_taken else []
         self._submit(fresh)
 
     def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
-        """Apply ``postproc``, a transform or a function, to each batch."""
+        """Apply ``postproc``, a transform or function, to each batch; RuntimeError with a replay buffer."""
         if self._postproc is not None or self.replay_buffer is self._buffer:
-            raise RuntimeError("postproc is set already, or a replay buffer is filled: use its append_transform().")
+            raise RuntimeError("postproc is set already, or there is a replay buffer: use its append_transform().")
         self._postproc = postproc
         self._buffer.append_transform(postproc)
 
     def increment_version(self) -> None:
-        """Call :meth:`release`, after a weight sender of TorchRL has pushed."""
+        """Call :meth:`release`; for TorchRL's weight senders, which call this after they have sent weights."""
         self.release()
 
     @property
@@ -374,13 +372,13 @@ class PromptGroupCollector(BaseCollector):
         return self.total_frames
 
     def is_running(self) -> bool:
-        """Whether a thread collects."""
+        """Return whether the background thread is running."""
         return self._thread is not None and self._thread.is_alive()
 
     started = property(is_running)
 
     def is_initialized(self) -> bool:
-        """True: a collector is ready once it is made."""
+        """Return True: the constructor completes the initialization."""
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -388,14 +386,14 @@ class PromptGroupCollector(BaseCollector):
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Set the seed of all samples, before the first batch; return the next seed, unless ``static_seed``."""
+        """Set the sampling seed, before the first batch; return ``seed + 1``, or ``seed`` if ``static_seed``."""
         if self._begun:
             raise RuntimeError("set_seed() was called after the first batch; call it before.")
         self._seed = seed
         return seed if static_seed else seed + 1
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting, drop the groups in flight, close engine and environment. Idempotent."""
+        """Stop collecting, drop the groups in flight, and close engine and environment; idempotent."""
         self.close(timeout)
         self.policy.close()
         if close_env and isinstance(self.env, EnvBase) and not self.env.is_closed:
@@ -405,7 +403,7 @@ class PromptGroupCollector(BaseCollector):
             raise failure
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop collecting and leave engine and environment open."""
+        """Stop collecting (wait up to ``timeout`` seconds for the thread); leave engine and environment open."""
         self._closed = True
         self._loop.post(lambda: None)
         with self._changed:
@@ -414,27 +412,27 @@ class PromptGroupCollector(BaseCollector):
             self._thread.join(timeout)  # type: ignore[union-attr]
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the position in the prompts, the ids of groups in flight, and the rows of finished groups."""
+        """Return the position in the prompt stream, the ids of groups in flight, and the rows of finished groups."""
         with self._changed:
             counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy.version}
             return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state, in a collector that was not started yet.
+        """Restore a saved state, before the first batch.
 
-        The engine has to serve the weights of the saved version before the first batch is requested:
+        Send the weights of the saved version to the engine before the first batch:
         ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
         Raises:
-            RuntimeError: groups are in flight already.
-            UserError: the state is of another batch size, or of a larger ``max_policy_age``.
+            RuntimeError: the first batch was requested already.
+            UserError: the state has another batch size or a larger ``max_policy_age``.
         """
         if self._begun:
-            raise RuntimeError("load_state_dict() was called after the first batch; load before it.")
+            raise RuntimeError("load_state_dict() was called after the first batch; call it before.")
         if state_dict["max_policy_age"] and self.replay_buffer is None:
             raise UserError(
-                "The saved run had workers, whose groups this synchronous one would lose; "
-                "resume it in the same mode, on as many devices as it had."
+                f"The saved run collected concurrently (max_policy_age={state_dict['max_policy_age']}), this one is "
+                "synchronous and would lose its groups; resume it in the same mode, on as many devices as it had."
             )
         self._slots.load_state_dict(state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
@@ -443,7 +441,7 @@ class PromptGroupCollector(BaseCollector):
     # ------------------------------------------------------------------ a batch
 
     def _next_batch(self, draw: Callable[[], Any]) -> Any:
-        """Wait for the groups of the next batch, take them, call the buffer's ``draw``, count and time."""
+        """Wait for the groups of the next batch, sample them with the buffer's ``draw``, and record metrics."""
         began = time.perf_counter()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -459,12 +457,12 @@ class PromptGroupCollector(BaseCollector):
             busy = self._clock.lap()
             left = {"groups/in_flight": len(self._slots.in_flight), "groups/ready": len(self._buffer.sampler)}
         seconds = {"generate": busy[SAMPLE], "score": max(0.0, waited - busy[SAMPLE])}
-        if self._concurrent:  # the phases overlap with learning, and with each other
+        if self._concurrent:  # phases overlap with training and with each other
             seconds |= {"score": busy[GRADE], "wait": waited}
         seconds |= {"ref": busy[REFERENCE]} if busy[REFERENCE] else {}
         try:
             batch = draw()
-        except Exception:  # a transform failed: these groups are sampled again, by a resumed run too
+        except Exception:  # a transform failed: sample these groups again, also in a resumed run
             with self._changed:
                 groups = self._slots.take_back()
             self._submit(groups)
@@ -484,25 +482,25 @@ class PromptGroupCollector(BaseCollector):
         return batch
 
     def is_ready(self) -> bool:
-        """Whether a batch is ready; admits the first groups, as :meth:`next_batch` does."""
+        """Return whether a batch is ready; the first call starts the first groups."""
         self._begin()
         with self._changed:
             return self._batch_is_ready()
 
     def handle_events(self) -> int:
-        """Handle all events of the loop without a step of the engine (``dispatch=False``); return their number."""
+        """Handle all pending events without an engine step (for ``dispatch=False``); return their number."""
         return self._loop.drain()
 
     def _begin(self) -> None:
-        """Admit the groups that a saved run had in flight, then new ones."""
+        """On the first call, start the groups that a saved run had in flight, then new ones."""
         if self._begun:
             return
         if self.max_policy_age and not self._concurrent:
-            raise ValueError(f"max_policy_age={self.max_policy_age} is for concurrent collection: call start().")
+            raise ValueError(f"max_policy_age={self.max_policy_age} needs concurrent collection: call start() first.")
         if self._saved_version is not None and self.policy.version < self._saved_version:
             raise RuntimeError(
-                f"The state was saved at policy version {self._saved_version}, and the engine serves "
-                f"{self.policy.version}: push the weights of that version first."
+                f"The state was saved at policy version {self._saved_version}, but the engine serves version "
+                f"{self.policy.version}: first call update_policy_weights_(model, version={self._saved_version})."
             )
         self._begun = True
         pending = list(self._slots.in_flight.values())
@@ -515,7 +513,7 @@ class PromptGroupCollector(BaseCollector):
         try:
             for _ in self.iterator():
                 pass
-        except BaseException as failure:  # raised by the next push, or by shutdown()
+        except BaseException as failure:  # raised by update_policy_weights_() or shutdown()
             self._failure = failure
 
     def _submit(self, groups: Sequence[Group]) -> None:
@@ -526,19 +524,19 @@ class PromptGroupCollector(BaseCollector):
             self._start(self._collect_group, group)
 
     def _wait_for_batch(self) -> None:
-        """Return when the batch is ready; if synchronous, request its groups, and do all the work."""
+        """Wait until the batch is ready; without a dispatcher thread, run the groups' coroutines meanwhile."""
         self._begin()
         began, counts = time.monotonic(), self._clock.counts
         while True:
             if self.rollouts.poll is not None:
                 self.rollouts.poll()
             if self._closed:
-                raise RuntimeError("The collector was closed; make another.")
+                raise RuntimeError("The collector was closed; create a new one.")
             with self._changed:
                 if self._batch_is_ready():
                     return
                 if self.should_stop():
-                    raise Interrupted("a stop was requested while the next batch was waited for.")
+                    raise Interrupted("a stop was requested during the wait for the next batch.")
                 silent = time.monotonic() - max(began, self._loop.active_at)
                 if silent > self.wait_deadline_s:
                     raise WorkerLate(
@@ -557,7 +555,7 @@ class PromptGroupCollector(BaseCollector):
                 self._loop.run_once(_POLL_S)
 
     def _batch_is_ready(self) -> bool:
-        """Whether the batch is ready; finishes the zero-advantage groups that complete it."""
+        """Return whether the batch is ready; if draws are used up, complete it with zero-advantage groups."""
         if self._failure is not None:
             raise self._failure
         if self._slots.batch_is_ready():
@@ -565,7 +563,7 @@ class PromptGroupCollector(BaseCollector):
         settled = self._slots.settle()
         if settled:
             logger.warning(
-                "All %d draws of the step are used: %d groups whose rewards are all equal stay, without a gradient.",
+                "All %d draws of the step are used: %d groups with equal rewards are in the batch, without a gradient.",
                 *(self._slots.refill.num_draws, len(settled)),
             )
         for group, rows in settled:
@@ -579,7 +577,7 @@ class PromptGroupCollector(BaseCollector):
         """Await a group's ``work(*args)``; the next request for a batch raises its failure, other groups continue."""
         try:
             await work(*args)
-        except GeneratorExit:  # it is dropped with the collector
+        except GeneratorExit:  # the collector was deleted
             raise
         except BaseException as failure:
             self._fail(failure)
@@ -613,7 +611,7 @@ class PromptGroupCollector(BaseCollector):
         while not self._closed:
             try:
                 self._loop.run_once()
-            except BaseException as failure:  # of the engine's step
+            except BaseException as failure:  # raised by the engine's step
                 self._fail(failure)
                 return
 

@@ -1,4 +1,4 @@
-"""The replay buffer between the collector and the learner: TorchRL's, with an item for each prompt group."""
+"""The replay buffer between collector and learner: a TorchRL ``ReplayBuffer`` whose items are prompt groups."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sota_grpo.rl.table import RowTable
 
 
 class GroupStorage(ListStorage):
-    """A storage of whole prompt groups, each a :class:`~sota_grpo.rl.table.RowTable`; None where one was taken.
+    """A storage with one prompt group (:class:`~sota_grpo.rl.table.RowTable`) per index; None after it was sampled.
 
     Args:
-        max_groups: largest number of groups held.
-        as_table: :meth:`get` returns the rows as one table, for our learner; else as a ``LazyStackedTensorDict`` with
-            one row per response.
+        max_groups: largest number of groups.
+        as_table: :meth:`get` returns one RowTable, which this package's learner takes; False: a
+            ``LazyStackedTensorDict`` with one row per response.
     """
 
     def __init__(self, max_groups: int, *, as_table: bool = False):
@@ -36,12 +36,12 @@ class GroupStorage(ListStorage):
     def get(self, index: int | Sequence[int] | slice) -> Any:
         groups = super().get(index.tolist() if isinstance(index, torch.Tensor) else index)
         if groups is None or (not isinstance(groups, RowTable) and None in groups):
-            raise IndexError(f"The group at {index} was taken.")
+            raise IndexError(f"The group at index {index} was sampled and removed; request another index.")
         rows = groups if isinstance(groups, RowTable) else RowTable.cat(groups)
         return rows if self.as_table else rows.stack()
 
     def __len__(self) -> int:
-        """Return the number of groups held."""
+        """Return the number of groups in the storage."""
         return sum(group is not None for group in self._storage)
 
     def free(self, indices: Sequence[int]) -> None:
@@ -59,18 +59,18 @@ class GroupStorage(ListStorage):
 
 
 class OldestGroups(Sampler):
-    """Samples each group once: the group with the oldest admission version first, then first in, first out.
+    """A sampler that returns each group once: oldest admission version first, then first in, first out.
 
     This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
 
     Args:
-        sampler: chooses instead among the groups that are finished: a TorchRL ``Sampler`` that gives as many different
-            indices as are requested, such as ``SamplerWithoutReplacement(drop_last=True)``. Each group is still sampled
-            once. The age of a token is then asserted in every batch, and not bounded by the order.
+        sampler: a TorchRL ``Sampler`` that chooses among the finished groups instead. It must return as many different
+            indices as requested, such as ``SamplerWithoutReplacement(drop_last=True)``. Each group is still sampled
+            once, but the order does not bound the age of a token: the age is only asserted in every batch.
 
     Attributes:
-        versions: number of groups that can be sampled, by admission version.
-        taken: the admission version of each group of the last sample, by group id.
+        versions: {admission version: number of groups that can be sampled}.
+        taken: {group id: admission version} of the last sample.
     """
 
     def __init__(self, sampler: Sampler | None = None) -> None:
@@ -81,7 +81,7 @@ class OldestGroups(Sampler):
         self.versions: Counter[int] = Counter()
         self.taken: dict[int, int] = {}
         self.sampled: list[int] = []  # indices of the last sample
-        self._finished: dict[int, tuple[int, int, int]] = {}  # by index: admission version, arrival, group id
+        self._finished: dict[int, tuple[int, int, int]] = {}  # {index: (admission version, arrival, group id)}
         self._arrivals = itertools.count()
         self._picked: list[int] = []
 
@@ -89,21 +89,22 @@ class OldestGroups(Sampler):
         return len(self._finished)
 
     def put(self, index: int, version: int, group_id: int) -> None:
-        """Add the group at ``index`` of the storage, which was admitted under ``version``."""
+        """Register a finished group: its storage index and its admission version."""
         self._finished[index] = (version, next(self._arrivals), group_id)
         self.versions[version] += 1
 
     def pick(self, storage: GroupStorage, num_groups: int) -> None:
-        """Choose the groups of the next :meth:`sample`; a collector calls it under its own lock.
+        """Choose the groups that the next :meth:`sample` returns; a collector calls this under its lock.
 
         Raises:
-            RuntimeError: fewer groups are finished, or ``sampler`` chose anything but ``num_groups`` different groups.
+            RuntimeError: fewer than ``num_groups`` are finished, or ``sampler`` did not choose ``num_groups`` different
+                ones.
         """
         if num_groups > len(self):
             holds = (
                 f"holds {len(self)} finished groups" if len(self) else "is empty: Cannot sample from an empty storage"
             )
-            raise RuntimeError(f"{num_groups} groups were requested and the buffer {holds}.")
+            raise RuntimeError(f"{num_groups} groups were requested, but the buffer {holds}.")
         oldest = sorted(self._finished, key=self._finished.__getitem__)
         if self.sampler is not None:
             view = GroupStorage(len(oldest))
@@ -111,10 +112,10 @@ class OldestGroups(Sampler):
             chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
             if len(set(chosen)) != num_groups or len(chosen) != num_groups:
                 raise RuntimeError(
-                    f"{type(self.sampler).__name__} chose the groups {chosen}; a batch has {num_groups} different ones."
+                    f"{type(self.sampler).__name__} chose the groups {chosen}; choose {num_groups} different ones."
                 )
             oldest = [oldest[index] for index in chosen]
-        self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # in the order drawn
+        self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # by group id
         self.taken = {}
         for index in self._picked:
             version, _, group_id = self._finished.pop(index)
@@ -148,30 +149,27 @@ class OldestGroups(Sampler):
 
 
 class GroupWriter(Writer):
-    """Writes whole groups to places of the storage that hold none.
+    """Writes whole groups to free indices of the storage; :meth:`add` raises RuntimeError if there is none.
 
     Args:
-        sampler: is notified of each group that is written.
-
-    Raises:
-        RuntimeError: on writing, the buffer is full.
+        sampler: each written group is registered with it (:meth:`OldestGroups.put`).
     """
 
     def __init__(self, sampler: OldestGroups):
         super().__init__()
         self._sampler, self._write_count = sampler, 0
-        #: Returns the version under which a group id was admitted; None: that of its oldest token.
+        #: Maps a group id to its admission version; None: use the version of its oldest token.
         self.admitted: Callable[[int], int | None] | None = None
 
     def add(self, data: Any) -> int:
-        """Write one group."""
+        """Write the rows of one group; return its index."""
         rows = RowTable.of([data] if isinstance(data, TensorDictBase) and not data.batch_dims else data)
         held: ListStorage = self._storage
         index = next((i for i, group in enumerate(held._storage) if group is None), len(held._storage))
         if index >= held.max_size:
             raise RuntimeError(
-                f"The buffer holds {held.max_size} groups, its largest number, and none was sampled; sample some, or "
-                "make a larger buffer."
+                f"The buffer holds {held.max_size} groups and is full; sample some before adding more, or raise "
+                "max_groups."
             )
         group_id = int(rows.get(keys.GROUP_ID)[0])
         version = self.admitted(group_id) if self.admitted is not None else None
@@ -183,20 +181,20 @@ class GroupWriter(Writer):
         return index
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write groups; the rows of each are consecutive."""
+        """Write several groups, each of consecutive rows with one ``group_id``; return their indices."""
         rows = RowTable.of(data)
         _, sizes = torch.unique_consecutive(rows.get(keys.GROUP_ID).flatten(), return_counts=True)
         return torch.tensor([self.add(group) for group in rows.split(sizes.tolist())])
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        """The storage is emptied with the buffer."""
+        """Reset the count of writes; the storage is emptied by the buffer."""
         self._write_count = 0 if empty_write_count else self._write_count
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The writer has no state."""
+        """No-op: the writer has no state."""
 
     def dumps(self, path: Any) -> None:
         raise NotImplementedError("Save the buffer's state_dict().")
@@ -205,7 +203,7 @@ class GroupWriter(Writer):
 
 
 class Timed(Transform):
-    """Applies ``transform`` and keeps the seconds that it took last, for the metric ``time/{phase}_s``."""
+    """Applies ``transform`` and records how many seconds it took, for the metric ``time/{phase}_s``."""
 
     def __init__(self, phase: str, transform: Callable[[Any], Any]):
         super().__init__()
@@ -219,17 +217,17 @@ class Timed(Transform):
 
 
 class GroupReplayBuffer(ReplayBuffer):
-    """A replay buffer of whole prompt groups: each is trained on once, the oldest first.
+    """A replay buffer of whole prompt groups, each sampled once, the oldest first.
 
-    A :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it; :meth:`sample` then waits until the groups of
-    the next batch are finished. Without a collector ``extend`` takes rows, and rows of equal ``group_id`` are a group.
+    If a :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it, :meth:`sample` waits until the groups of
+    the next batch are finished. Without a collector, add rows with ``extend``; rows of equal ``group_id`` are a group.
 
     Args:
-        max_groups: largest number of groups held; a collector needs ``(max_policy_age + 1) * num_groups``.
+        max_groups: largest number of groups; a collector needs ``(max_policy_age + 1) * num_groups``.
         num_groups: groups per batch.
-        transform: is applied to each batch, such as :class:`~sota_grpo.rl.transforms.GroupAdvantage`.
-        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, not ``LazyStackedTensorDict``.
-        sampler: chooses the groups of a batch in place of their age, see :class:`OldestGroups`.
+        transform: transform of each batch, such as :class:`~sota_grpo.rl.transforms.GroupAdvantage`.
+        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`; False: ``LazyStackedTensorDict``.
+        sampler: chooses the groups of a batch instead of their age; see :class:`OldestGroups`.
 
     >>> def rows(group_id, version):
     ...     row = {keys.GROUP_ID: torch.tensor(group_id), keys.POLICY_VERSION: torch.tensor([version])}
@@ -259,18 +257,18 @@ class GroupReplayBuffer(ReplayBuffer):
             batch_size=num_groups,
             collate_fn=_as_sampled,
         )
-        #: Set by the collector: wraps each sample(); it waits for the groups before, and counts them.
+        #: Set by the collector: a wrapper of each sample() that first waits for the groups, then records metrics.
         self.around_sample: Callable[[Callable[[], Any]], Any] | None = None
-        #: Set by the collector: whether it has given as many batches as it was made for.
+        #: Set by the collector: returns whether it has collected all of its batches.
         self.is_over: Callable[[], bool] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches until the collector ends, or, without one, until fewer groups are left than a batch has."""
+        """Yield batches until the collector ends; without a collector, until fewer groups than a batch are left."""
         while not self.is_over() if self.is_over is not None else len(self) >= self.batch_size:
             yield self.sample()
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds that its :class:`Timed` transforms took for the last batch, by phase."""
+        """Return {phase: seconds} that the :class:`Timed` transforms took for the last batch."""
         seconds: dict[str, float] = {}
         for transform in self._transform.modules():
             if isinstance(transform, Timed):
@@ -278,31 +276,31 @@ class GroupReplayBuffer(ReplayBuffer):
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Return the next ``num_groups`` groups in the order of their ids; with a collector, once they are finished.
+        """Return the rows of the next ``num_groups`` groups, by group id; with a collector, wait for them.
 
         Raises:
-            RuntimeError: without a collector, the buffer holds fewer groups.
+            RuntimeError: without a collector, there are fewer groups.
         """
 
         if self.around_sample is not None and batch_size not in (None, self.batch_size):
-            raise ValueError(f"{batch_size} groups were requested, and the collector's batches have {self.batch_size}.")
+            raise ValueError(f"{batch_size} groups were requested, but the collector's batches have {self.batch_size}.")
 
         def draw() -> Any:
             self.sampler.sampled = []
             try:
                 return super(GroupReplayBuffer, self).sample(batch_size, return_info)
-            finally:  # the groups are taken even if a transform fails
+            finally:  # the groups are removed even if a transform fails
                 self.storage.free(self.sampler.sampled)
 
         return draw() if self.around_sample is None else self.around_sample(draw)
 
     def set_(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported, as are ``set_at_``, ``update_`` and ``write_all``.
+        """Raise NotImplementedError, like ``set_at_``, ``update_`` and ``write_all``: sampled rows are copies.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("Rows read from a GroupReplayBuffer are copies; change them in a transform.")
+        raise NotImplementedError("Rows sampled from a GroupReplayBuffer are copies; change them in a transform.")
 
     set_at_ = update_ = write_all = set_
 

@@ -1,4 +1,4 @@
-"""From a prompt to graded samples, for training, the checks before it, evaluation, and TorchRL's own loops."""
+"""Samples and grades responses to prompts, for training, the checks before training, evaluation and TorchRL's loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE, GRADE, REFERENCE = "sample", "grade", "reference"
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of one group: ``num_samples`` responses to ``example``, from the random streams of ``seed``."""
+    """A request for one group: ``num_samples`` responses to ``example``, sampled with seeds derived from ``seed``."""
 
     group_id: int
     example: Example
@@ -46,9 +46,9 @@ class Graded:
     """A prompt group with its rewards.
 
     Args:
-        samples: as the engine gave them.
-        rows: one per sample, rewards written.
-        scores: of each sample, by the grader.
+        samples: the engine's samples.
+        rows: one row per sample, with its reward.
+        scores: the grader's score of each sample.
     """
 
     prompt: Prompt
@@ -58,7 +58,7 @@ class Graded:
 
 
 class StageClock:
-    """Counts the groups in each stage, and the seconds in which a stage has at least one.
+    """Counts the groups in each stage, and measures for how many seconds a stage has at least one group.
 
     >>> clock = StageClock()
     >>> with clock.stage(GRADE):
@@ -74,7 +74,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
-        """Count a group in ``stage`` within the context."""
+        """Count one group in ``stage`` inside the ``with`` block."""
         with self._lock:
             if self.counts[stage] == 0:
                 self._since[stage] = time.monotonic()
@@ -88,7 +88,7 @@ class StageClock:
                     self._seconds[stage] += time.monotonic() - self._since[stage]
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds by stage since the last lap."""
+        """Return {stage: seconds with at least one group} since the previous call."""
         now = time.monotonic()
         with self._lock:
             seconds, self._seconds = self._seconds, dict.fromkeys(self.counts, 0.0)
@@ -100,16 +100,15 @@ class StageClock:
 
 
 class Rollouts:
-    """Requests a prompt's samples from an engine, makes their rows, and has them graded.
+    """Samples the responses to prompts with an engine, builds their rows, and grades them.
 
     Each group is one coroutine that awaits the engine and then ``env.grader``, so a group is graded while the engine
-    samples others. It raises what the engine raises. A grader that fails at a response is no failure: the score has
-    the ``error``.
+    samples others. Errors of the engine are raised. A response on which the grader fails gets a score with ``error``.
 
     Args:
-        env: tokenises, and has the grader.
+        env: tokenises prompts, and has the grader.
         engine: samples the responses.
-        poll: runs the health checks of the workers; is called while groups are waited for.
+        poll: health check of the workers, called during the wait for groups.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
@@ -118,7 +117,7 @@ class Rollouts:
         self.env, self.engine, self.poll = env, engine, poll
 
     def request(self, prompt: Prompt) -> GroupRequest:
-        """Return the request to the engine, with the example where a dialog needs that between its turns."""
+        """Return the request to the engine; it includes the example if ``env`` has multi-turn dialogs."""
         example = prompt.example if self.env.multi_turn else None
         return GroupRequest(
             prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, example
@@ -128,27 +127,27 @@ class Rollouts:
         """Sample and grade one group.
 
         Args:
-            prompt: of the group.
-            sampling: temperature, length and the like; the task may bound the length further.
-            clock: counts the stages.
+            prompt: the request.
+            sampling: sampling options: temperature, maximum length etc.; the task may limit the length further.
+            clock: counts the group in each stage.
 
         Raises:
             ValueError: the prompt leaves no room for a response.
-            UnusableValues: the engine gave a log-prob that is not finite.
+            UnusableValues: the engine returned a log-prob that is NaN or infinite.
         """
         clock = clock or StageClock()
         limit = getattr(self.env.task, "max_tokens", lambda _: sampling.max_tokens)(prompt.example)
         sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
         with clock.stage(SAMPLE):
             output = await result(self.engine.submit(self.request(prompt), sampling))
-        with clock.stage(GRADE):  # the rows are made now, so that a group in flight is a few numbers
+        with clock.stage(GRADE):  # rows are built only now: a group in flight needs little memory
             samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
             rows = group_table(drawn_entries(prompt.group_id, prompt.example, prompt_ids), samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
-                # the loss leaves out tokens whose log-prob is not known, which an engine of ours has to know
+                # the loss ignores tokens with unknown log-probs, but this package's engines must know them
                 raise UnusableValues(
-                    f"the engine gave a log-prob that is not finite for a token of group {prompt.group_id}; check its "
-                    "weights and its sampling options."
+                    f"the engine returned a log-prob that is not finite for a token of group {prompt.group_id}; check "
+                    "its weights and its sampling options."
                 )
             texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
             responses = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
@@ -158,7 +157,7 @@ class Rollouts:
         return Graded(prompt, samples, rows, scores)
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
-        """Yield each group once it is graded; the caller drives the engine. Dropping the iterator cancels the rest."""
+        """Yield groups as they are graded; iterating runs the engine, and dropping the iterator cancels the rest."""
         loop = EventLoop(self.engine, self.poll)
         return as_completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 

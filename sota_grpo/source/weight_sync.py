@@ -1,4 +1,4 @@
-"""Pushes of the learner's weights to the engines, as a TorchRL weight-sync scheme."""
+"""Weight sync from the learner to the engines, as a TorchRL ``WeightSyncScheme``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sota_grpo.policy.weight_pack import Checksum
 
 
 def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return ``(name, tensor)`` pairs of a module, a (nested) TensorDict, a mapping, or pairs as they are.
+    """Return the ``(name, tensor)`` pairs of a module, a (nested) TensorDict or a mapping; return pairs unchanged.
 
     >>> [name for name, _ in named_weights(nn.Linear(2, 1))]
     ['weight', 'bias']
@@ -31,11 +31,11 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Names of the learner's weights, by whether the engine holds equal ones.
+    """Names of the learner's weights whose checksums equal the engine's, differ, or cannot be compared.
 
     Args:
-        reported: the engine reports weights at all.
-        unread: it has no weight of that name, or its elements in another order.
+        reported: whether the engine reports checksums.
+        unread: the engine has no weight of that name, or stores its elements in another order.
     """
 
     reported: bool = True
@@ -45,17 +45,17 @@ class Compared:
 
 
 class EngineWeightSync(WeightSyncScheme):
-    """Pushes the learner's weights to the engine; a failure of the engine is raised.
+    """Sends the learner's weights to the engine; errors of the engine are raised.
 
     Args:
-        weights: named tensors under the names of the base model, adapters merged, ``lm_head.weight`` included; or the
-            adapter alone (:func:`~sota_grpo.policy.lora.adapter_pack`).
-        engine: receives them.
-        make_room: releases the learner's cached memory if the engine shares its devices; None: it has its own.
-        whole: all weights with the adapter merged, if ``weights`` is the adapter alone.
+        weights: returns named tensors, with the base model's names, LoRA merged and ``lm_head.weight`` included; or
+            only the adapter (:func:`~sota_grpo.policy.lora.adapter_pack`).
+        engine: receives the weights.
+        make_room: releases the learner's cached memory, if the engine shares its devices; None: it does not.
+        whole: returns all weights with LoRA merged, if ``weights`` returns only the adapter.
 
     Attributes:
-        seconds: of the last push.
+        seconds: duration of the last :meth:`send`.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class EngineWeightSync(WeightSyncScheme):
         self._initialized_on_sender = self.synchronized_on_sender = True
 
     def create_transport(self, **kwargs: Any) -> Any:
-        raise NotImplementedError("The engine is the transport: its update_weights() returns when all have them.")
+        raise NotImplementedError("The engine sends the weights itself: use send(), which waits for all workers.")
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None) -> None:  # type: ignore[override]
-        """Return when every engine samples its next token from the weights of ``version`` (default: the next).
+        """Send weights as ``version`` (default: the next) and wait until every next token is sampled with them.
 
         Args:
-            weights: what :func:`named_weights` reads; None: the learner's.
+            weights: input of :func:`named_weights`; None: the learner's weights.
         """
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
         pushed = self.policy_weights() if weights is None else named_weights(weights)
-        self.wake()  # after gathering the weights, whose memory it releases
+        self.wake()  # after gathering, whose cached memory this releases
         self.engine.update_weights(pushed, version)
         if self.engine.version != version:
             raise RuntimeError(
-                f"Engine {self.engine.name} serves version {self.engine.version} after a push of {version}."
+                f"Engine {self.engine.name} serves version {self.engine.version} after an update to version {version}."
             )
         self.seconds = time.perf_counter() - began
 
     def compared(self) -> Compared:
-        """Compare the weights that the engine holds with the learner's, by checksum."""
+        """Compare the engine's weights with the learner's by checksum."""
         if (held := self.engine.weight_sums()) is None:
             return Compared(reported=False)
         result = Compared()
@@ -105,12 +105,12 @@ class EngineWeightSync(WeightSyncScheme):
         return result
 
     def sleep(self) -> None:
-        """Leave shared GPUs to the learner; a no-op if the engine has its own."""
+        """Put an engine that shares the learner's devices to sleep; no-op if it has its own."""
         if self.make_room is not None:
             self.engine.sleep()
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`; first release cached memory, which an engine in another process cannot use."""
+        """Undo :meth:`sleep`, after releasing the learner's cached memory so that the engine can allocate it."""
         if self.make_room is not None:
             self.make_room()
         self.engine.wake()

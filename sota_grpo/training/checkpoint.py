@@ -4,15 +4,14 @@ A checkpoint is a ``torch.save`` archive followed by 8 bytes of magic and the SH
 reader does not compare the archive's CRCs). It is written under a temporary name, synced and renamed: a name
 ``checkpoint_*.pt`` is never a half-written file. Plain ``torch.load(path)`` reads it too.
 
-Each rank of a learner in other processes writes its own tensors, while training continues, to a safetensors file in a
-folder with a name that was never used before; the ``.pt`` is written last and has the folder's name and the SHA-256 of
-every file::
+If the learner runs in other processes, each rank writes its shard, while training continues, to a safetensors file in a
+folder with a new random name. The ``.pt`` is written last and has the folder's name and the SHA-256 of every file::
 
     checkpoint_000020.pt
     checkpoint_000020.5f0c81d2a9b3/rank_00000.safetensors
     checkpoint_000020.5f0c81d2a9b3/rank_00001.safetensors
 
-In the ``.pt``, ``{"stored_tensor": name}`` takes the place of each tensor::
+In this ``.pt``, ``{"stored_tensor": name}`` replaces each tensor::
 
     {"model": {"w": tensor}, "version": 3}  ->  {"model": {"w": {"stored_tensor": "model.w"}}, "version": 3}
                                                 {"model.w": tensor}
@@ -50,9 +49,9 @@ from sota_grpo.workers.base import WorkerThread, pending_future
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _NAME = re.compile(r"checkpoint_(\d{6,})\.pt")
-_FOLDER = re.compile(r"checkpoint_(\d{6,})\.[0-9a-f]{12}")  # of what ranks write
+_FOLDER = re.compile(r"checkpoint_(\d{6,})\.[0-9a-f]{12}")  # of the ranks' files
 _RANK_FILE = re.compile(r"rank_\d{5}\.safetensors")
-_SHARDS = "shards"  # in a state: the name of the folder, and the SHA-256 of each file there
+_SHARDS = "shards"  # key in a state: the folder's name, and the SHA-256 of each file in it
 _HASHED_AT_ONCE = 8
 _READ_BYTES = 1 << 22
 
@@ -60,14 +59,14 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RunFailed, RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why, and what to do."""
+    """A checkpoint could not be written or read; the message has its path, the cause and the fix."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips a damaged newest one.
+    """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    One process writes to a directory at a time. ``save`` of a step deletes later steps (the run was rewound), so that
-    ``latest`` always returns the last save. The newest ``keep`` are kept.
+    Only one process may write to a directory. ``save`` deletes all but the newest ``keep`` checkpoints, and those of
+    later steps (the run was rewound), so that ``latest`` always returns the last save.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -81,7 +80,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept to resume from")
+            raise ValueError(f"keep={keep}, but at least 1 checkpoint must be kept to resume from")
         self.directory = Path(directory)
         self.keep = keep
 
@@ -93,28 +92,28 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Return a new folder name for the ranks' files of the next checkpoint; leftovers of killed writers go."""
+        """Return a new folder path for the ranks' files of this step; delete folders that killed processes left."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all checkpoints on the disk."""
+        """Size of all checkpoints on disk, in bytes."""
         files = [path for _, path in self.paths()]
         files += [file for folder in self._folders() for file in folder.iterdir()]
         return sum(file.stat().st_size for file in files)
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> Path:
-        """Write ``checkpoint_{step:06d}.pt`` durably, then prune to the last ``keep``.
+        """Write ``checkpoint_{step:06d}.pt``, sync it to disk, and delete all but the newest ``keep``; return its path.
 
         Args:
-            step: non-negative index of the checkpoint.
+            step: number of the training step, 0 or more.
             state: nested dicts, lists and tuples of tensors and plain Python values.
-            shards: the files that ranks are writing, in a :meth:`folder` of this step; they are waited for.
+            shards: the files that ranks are writing in a :meth:`folder` of this step; ``save`` waits for them.
 
         Raises:
-            TypeError: a value that ``torch.load(weights_only=True)`` would refuse to read; the message has its type.
-            CheckpointError: the file system refused (disk full, no permission); older checkpoints are untouched.
+            TypeError: ``torch.load(weights_only=True)`` would refuse to read a value; the message has its type.
+            CheckpointError: a file could not be written (disk full, no permission); older checkpoints are unchanged.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
         earlier = _inode(path)
@@ -136,9 +135,9 @@ class CheckpointStore:
         return path
 
     def latest(self, entries: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
-        """Return the newest readable checkpoint as (step, state), or None when there is none at all.
+        """Return the newest readable checkpoint as (step, state); None if the directory has no checkpoint.
 
-        A damaged one, or one without these ``entries``, is skipped with a warning.
+        A damaged checkpoint, or one whose state lacks one of the keys ``entries``, is skipped with a warning.
 
         Raises:
             CheckpointError: checkpoints exist and every one is damaged.
@@ -148,23 +147,23 @@ class CheckpointStore:
             try:
                 return step, self.load(path, entries)
             except CheckpointError as error:
-                logger.warning("Skipping the checkpoint of step %d, trying the one before: %s", step, error)
+                logger.warning("Skipping the checkpoint of step %d and trying the previous one: %s", step, error)
         if not paths:
             return None
         names = ", ".join(path.name for _, path in paths)
         raise CheckpointError(
-            f"every checkpoint in {self.directory} is damaged ({names}); "
+            f"no checkpoint in {self.directory} can be read ({names}); "
             "restore one from a backup, or move them away to start from step 0"
         )
 
     @staticmethod
     def load(path: str | os.PathLike[str], entries: Sequence[str] = ()) -> dict[str, Any]:
-        """Read one checkpoint onto the CPU after checking its SHA-256; no code in it is run.
+        """Check the SHA-256 of one checkpoint and load its state onto the CPU, without running code from the file.
 
         Tensors in the ranks' files, which are checked too, are :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
 
         Raises:
-            CheckpointError: the file is missing, unreadable, altered, no checkpoint, or has not all ``entries``.
+            CheckpointError: the file is missing, unreadable, altered or no checkpoint, or lacks a key of ``entries``.
         """
         try:
             with open_file(path, levels=2) as file:
@@ -189,17 +188,17 @@ class CheckpointStore:
         return [path for path in folders if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
     def _drop_folders(self, current: Path | None) -> None:
-        """Delete folders that no checkpoint names, and others of the step of ``current``."""
+        """Delete ranks' folders without a checkpoint, and folders of the same step as ``own`` except ``current``."""
         steps = {path.stem for _, path in self.paths()}
         for folder in self._folders():
             if folder.stem not in steps or (current is not None and folder.stem == current.stem and folder != current):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, step: int, shards: Shards | None) -> None:
-        """Delete later steps, all but the newest ``keep``, and leftovers of writers that were killed."""
+        """Delete later steps, all but the newest ``keep``, and leftovers of killed processes."""
         for later, path in self.paths():
             if later > step:
-                logger.warning("Deleting %s: the run was rewound and has now saved step %d", path.name, step)
+                logger.warning("Deleting %s: the run was rewound, and the newest step is now %d", path.name, step)
                 path.unlink()
         for _, path in self.paths()[self.keep :]:
             path.unlink()
@@ -213,7 +212,7 @@ class CheckpointStore:
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
         existing = self.paths()
         message += f"; {existing[0][1].name} is the last good one" if existing else "; there is no earlier one"
-        return message + ("; free space there or choose another output directory" * isinstance(error, OSError))
+        return message + ("; free space there or set another hydra.run.dir" * isinstance(error, OSError))
 
 
 def _inode(path: Path) -> int | None:
@@ -225,29 +224,29 @@ def _inode(path: Path) -> int | None:
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
-    """Save to a store from a thread while training continues; the end of the context waits for the last save.
+    """Saves checkpoints from a background thread, one at a time; leaving the ``with`` block waits for the last save.
 
-    States must not change any more (:func:`host_copy`). Saves are done one at a time, in order; an error is raised by
-    the next :meth:`save`, :meth:`check` or :meth:`wait`, or at the end, unless another exception is being raised.
+    Do not modify a state after passing it to :meth:`save`: pass a :func:`host_copy`. The error of a save is raised by
+    the next :meth:`save`, :meth:`check` or :meth:`wait`, or on leaving the block, unless another exception is raised.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # whose threads are no daemons
-        self.saving: Future[Path] | None = None  # the last, until it was waited for
+        self.saving: Future[Path] | None = None  # the last save, until wait() returned
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
-        """Begin :meth:`CheckpointStore.save`, after :meth:`wait`."""
+        """Wait for the previous save, then start :meth:`CheckpointStore.save` in the background."""
         self.wait()
         self.saving = self._writer.submit(self.store.save, step, state, shards)
 
     def check(self) -> None:
-        """Raise the error of a save that failed; does not wait."""
+        """Raise the error of the last save if it has failed; do not wait."""
         if self.saving is not None and self.saving.done():
             self.wait()
 
     def wait(self) -> None:
-        """Return when the last save is on the disk; raise CheckpointError where it failed."""
+        """Wait until the last save is on disk; raise CheckpointError if it failed."""
         if self.saving is not None:
             failure, self.saving = self.saving.exception(), None
             if failure is not None:
@@ -263,12 +262,12 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
 
 
 def host_copy(value: Any) -> Any:
-    """Return a nested state whose tensors are copies on the CPU."""
+    """Return a nested state with every tensor copied to the CPU."""
     return tree_map_only(torch.Tensor, on_host, value)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global random generator: python, numpy, torch, and CUDA where it is in use."""
+    """Return the state of every global random generator: Python, NumPy, torch, and CUDA if it is initialized."""
     numpy: Any = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()  # of plain types, as a checkpoint needs them
     state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
@@ -280,20 +279,21 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore every generator from :func:`rng_state`.
 
-    CUDA generators are left alone where either side has none; another number of devices is a warning.
+    CUDA generators are not restored if the state has none or CUDA is not initialized here; a different number of
+    devices is a warning.
 
     Raises:
-        CheckpointError: the state has another form.
+        CheckpointError: an older version wrote the state in another form.
     """
     if not isinstance(state.get("python"), tuple):
         raise CheckpointError(
-            "the random state of this checkpoint has an older form; resume with the version that wrote it, or start "
-            "another run"
+            "an older version of sota-grpo wrote the random state of this checkpoint; resume with that version, or "
+            "start another run"
         )
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
         logger.warning(
-            "The random state is of %d CUDA devices and %d are visible: random numbers on them are not continued.",
+            "The checkpoint has random states of %d CUDA devices, but %d are visible: CUDA's are not restored.",
             *(len(cuda), torch.cuda.device_count()),
         )
         cuda = None
@@ -305,7 +305,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 class _HashingWriter:
-    """A file that hashes what is written through it and keeps the system's error, which torch's writer replaces."""
+    """A file wrapper that hashes all written bytes and keeps an OSError, which torch.save would replace."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.hash = file, hashlib.sha256()
@@ -335,7 +335,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
-    """See that the bytes are those that were written; the file is at its beginning afterwards."""
+    """Raise CheckpointError unless the footer's SHA-256 matches the file; rewind the file."""
     size = os.fstat(file.fileno()).st_size
     remaining = size - _FOOTER_BYTES
     digest = hashlib.sha256()
@@ -344,21 +344,21 @@ def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:
         remaining -= len(data)
     footer = file.read(_FOOTER_BYTES)
     if not footer.startswith(_MAGIC):
-        raise CheckpointError(f"checkpoint {path} is truncated or was not written by this program ({size} bytes)")
+        raise CheckpointError(f"checkpoint {path} ({size} bytes) is truncated or not of this program; use another")
     if footer[len(_MAGIC) :] != digest.digest():
-        raise CheckpointError(f"checkpoint {path} is damaged: its SHA-256 does not match its {size} bytes")
+        raise CheckpointError(f"checkpoint {path} is damaged: SHA-256 and content ({size} bytes) differ; use another")
     file.seek(0)
 
 
 def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Return the tensors that ranks wrote next to ``path``, after their files have been verified."""
+    """Check the SHA-256 of the ranks' files next to ``path``; return their tensors by name, without reading them."""
     if not _FOLDER.fullmatch(folder) or not all(_RANK_FILE.fullmatch(name) for name in files):
         raise ValueError(folder)
     paths = [path.absolute().parent / folder / name for name in files]  # other processes read them too
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         for file, expected, actual in zip(paths, files.values(), pool.map(_sha256, paths)):
             if expected != actual:
-                raise CheckpointError(f"checkpoint {path} is damaged: {folder}/{file.name} does not match its SHA-256")
+                raise CheckpointError(f"checkpoint {path} is damaged: SHA-256 of {folder}/{file.name} differs")
     return stored_tensors(paths)
 
 
@@ -372,9 +372,9 @@ _MARK = "stored_tensor"
 
 @dataclass(frozen=True)
 class Shards:
-    """The files that the ranks of a learner are writing for one checkpoint.
+    """The files that the learner's ranks are writing for one checkpoint, in ``folder``.
 
-    ``written`` waits for all of them and returns the SHA-256 of each by its name, or raises.
+    ``written()`` waits for all of them and returns {file name: SHA-256}, or raises the error of a rank.
     """
 
     folder: Path
@@ -382,14 +382,14 @@ class Shards:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU."""
+    """Return a copy of the tensor on the CPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
     return copy
 
 
 def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a nested state without its tensors, and these by name, uncopied.
+    """Split a nested state into (state without tensors, {dotted name: tensor}); tensors are not copied.
 
     >>> emptied({"model": [torch.ones(1)], "step": 3})
     ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
@@ -400,7 +400,7 @@ def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor) and value.numel():
             name = ".".join(path)
             if name in tensors:
-                raise ValueError(f"two tensors of a state are called {name}")
+                raise ValueError(f"two tensors of a state have the dotted name {name}; rename one of their keys")
             tensors[name] = value
             return {_MARK: name}
         if isinstance(value, Mapping):
@@ -413,7 +413,7 @@ def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def filled(rest: Any, tensors: Mapping[str, StoredTensor]) -> Any:
-    """Undo :func:`emptied`: put the stored tensor of each name in its place."""
+    """Undo :func:`emptied`: replace each ``{"stored_tensor": name}`` in ``rest`` by ``tensors[name]``."""
     if isinstance(rest, dict):
         if rest.keys() == {_MARK}:
             return tensors[rest[_MARK]]
@@ -424,9 +424,9 @@ def filled(rest: Any, tensors: Mapping[str, StoredTensor]) -> Any:
 
 
 class ShardWriter:
-    """Write this rank's shard of a state to a file, on a thread of its own, from a copy in the host's memory.
+    """Writes this rank's shard of states to files in a background thread, one after the other.
 
-    The state's tensors must not change before :meth:`wait_copied` returns. States are written one after the other.
+    The thread first copies the tensors to host memory; they must not change before :meth:`wait_copied` returns.
     """
 
     def __init__(self, ranks: Ranks):
@@ -437,7 +437,7 @@ class ShardWriter:
         self._written: Future[tuple[str, str]] = pending_future()
 
     def begin(self, folder: Path, state: Any) -> Any:
-        """Begin to copy and to write; return the state without its tensors."""
+        """Start to copy and write this rank's shard of ``state``; return the state without its tensors."""
         rest, tensors = emptied(state)
         shards = ((name, local_shard(tensor, self._ranks)) for name, tensor in tensors.items())
         mine = {name: shard for name, shard in shards if shard is not None}
@@ -449,19 +449,19 @@ class ShardWriter:
         return rest
 
     def wait_copied(self) -> None:
-        """Return when the tensors of the last state may change."""
+        """Wait until the tensors of the last state are copied and may change."""
         self._copied.wait()
 
     def written(self) -> Future[tuple[str, str]]:
-        """Return a future of the last file's name and its SHA-256."""
+        """Return a future of the last file's (name, SHA-256)."""
         return self._written
 
     def silent_s(self) -> float:
-        """Return the seconds since the last copy or write; 0 when idle."""
+        """Return the seconds since the thread last made progress; 0 when idle."""
         return self._thread.silent_s()
 
     def close(self) -> None:
-        """End after the queued writes."""
+        """Finish the queued writes, then end the thread."""
         self._thread.close()
 
     def _write(
@@ -482,5 +482,5 @@ class ShardWriter:
         name = f"rank_{self._ranks.rank:05d}{SUFFIX}"
         folder.mkdir(parents=True, exist_ok=True)
         progress, copies = self._thread.progress, copies[::-1]
-        released = (copies.pop() for _ in range(len(copies)))  # each is freed when it is written
+        released = (copies.pop() for _ in range(len(copies)))  # a tensor is freed once it is written
         return name, write_tensors(folder / name, layout, released, durable=True, progress=progress)

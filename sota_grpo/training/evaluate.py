@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: greedy, avg@k and pass@k."""
+"""Evaluation on held-out problems: greedy accuracy, avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sota_grpo.source.rollouts import Prompt, Rollouts
 logger = logging.getLogger(__name__)
 
 
-#: Hits and trials of one problem.
+#: (hits, trials) of one problem: how many responses or checks were right, of how many.
 Counts = tuple[float, float]
 
 
 def accuracy(counts: Sequence[Counts], before: Sequence[Counts] | None = None) -> dict[str, float]:
-    """Return hits over trials of all problems together, or its gain over ``before``, and the standard error ``stderr``.
+    """Return ``accuracy`` = total hits / total trials, minus that of ``before`` if given, and its standard error.
 
     Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Problems are the independent
     units (clusters). By the ratio estimator,
 
         stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
 
-    Where every ``m_i`` is the same, that is ``std(y / m, ddof=1) / sqrt(n)``; of one problem it is 0. Of a gain, the
-    ``e_i`` on the same problems are subtracted before they are squared.
+    If all ``m_i`` are equal, ``stderr`` is ``std(y / m, ddof=1) / sqrt(n)``; with one problem it is 0. With ``before``
+    (the same problems), the difference of the two ``e_i`` is squared.
 
     Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1.
 
@@ -55,7 +55,7 @@ def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``followed_up``: it follows a user turn that replied to an earlier response."""
+    """A graded response; ``followed_up``: the user replied to an earlier response, so this is a later turn's."""
 
     text: str
     score: Score
@@ -65,9 +65,9 @@ class Response:
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Return the unbiased estimate, from ``n >= k`` samples, that at least one of ``k`` is right.
+    """Return the unbiased estimate of pass@k: the probability that at least one of ``k`` samples is right.
 
-    ``1 - C(n - c, k) / C(n, k)`` with ``c`` right ones of ``n``: the share of subsets of ``k`` with a right sample.
+    ``1 - C(n - c, k) / C(n, k)`` with ``c`` right of ``n >= k``: the fraction of ``k``-subsets with a right sample.
 
     Raises:
         ValueError: ``k`` is not 1 to ``num_samples``, or ``num_right`` not 0 to ``num_samples``.
@@ -78,12 +78,12 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     ([0.25, 0.5, 1.0], 1.0)
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
-        raise ValueError(f"pass@{k} needs {k} samples or more; there are {num_samples}, {num_right} of them right.")
+        raise ValueError(f"need 1 <= k <= n and 0 <= right <= n; got k={k}, right={num_right}, n={num_samples}")
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return ``after`` minus ``before`` with its error, from ``counts`` of :meth:`Evaluator.evaluate`."""
+    """Return {name: accuracy gain and its standard error} from two ``counts`` of :meth:`Evaluator.evaluate`."""
     return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 
@@ -101,26 +101,26 @@ def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]
 
 @dataclass(eq=False)
 class Evaluator:
-    """Measure the engine's policy on held-out problems.
+    """Evaluates the engine's policy on held-out problems.
 
-    Random streams derive from ``(seed, problem, sample)`` only: two evaluations differ by the policy alone. A response
-    at which the grader fails counts as wrong.
+    Sampling seeds depend on ``(seed, problem, sample)`` only, so two evaluations differ by the policy alone. A response
+    that the grader fails on counts as wrong.
     """
 
     rollouts: Rollouts
     examples: Sequence[Example]  # the held-out problems
     _: KW_ONLY
-    max_tokens: int  # of a response
-    avg_at_k: int  # samples per problem at temperature 1; 0: the greedy answer only
+    max_tokens: int  # per response
+    avg_at_k: int  # sampled responses per problem, at temperature 1; 0: one greedy response only
     seed: int
-    success_above: float | None = None  # the reward above which a response is right, where no verdict says so
-    by_reward: bool = field(default=False, init=False)  # in the last evaluation no verdict said so
+    success_above: float | None = None  # a response is right if its reward is above this and no verdict is given
+    by_reward: bool = field(default=False, init=False)  # the last evaluation used success_above: no verdicts
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self) -> dict[str, float]:
-        """Return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its error, ``time/eval_s``; of
-        greedy responses also ``eval/reward`` with its error and terms, the benchmark's accuracies (:meth:`benchmark`,
-        ``eval/task/<name>``), and ``eval/first_turn_accuracy`` where some wrong ones had a second turn."""
+        """Evaluate; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
+        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``time/eval_s``, and, if a
+        dialog had a second user turn, ``eval/first_turn_accuracy``."""
         began, by_problem = time.perf_counter(), dict[int, Sequence[Response]]()
 
         def keep(is_greedy: bool, problem: int, responses: Sequence[Response]) -> None:
@@ -152,12 +152,12 @@ class Evaluator:
         """Measure greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k.
 
         Args:
-            temperature: of the samples.
-            on_graded: called with whether the responses are greedy, the index of their problem, and the responses.
+            temperature: of the ``avg_at_k`` samples.
+            on_graded: called for each problem with (is greedy, problem index, graded responses).
 
         Returns:
-            Plain values for JSON; accuracies are shares with the standard error over problems. ``counts`` has hits and
-            trials of the greedy accuracies problem by problem, for :func:`gains`.
+            JSON-serializable dict; accuracies are fractions in [0, 1] with the standard error over problems. ``counts``
+            has (hits, trials) of each problem for every greedy accuracy, as :func:`gains` needs them.
         """
         problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
         counted, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
@@ -176,7 +176,7 @@ class Evaluator:
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """Describe the last evaluation: by the mean reward where no verdict says which responses are right."""
+        """Return a sentence on the last evaluation: its accuracy, or its mean reward if graders gave no verdicts."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if reward == metrics["eval/accuracy"]:
@@ -187,7 +187,7 @@ class Evaluator:
         return f"Held-out accuracy {after}: {percent:.1f} %, mean reward {reward:.3g}"
 
     def _terms(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
-        """Return the mean of each reward term; warn once where success does not vary although rewards do."""
+        """Return the mean of each reward term; warn once if rewards vary but all responses are right, or all wrong."""
         weights, metrics = self.rollouts.env.task.term_weights, dict[str, float]()
         scores = [response.score for responses in problems for response in responses]
         for name in weights:
@@ -200,15 +200,15 @@ class Evaluator:
         varies = lowest < highest and not self._has_warned
         if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
-                "All %d greedy held-out responses count as %s, though their rewards go from %.3g to %.3g: accuracy "
-                "says nothing here, eval/reward does. reward.success_above=%g should be what a right response exceeds.",
+                "All %d greedy held-out responses count as %s, but their rewards range from %.3g to %.3g: accuracy is "
+                "not informative. Read eval/reward, or set reward.success_above (now %g) between wrong and right ones.",
                 *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
             )
             self._has_warned = True
         return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
-        """Return the counts of the task's benchmark (``Task.counts``), by name, a pair per problem."""
+        """Return {accuracy name: (hits, trials) per problem} of the task's benchmark (``Task.counts``), {} if none."""
         count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
         if count is None:
@@ -229,7 +229,7 @@ class Evaluator:
     ) -> list[list[Response]]:
         """Return ``num_samples`` graded responses to each problem, in order; temperature 0 is greedy.
 
-        ``on_graded`` is called in this thread with the index of a problem and its graded responses.
+        ``on_graded(problem index, responses)`` is called in this thread when a problem is graded.
         """
         prompts = [
             Prompt(index, example, num_samples, sample_seed(self.seed, index, 1))
@@ -246,7 +246,7 @@ class Evaluator:
         errors = [score.error for score in scores if score.error is not None]
         if errors:
             logger.warning(
-                "The grader failed at %d of %d responses of this evaluation, which count as wrong; the first: %s",
+                "The grader failed on %d of %d responses of this evaluation; they count as wrong. First error: %s",
                 *(len(errors), len(scores), errors[0]),
             )
         return problems

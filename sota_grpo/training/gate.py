@@ -1,14 +1,14 @@
-"""The gate: checks on real samples, before the first step, that the run would train on correct mathematics.
+"""The gate: checks on real samples, before the first training step, that engine, trainer and rewards are correct.
 
-Each check is a function of :class:`TrainingComponents` that returns a :class:`Check`. Afterwards parameters, engine
-weights, random state and the position in the data are what they were.
+Each check maps :class:`TrainingComponents` to a :class:`Check`. Parameters, engine weights, random state and the
+position in the data are restored.
 
-**Bounds of the checks that compare log-probs.** Two systems that compute one policy in half precision differ by
-rounding, which depends on the model's depth, logits and confidence. Two invariants hold under any rounding: the mean
-ratio is 1, and gaps have no slope against the temperature (:mod:`sota_grpo.functional.divergences`). The size of the
-gaps is compared with the rounding of this model on these tokens: the trainer's log-probs in half precision against its
-own in float32. The engine rounds more than the trainer, whose residual stream is float32: gaps were 1.1 to 1.9 times
-the trainer's rounding; four times is allowed (``MARGIN``). Measured: ``benchmarks/gate.py``.
+**Bounds of the checks that compare log-probs.** Engine and trainer in half precision differ by rounding, which depends
+on the model's depth, logits and confidence. Two invariants hold under any rounding: the mean ratio is 1, and the slope
+of :func:`~sota_grpo.functional.divergences.temperature_slope` is 0. The mean gap is compared with the trainer's
+rounding error on these tokens, half precision minus float32. The engine rounds more, because the trainer's residual
+stream is float32: gaps were 1.1 to 1.9 times the trainer's rounding error; four times is allowed (``MARGIN``,
+``benchmarks/gate.py``).
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ from sota_grpo.training.checkpoint import rng_state, set_rng_state
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
 
-NUM_PROMPTS, NUM_SAMPLES = 4, 2  # that the checks sample; of a mixture at least one prompt of each task
-ROWS_TRAINED = 3  # all checks of a sample cost at most as much as training on so many: nine forward passes
-FEWEST_TOKENS = 64  # of a response, however small a step is
-NUM_COMPARED = 2 * NUM_SAMPLES  # rows whose gradient is computed twice: those of two prompts
-NUM_NAMED = 4  # tensors that a sentence names
-PROBE_TOKENS = 32  # of a response that shows which weights an engine has
+NUM_PROMPTS, NUM_SAMPLES = 4, 2  # prompts, and responses to each; a mixture has at least one prompt per task
+ROWS_TRAINED = 3  # the checks on a row cost at most as much as training on 3 rows (nine forward passes)
+FEWEST_TOKENS = 64  # smallest max_tokens of the checks' responses
+NUM_COMPARED = 2 * NUM_SAMPLES  # rows (of two prompts) whose gradient is computed twice
+NUM_NAMED = 4  # most tensors listed in a sentence
+PROBE_TOKENS = 32  # max_tokens of responses that show which weights an engine has
 SPLIT = {True: 1e-4, False: 0.2}  # allowed relative distance of two gradients, in float32 or not
-NUM_LOOKED_AT = 16  # prompts whose responses must all be cut for length before that is a failure
-NUM_GRADED = 64  # examples whose gold and empty answers are graded
-NUM_GROUPS = 4  # examples of which a grader of groups grades a whole group: each may cost a call of a judge
-ENOUGH = 4  # failures of the grader, at texts or at whole groups, after which no more are graded
+NUM_LOOKED_AT = 16  # prompts sampled before "all responses are truncated" is a failure
+NUM_GRADED = 64  # examples per split whose gold and empty answers are graded
+NUM_GROUPS = 4  # the same for a grader of whole groups or a judge, which may cost a call each
+ENOUGH = 4  # grader errors (texts or whole groups) after which grading stops
 
-MARGIN = 4  # times the measured rounding, and standard errors
+MARGIN = 4  # multiple of the measured rounding error, and of standard errors
 SINGLE = 1e-4  # allowed mean gap in float32
-ROUNDING = 1e-6  # float32's own error in a mean of ratios
-HALF = 0.1  # allowed mean gap where parameters are in half precision, whose rounding cannot be measured
-SMALLEST = 5e-3  # least bound in half precision: a confident policy's rounding is that of a handful of tokens
-LARGEST = 0.25  # largest bound: a trainer that is wrong in half precision would measure that as rounding
-FAR = 1.0  # gap of a single token that is far off in half precision, nats
-SINGLE_FAR = 20 * SINGLE  # in float32
-LEFT_OUT = 0.27  # of the gap of a layer that a push leaves out: the least of 30 layers made 0.4 of it
-SLOPE = 0.05  # share by which the temperatures may differ
-RATIO = 0.01  # of the mean ratio's distance from 1
+ROUNDING = 1e-6  # error of float32 in a mean ratio
+HALF = 0.1  # allowed mean gap if parameters are in half precision: its rounding error cannot be measured
+SMALLEST = 5e-3  # smallest bound in half precision: for a confident policy, few tokens show any rounding
+LARGEST = 0.25  # largest bound: a trainer that is wrong in half precision would count its mistake as rounding
+FAR = 1.0  # allowed gap of a single token in half precision, nats
+SINGLE_FAR = 20 * SINGLE  # the same in float32
+LEFT_OUT = 0.27  # fraction of the estimated gap of one layer that is not sent; measured: 0.4 or more (30 layers)
+SLOPE = 0.05  # allowed relative difference of the temperatures
+RATIO = 0.01  # allowed distance of the mean ratio from 1
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check; ``passed`` is None where there was nothing to look at, which is no failure."""
+    """The result of one check; ``passed`` is None if there was nothing to check, which is not a failure."""
 
     name: str
     passed: bool | None
-    sentence: str  # with the measured figures
+    sentence: str  # with the measured values
     seconds: float = 0.0
 
     @property
@@ -92,34 +92,34 @@ class CheckError(UserError):
 
     def __init__(self, check: Check) -> None:
         failed = f"The check before training failed ({check.name}): {check.sentence}"
-        super().__init__(f"{failed}; check.mode=warn trains all the same.")
+        super().__init__(f"{failed}; check.mode=warn trains despite this.")
         self.check = check
 
 
 @dataclass(frozen=True)
 class NamedReference:
-    """A reference or teacher that is another model than the policy."""
+    """A reference or teacher model that is not the policy: its vocabulary and context length."""
 
     name: str
     policy: str
     vocabulary: Mapping[str, int]
-    context: int | None  # most tokens that it reads; None: not known
-    longest: int  # most tokens of a prompt with its response in this run
+    context: int | None  # its context length in tokens; None: not known
+    longest: int  # most tokens of prompt plus response in this run
 
 
 @dataclass(kw_only=True)
 class TrainingComponents:
-    """The components of a run as they will train, and what the checks measure with them.
+    """The components that a run trains with, and the measurements that the checks share.
 
     Args:
         exact: engine and trainer both compute in float32.
-        num_layers: of the policy's decoder.
-        transforms: those of a batch (reference log-probs, advantages), in order.
-        packs: the policy's family is known to pack its rows, and padded ones were not requested.
-        reference: the reference, where it is another model.
-        reference_exact: whether the weights of a reference that is the policy at its start have the dtype of the
-            policy's; None: there is no such reference.
-        stop: texts that end a response like the end tokens.
+        num_layers: number of decoder layers of the policy.
+        transforms: transforms of a batch (reference log-probs, advantages), in order.
+        packs: rows should be packed: the model family supports it, and padding was not requested.
+        reference: the reference, if it is another model than the policy; else None.
+        reference_exact: if the reference is the policy at its start: whether its weights have the policy's dtype. None:
+            there is no such reference.
+        stop: stop strings, which end a response like the end tokens.
     """
 
     task: Task
@@ -132,14 +132,14 @@ class TrainingComponents:
     num_layers: int
     transforms: Sequence[Callable[[RowTable], RowTable]] = ()
     packs: bool = False
-    rows: RowTable = field(default_factory=lambda: RowTable(0, {}))  # the samples of the checks
+    rows: RowTable = field(default_factory=lambda: RowTable(0, {}))  # samples that the checks use
     reference: NamedReference | None = None
     reference_exact: bool | None = None
     stop: Sequence[str] = ()
 
     @cached_property
     def diagnosis(self) -> dict[str, float | None]:
-        """See :meth:`sota_grpo.training.learner.Learner.diagnose`."""
+        """The loss's diagnostics on ``rows`` (:meth:`sota_grpo.training.learner.Learner.diagnose`)."""
         return self.learner.diagnose(self.rows)
 
     @cached_property
@@ -150,18 +150,18 @@ class TrainingComponents:
 
     @property
     def measured(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trainer's log-prob of every sampled token of the rows, and its entropy there, flat, in nats."""
+        """The trainer's (log-probs, entropies) at the ``n`` sampled tokens of ``rows``: two ``[n]``, in nats."""
         log_probs, entropies = self._measured[0]
         return log_probs, entropies
 
     @property
     def rounding(self) -> torch.Tensor | None:
-        """The error of half precision alone in the trainer's log-probs of the sampled tokens; None: not known."""
+        """The trainer's half-precision minus float32 log-probs at the sampled tokens, ``[n]``; None: not known."""
         return self._measured[1]
 
     @property
     def gaps(self) -> torch.Tensor:
-        """Trainer's minus engine's log-prob of every sampled token of the rows, flat, in nats."""
+        """Trainer's minus engine's log-prob of the sampled tokens of ``rows``, ``[n]``, in nats."""
         return self.measured[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
 
     @property
@@ -170,7 +170,7 @@ class TrainingComponents:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a response of the checks: as in training, or fewer, so that they cost at most a step."""
+        """``max_tokens`` of the checks' responses: that of training, or fewer, so that checks cost at most a step."""
         step = self.sampling.max_tokens * self.learner.settings.optim_batch_size
         affordable = step // (ROWS_TRAINED * self.num_prompts * NUM_SAMPLES)
         return min(self.sampling.max_tokens, max(affordable, FEWEST_TOKENS))
@@ -182,7 +182,7 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Return fresh graded rows of the first training prompts; another ``salt`` draws other samples."""
+        """Sample and grade responses to the first training prompts; return rows. ``salt`` changes the seeds."""
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [
@@ -194,12 +194,12 @@ class TrainingComponents:
 
 
 def sampled_tokens(rows: RowTable) -> torch.Tensor:
-    """Return which tokens of the flat rows the policy sampled, bool ``[sum T_i]``."""
+    """Return a bool mask ``[sum T_i]`` of the tokens that the policy sampled, rows concatenated."""
     return rows.flat(keys.ASSISTANT_MASK)
 
 
 class Allowed(NamedTuple):
-    """Bounds of the mean of ``|gap|``, in nats, and of the mean of its square, and ``why``."""
+    """Upper bounds of the mean ``|gap|`` (nats) and of the mean squared gap; ``why`` explains them."""
 
     gap: float
     square: float
@@ -207,7 +207,7 @@ class Allowed(NamedTuple):
 
 
 def allowed_gaps(run: TrainingComponents) -> Allowed:
-    """Return the bounds that follow from rounding; see the module."""
+    """Return the bounds on log-prob gaps that follow from rounding; see the module docstring."""
     if run.exact:
         return Allowed(SINGLE, 2 * ROUNDING, "both compute in float32")
     rounding = run.rounding
@@ -217,12 +217,12 @@ def allowed_gaps(run: TrainingComponents) -> Allowed:
     return Allowed(
         min(max(MARGIN * mean, SMALLEST), LARGEST),
         min(max(MARGIN**2 * square, SMALLEST**2), 2 * LARGEST**2),
-        f"half precision alone moves this policy by {mean:.2g}",
+        f"this policy's rounding error in half precision is {mean:.2g}",
     )
 
 
 def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
-    """The reference gives the samples the log-probs that the trainer gives them, at the same temperature."""
+    """Check that reference and trainer give the samples the same log-probs, at the same temperature."""
     ref = run.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(run.rows)]
     gaps, same = run.measured[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
     allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.measured)
@@ -236,14 +236,14 @@ def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
 
 
 def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
-    """By the derivative, a step makes each sampled token of a better response likelier, of a worse one less likely."""
+    """Check ``-d loss / d log_prob`` at every sampled token: positive for advantage 1, negative for -1."""
     rows = run.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
     rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
     slopes = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
     values = torch.cat([slope * sign for slope, sign in zip(slopes, signs)])[sampled_tokens(rows)]
     right, none = int((values > 0).sum()), int((values == 0).sum())
-    sentence = f"{right} of {len(values)} sampled tokens move as their advantage says"
+    sentence = f"{right} of {len(values)} sampled tokens move in the direction of their advantage"
     if none:
         sentence += f"; {none} have no gradient"
     if right + none < len(values):
@@ -252,21 +252,21 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
 
 
 def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
-    """The slope of the gaps is the share by which two temperatures differ: 0.2 for 0.8 against 1."""
+    """Check that the estimated temperature difference is 0: 1 - 0.8 / 1 = 0.2 for a trainer at 0.8, an engine at 1."""
     slope = temperature_slope(run.gaps, *run.measured)
     allowed = SLOPE + MARGIN * slope.error
     return Check(
         "engine and trainer have one temperature",
         abs(slope.value) <= allowed,
-        f"the trainer's is {1 - slope.value:.3f} times the engine's, by {run.gaps.numel()} tokens "
+        f"the trainer's temperature is {1 - slope.value:.3f} times the engine's, over {run.gaps.numel()} tokens "
         f"(allowed 1 +- {allowed:.2g})",
     )
 
 
 def engine_and_trainer_agree(run: TrainingComponents) -> Check:
-    """Compare the mean over sampled tokens of |log-prob of the engine - log-prob of the trainer|, and the largest.
+    """Check that the mean and the largest |engine's - trainer's log-prob| of sampled tokens are within their bounds.
 
-    In half precision as many of the largest gaps are left out as half of the responses are: a mistake at one token of
+    In half precision, half as many of the largest gaps are ignored as there are responses: a mistake at one token of
     every response is still found.
     """
     gaps, allowed = run.gaps.abs(), allowed_gaps(run)
@@ -283,7 +283,7 @@ def engine_and_trainer_agree(run: TrainingComponents) -> Check:
 
 
 def _whose_gap(run: TrainingComponents) -> str:
-    """In half precision, name the distance of either side from float32, and the options that mend it."""
+    """Describe how far engine and trainer are each from the trainer in float32, and the options that fix it."""
     if run.exact or run.rounding is None:
         return ""
     half = run.learner.settings.precision != "fp32"
@@ -292,14 +292,14 @@ def _whose_gap(run: TrainingComponents) -> str:
     mend = "inference_model.torch_dtype=float32" + (" train.precision=fp32" if half else "")
     return (
         f"; from the trainer in float32 the engine is {engine:.2g} away and the trainer {trainer:.2g}: if half "
-        f"precision is at fault, as on a CPU without bf16 instructions, use {mend}"
+        f"precision is the cause, as on a CPU without bf16 instructions, use {mend}"
     )
 
 
 def first_ratio_is_one(run: TrainingComponents) -> Check:
-    """The mean ratio is 1, by the loss's diagnostics the effective sample size too; in float32 nothing is clipped.
+    """Check that before any update the mean ratio and the effective sample size are 1, and in float32 nothing clips.
 
-    Small gaps of mean square ``v`` have an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``.
+    Gaps of a small mean square ``v`` give an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``.
     """
     diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
     ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
@@ -316,20 +316,20 @@ def first_ratio_is_one(run: TrainingComponents) -> Check:
 
 
 def prompts_are_computed_once(run: TrainingComponents) -> Check:
-    """A policy whose family can pack its rows does: padded rows cost several times as much."""
+    """Check that rows are packed if the model family supports it: padded rows cost several times as much."""
     packed = bool(run.diagnosis["packed"])
-    sentence = "rows are packed, each prompt once" if packed else "rows are padded, each with its prompt"
+    sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
-        sentence += ", which this model does not need: the log says why; model.attn_implementation=sdpa selects it"
+        sentence += ", though this model supports packing (the log has the reason); use model.attn_implementation=sdpa"
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
 
 def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
-    """The gradient over micro-batches of several rows equals the sum over micro-batches of one row each.
+    """Check that micro-batches of several rows give the same gradient as micro-batches of one row each.
 
-    Of two prompts' rows, under advantages and log-probs that no clip cuts. In float32 the two differ by 1e-6; in half
-    precision they were 0.011 to 0.069 of the norm apart (4 to 30 layers), and 0.2 is allowed: one of four rows that is
-    lost or counted twice makes about half of the norm.
+    Rows of two prompts are compared, with advantages and log-probs such that no ratio is clipped. In float32 the two
+    differ by 1e-6; in half precision they differed by 0.011 to 0.069 of the norm (4 to 30 layers), and 0.2 is allowed:
+    losing or double-counting one of four rows changes about half of the norm.
     """
     rows = run.rows[:NUM_COMPARED]
     together = max(run.learner.settings.micro_batch_tokens, 2 * max(rows.lengths(keys.FULL_TOKENS)))
@@ -340,25 +340,25 @@ def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
     if not passed and norm > 0:
         sentence += (
             "; the usual cause is an algorithm.objective that mixes the rows of a micro-batch, by a mean, a norm or a "
-            "sort over the batch: the loss of a token may depend on its own row alone"
+            "sort over the batch: make the loss of a token depend on its own row only"
         )
     return Check("the gradient does not depend on the split", passed, sentence)
 
 
 def pushed_weights_landed(run: TrainingComponents) -> Check:
-    """After a push of changed weights the engine samples from them, and from the old ones once those are back.
+    """Check that the engine samples from changed weights after they are sent, and from the old ones after a resend.
 
-    Every trainable tensor is changed. In half precision the gap to the pushed weights may be 1.5 times the gap after
-    the push back, scaled by the rounding of both; or :data:`LEFT_OUT` of the gap to the old weights over ``sqrt(L)``:
-    one of ``L`` layers that the push left out makes about ``1 / sqrt(L)`` of that gap. Where rounding cannot be
-    measured it may be twice, or a tenth. A token counts for at most 1 nat.
+    Every trainable tensor is changed and sent (pushed). In half precision the gap between the engine and the changed
+    weights may be 1.5 times the gap after the resend, scaled by both rounding errors, or :data:`LEFT_OUT` of the gap to
+    the old weights over ``sqrt(L)``: one missing layer of ``L`` makes about ``1 / sqrt(L)`` of that gap. If rounding is
+    not measurable, twice the former or a tenth of the latter is allowed. A token's gap counts for at most 1 nat.
 
-    Measured on the embedded policy with a bfloat16 engine: the gap to the pushed weights is 0.02 to 0.04 of that to the
-    old ones, and 0.43 to 1.5 of it when attention, MLP, norms or embeddings are left out. On SmolLM2 in bfloat16 a
-    right push comes to 0.50 to 0.73 of what is allowed, one without a single layer to 1.5 and more.
+    Measured on the embedded policy with a bfloat16 engine: the gap to the changed weights is 0.02 to 0.04 of that to
+    the old ones, and 0.43 to 1.5 of it if attention, MLP, norms or embeddings are not sent. On SmolLM2 in bfloat16 a
+    correct push reaches 0.50 to 0.73 of the bound, a push without one layer 1.5 or more.
 
-    A single tensor may be within the rounding: engines that report checksums have those of each tensor compared. In
-    float32, tensors that did not arrive are found by their effect.
+    One missing tensor may be hidden by rounding: if the engine reports checksums, every tensor's is compared. In
+    float32, missing tensors are found by their effect on log-probs.
     """
     learner, version = run.learner, run.learner.version
     learner.perturb()
@@ -385,18 +385,18 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     passed = new <= allowed and back <= allowed_gaps(run).gap and old > new and not differing
     sentence = (
         f"mean log-prob gap {new:.2g} to the pushed weights (allowed {allowed:.2g}), {old:.2g} to the old ones, "
-        f"{back:.2g} after the push back"
+        f"{back:.2g} after the old ones are sent again"
     )
     if count := len(compared.equal) + len(differing):
-        sentence += f"; {len(differing)} of {count} tensors have another checksum in the engine"
+        sentence += f"; {len(differing)} of {count} tensors have a different checksum in the engine"
     if not run.exact and not compared.reported:
-        sentence += f"; not verified: single tensors, which {run.weight_sync.engine.name} does not read back"
+        sentence += f"; not verified: single tensors, because {run.weight_sync.engine.name} reports no checksums"
     if not run.exact and compared.unread:
-        sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine holds in another form"
+        sentence += f"; not verified: {_few(sorted(compared.unread))}, which the engine renames or reorders"
     if not passed and not differing and run.exact and back <= SINGLE < min(new, old):
         differing = _left_out(run, probe, allowed)
     if differing:
-        sentence += f"; these were not applied: {_few(differing)}"
+        sentence += f"; the engine did not load {_few(differing)}"
     return Check("pushed weights are loaded", passed, sentence)
 
 
@@ -406,7 +406,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _left_out(run: TrainingComponents, rows: RowTable, allowed: float) -> list[str]:
-    """Return the tensors whose change the engine lacks: of every layer alike, all of a layer, or a single one."""
+    """Return the changed tensors that the engine lacks: one kind in every layer, all of a layer, or a single tensor."""
     learner, names = run.learner, run.learner.trainable_names()
     sets: dict[str, list[str]] = {}
     for name in names:
@@ -425,7 +425,7 @@ def _left_out(run: TrainingComponents, rows: RowTable, allowed: float) -> list[s
 
 
 def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
-    """Every token of the policy has the same id in the reference, whose context holds the longest sample."""
+    """Check that the reference has the policy's token ids, and a context long enough for the longest sample."""
     other = run.reference
     assert other is not None
     ids = run.rollouts.env.tokenizer.get_vocab()
@@ -433,22 +433,22 @@ def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
     short = other.context is not None and other.context < other.longest
     sentence = f"{len(ids) - len(odd)} of the {len(ids)} tokens of {other.policy} have the same id in {other.name}"
     if odd:
-        sentence += f" (not {odd[0]!r}), so it would judge other texts: use a ref_model.name with the same tokenizer"
+        sentence += f" (not {odd[0]!r}), so it would read another text: use a ref_model.name with the same tokenizer"
     if short:
         sentence += (
-            f"; {other.name} reads {other.context} tokens, and a prompt with its response may have {other.longest}: "
+            f"; {other.name} reads {other.context} tokens, but a prompt plus response may have {other.longest}: "
             f"use inference_model.max_model_len={other.context}"
         )
     return Check("the reference reads the policy's tokens", not odd and not short, sentence)
 
 
 def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
-    """A gold answer is right and earns more than an empty one, for the first training and held-out examples.
+    """Check that gold answers of the first examples of both splits are right and earn more than empty answers.
 
-    Without gold answers, the empty one must be gradable for at least one example; a grader of groups grades groups.
+    If the task has no gold answers, at least one empty answer must be gradable. Graders of groups get whole groups.
     """
     task, num_texts, graded, applies = run.task, 0, False, False
-    known: list[tuple[Example, Score, Score]] = []  # with the scores of the empty and of the gold answer
+    known: list[tuple[Example, Score, Score]] = []  # (example, score of the empty answer, score of the gold answer)
     errors: list[str] = []
     lost = 0
     for example, siblings in _examples(run):
@@ -464,8 +464,8 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
         num_texts += len(scores)
         lost += len(failures) if siblings == 1 else len(failures) == siblings
         if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
-            break  # each may have cost the grader's whole deadline
-    full: dict[str | None, float] = {}  # of each task of a mixture
+            break  # each failure may have taken the grader's whole timeout
+    full: dict[str | None, float] = {}  # highest reward of a gold answer, by task
     rewards = [[total_reward(score.terms, task.term_weights) for score in scores] for _, *scores in known]
     for (example, *_), (_, earned) in zip(known, rewards):
         name = task_of_example(example.extra)
@@ -481,24 +481,24 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
     looked_at = bool(known) or applies
     if not known:
         name = "responses can be graded"
-        sentence = "not checked against gold answers, of which the task knows none"
+        sentence = "not checked against gold answers, because the task has none"
     if bad:
-        sentence += f"; the first that does not: {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
+        sentence += f"; the first that does not: question {bad[0].query[:80]!r} with answer {bad[0].answer[-40:]!r}"
     if not applies:
-        sentence += f"; no reward applies to any of {num_texts} texts; while that holds nothing is learned"
+        sentence += f"; no reward term applies to any of {num_texts} graded texts: without rewards nothing is learned"
     if errors:
-        sentence += f"; the grader failed at {len(errors)} of {num_texts} texts, the first: {errors[0]}"
+        sentence += f"; the grader failed on {len(errors)} of {num_texts} texts, first error: {errors[0]}"
     return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
 
 
 def _as_sampled(text: str, env: PromptSource) -> SampledText:
-    """Return the text with an engine's token ids, as the grader reads those."""
+    """Return ``text`` as if an engine had sampled it: with token ids, including the end token."""
     ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
     return SampledText(env.decode(torch.tensor(ids, dtype=torch.int64)), [*ids, end_token_ids(env.tokenizer)[0]])
 
 
 def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
-    """Yield the examples whose answers are graded, each with the size of its group."""
+    """Yield (example, number of texts to grade): examples whose gold and empty answers are graded."""
     task = run.task
     if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
         count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
@@ -508,18 +508,18 @@ def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
 
 
 def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
-    """The normalised questions of the two splits are disjoint."""
+    """Check that no normalised question is in both the training and the held-out split."""
     if not run.task.heldout:
-        return Check("no held-out question is trained on", None, "no problem is held out")
+        return Check("no held-out question is trained on", None, "there are no held-out problems")
     shared = {normalised(e.query) for e in run.task.heldout} & {normalised(e.query) for e in run.task.train}
     sentence = f"{len(shared)} held-out questions are in the training split"
     if shared:
-        sentence += f", for example {min(shared)[:80]!r}; take them out of one of the two"
+        sentence += f", for example {min(shared)[:80]!r}; remove them from one of the two splits"
     return Check("no held-out question is trained on", not shared, sentence)
 
 
 def responses_end_and_are_graded(run: TrainingComponents) -> Check:
-    """Some sample ends before its limit (more are drawn where all were cut), and of each task some can be graded."""
+    """Check that a response ends before max_tokens (sample more if none does), and one of each task can be graded."""
     rows, faults = run.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
     unseen = not ended and run.max_tokens < run.sampling.max_tokens
@@ -530,8 +530,8 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
         run.weight_sync.sleep()
         if bool(more.get(keys.TRUNCATED).all()):
             faults.append(
-                f"all of {len(more)} more were cut, too, so that no response ends: raise inference_model.max_tokens "
-                f"(now {run.sampling.max_tokens}), or name in inference_model.stop what ends a response"
+                f"all {len(more)} further responses were truncated too: raise inference_model.max_tokens (now "
+                f"{run.sampling.max_tokens}), or set inference_model.stop to a string that ends a response"
             )
     failed = rows.get(keys.REWARD_ERROR).flatten()
     reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
@@ -539,18 +539,18 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
     for name, positions in _positions(tasks).items():
         of_task = "" if name is None else f" of {name}"
         if bool(failed[positions].all()):
-            faults.append(f"the grader failed at every response{of_task}, the first time: {reasons[positions[0]]}")
-    counts = f"{ended} of {len(rows)} responses end before their limit, {len(rows) - int(failed.sum())} are graded"
+            faults.append(f"the grader failed on every response{of_task}, first error: {reasons[positions[0]]}")
+    counts = f"{ended} of {len(rows)} responses end before max_tokens, {len(rows) - int(failed.sum())} are graded"
     if failed.any() and not faults:
         first = reasons[int(failed.int().argmax())]
-        counts += f"; the grader failed at {int(failed.sum())} of {len(rows)}, the first time: {first}"
+        counts += f"; the grader failed on {int(failed.sum())} of {len(rows)}, first error: {first}"
     if unseen:
-        counts += f"; not verified: that longer ones than the {run.max_tokens} tokens that the checks sample end"
+        counts += f"; not verified: that responses longer than the checks' {run.max_tokens} tokens end"
     return Check("responses end and are graded", not faults, "; ".join([counts, *faults]))
 
 
 def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
-    """The trained tokens are those that the policy sampled, of every turn, from its first to its end token."""
+    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token."""
     faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
     sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
     if faults:
@@ -559,7 +559,7 @@ def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
 
 
 def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
-    """Return what is wrong with the trained tokens of a row."""
+    """Return what is wrong with the assistant mask of a row; None if it is right."""
     env, ids, mask = run.rollouts.env, row[keys.FULL_TOKENS], row[keys.ASSISTANT_MASK]
     start = len(row[keys.PROMPT_TOKENS])
     outside = torch.zeros(1, dtype=torch.int32)
@@ -574,7 +574,7 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
     if turns[-1][1] < len(ids):
         return "the last sampled token is not trained"
     if getattr(env.tokenizer, "chat_template", None) and len({int(ids[first - 1]) for first, _ in turns}) > 1:
-        return "turns begin behind different tokens, so that the first of one is not trained"
+        return "different tokens precede the turns, so the first token of a turn is not trained"
     whole = [*turns[:-1], *([] if bool(row[keys.TRUNCATED]) or run.sampling.ignore_eos else turns[-1:])]
     ends = end_token_ids(env.tokenizer)
     for first, end in whole:
@@ -585,24 +585,24 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
 
 
 def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) -> Check:
-    """Every sample, graded again, earns the reward of its row; of two siblings the better has the larger advantage.
+    """Check that regrading each sample gives its row's reward, and that better siblings have larger advantages.
 
-    A response that earns another reward each time shows nothing, and a judge is not asked again. Advantages are those
-    of made-up rewards, as the samples' own may all be equal.
+    A response whose reward differs each time is ignored, and a judge is not called again. Advantages are computed from
+    made-up rewards, because the samples' own may all be equal.
     """
     rows, name = run.rows, "rewards and advantages belong to their responses"
     wrong, steady = _regraded(run)
     swapped, compared = _swapped_advantages(run)
-    sentence = f"{steady - len(wrong)} of {steady} responses earn the reward of their row when they are graded again"
+    sentence = f"{steady - len(wrong)} of {steady} responses earn the reward of their row when graded again"
     if wrong:
         index, again = wrong[0]
-        sentence += f"; response {index} of {len(rows)} has {float(rows.get(keys.REWARD)[index]):g} and earns {again:g}"
+        sentence += f"; row {index} of {len(rows)} has {float(rows.get(keys.REWARD)[index]):g}, but earns {again:g}"
     sentence += f"; in {compared - swapped} of {compared} groups the better response has the larger advantage"
     return Check(name, (not wrong and not swapped) if steady or compared else None, sentence)
 
 
 def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
-    """Return the rows that earn another reward when graded again, with that reward; and how many were compared."""
+    """Return ([(row index, new reward)] of rows whose reward differs when graded again, number of rows compared)."""
     weights = run.rollouts.env.task.term_weights
     rows, groups = run.rows.rows(), list(_positions(run.rows.get(keys.GROUP_ID).tolist()).values())
 
@@ -623,7 +623,7 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
         for group, future in zip(graded, futures):
             for index, score in zip(group, future.result(), strict=True):
                 if score.error is None and not failed[index]:
-                    # terms that are not the grader's (a judge's, penalties) are the row's
+                    # terms of others than the task's grader (judge, penalties) are taken from the row
                     terms = {key[-1]: float(v) for key, v in rows[index].items() if key[:-1] == keys.REWARD_TERMS}
                     rewards[index] = total_reward({**terms, **score.terms}, {**dict.fromkeys(terms, 1.0), **weights})
     unsteady = {index for index, value in second.items() if index in first and not _equal(value, first[index])}
@@ -636,7 +636,7 @@ def _equal(value: float, other: float) -> bool:
 
 
 def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:
-    """Return the positions of each name."""
+    """Return {name: its indices in ``names``}."""
     positions: dict[Any, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
@@ -644,9 +644,9 @@ def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:
 
 
 def _swapped_advantages(run: TrainingComponents) -> tuple[int, int]:
-    """Return in how many groups the better response lacks the larger advantage, and of how many.
+    """Return (groups in which a better response does not have the larger advantage, number of groups).
 
-    Rewards are made up: 1, 0, 0, 1, 1, 0, ..., so that advantages of the next response or the next group show.
+    Rewards are made up (1, 0, 0, 1, 1, 0, ...): advantages shifted by a response or a group are found.
     """
     rows = run.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD)
     groups = list(_positions(rows.get(keys.GROUP_ID).tolist()).values())
@@ -694,7 +694,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply: those of a reference only where there is one."""
+    """Return the checks that apply to this run; checks of a reference only if there is one."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
@@ -707,12 +707,12 @@ def run_gate(
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Make these checks, or all that apply, with ``on_check`` at each; ``strict`` raises at the first failure.
+    """Run these checks, or all that apply, call ``on_check`` with each result, and return the results.
 
     Raises:
-        CheckError: a check failed and ``mode`` is ``strict``.
-        UserError: the responses that were sampled cannot be trained on.
-        RunFailed: a device lacks memory for a check.
+        CheckError: a check failed and ``mode`` is ``strict``; ``warn`` only logs it, ``off`` runs no check.
+        UserError: the sampled responses have rewards or log-probs that the algorithm cannot use.
+        RunFailed: a device has too little memory for a check.
     """
     if mode == "off":
         return []
@@ -721,14 +721,14 @@ def run_gate(
     fix = f"use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true"
     done: list[Check] = []
     for check in checks_of(run) if checks is None else checks:
-        began = time.perf_counter()  # the first that needs samples waits for them
+        began = time.perf_counter()  # includes sampling, in the first check that needs samples
         try:
             with memory_for(f"the check '{check.__name__.replace('_', ' ')}'", fix):
                 if check not in WITHOUT_SAMPLES and not run.rows:
                     run.rows = graded_rows(run)
                 result = replace(check(run), seconds=time.perf_counter() - began)
         except UnusableValues as error:
-            raise UserError(f"The responses sampled before training cannot be trained on: {error}") from error
+            raise UserError(f"The responses sampled by the checks cannot be trained on: {error}") from error
         done.append(result)
         on_check(result)
         said = result.outcome, result.name, result.sentence, result.seconds
@@ -742,7 +742,7 @@ def run_gate(
 
 
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
-    """Write the outcome of these checks to the run's ``gate.json``."""
+    """Write the results of these checks to ``gate.json`` in the run directory."""
     path = run_dir / GATE_FILE
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
@@ -751,7 +751,7 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
 
 
 def graded_rows(run: TrainingComponents) -> RowTable:
-    """Return samples as a batch that is trained on; a colocated engine sleeps from here on."""
+    """Sample and grade new responses, put a colocated engine to sleep, and return a batch with advantages."""
     batch = run.sample()
     run.weight_sync.sleep()
     for transform in run.transforms:
@@ -760,7 +760,7 @@ def graded_rows(run: TrainingComponents) -> RowTable:
 
 
 def _typical(run: TrainingComponents, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
-    """Return the mean gap to the learner's present weights, and that of their rounding where needed and known."""
+    """Return (mean |engine's - learner's log-prob|, mean rounding error or None); tokens count at most 1 nat."""
     learner, mask, rounding = run.learner, sampled_tokens(rows), None
     if run.exact or not round_too:
         measured = learner.measured(rows)

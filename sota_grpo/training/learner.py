@@ -1,4 +1,4 @@
-"""The learner: rows in, optimizer steps, metrics out."""
+"""The learner: turns rows (prompt, response, advantage) into optimizer steps, and returns metrics."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ METRIC_NAMES = {
     "reverse_kl": "distill/reverse_kl",
 }
 SHARE = "gradient_share/max_token"
-PROBE_SHARE = 0.01  # of each tensor's elements; changed signs move a tensor by 2 sqrt(share), a fifth, of its norm
+PROBE_SHARE = 0.01  # fraction of a tensor's elements that change sign: moves it by 2 sqrt(0.01) = 0.2 of its norm
 
 
 class NonFiniteStep(UserError):
-    """A loss or a gradient is not finite; the message names the file with the batch."""
+    """A loss or gradient is NaN or infinite; the message has the path of the saved batch."""
 
 
 class Learner:
-    """Train ``policy`` with ``loss``; every :meth:`update` raises ``version`` by one.
+    """Trains ``policy`` with ``loss``; every :meth:`update` is a training step and increments ``version``.
 
     Args:
-        policy: gives log-probs of padded rows; its trainable parameters are optimised.
-        loss: the objective around the same policy.
-        dump_dir: the folder for the batch of a step that is not finite.
-        seed: order of the groups in the second and later epochs.
-        ranks: the processes that train this policy together, each with a shard of it
-            (:func:`sota_grpo.policy.sharding.shard`) and the same calls. None: this one alone.
-        tokenizer: written with the exported model.
+        policy: computes log-probs of padded rows; its trainable parameters are optimised.
+        loss: the loss module around the same policy.
+        dump_dir: folder in which the batch of a step with a NaN or infinite loss or gradient is saved.
+        seed: seed of the order of prompt groups in the second and later epochs.
+        ranks: the processes that train this policy together; each has a shard of it
+            (:func:`sota_grpo.policy.sharding.shard`) and receives the same calls. None: this process alone.
+        tokenizer: saved with the exported model.
     """
 
     def __init__(
@@ -92,32 +92,32 @@ class Learner:
     ):
         self.policy, self.settings, self.pad_token_id = policy, settings, pad_token_id
         self.ranks = ranks or Ranks()
-        self.share, self.num_shares = self.ranks.share, self.ranks.num_shares  # which of the rows, of how many
+        self.share, self.num_shares = self.ranks.share, self.ranks.num_shares  # data-parallel rank and size
         self.device = next(policy.parameters()).device
-        self.halved = False  # the micro-batches, where the device once lacked memory
+        self.halved = False  # micro-batches were halved after an out-of-memory error
         self.loss, self.dump_dir, self.seed, self.tokenizer = loss, dump_dir, seed, tokenizer
         self.version = self.optimizer_steps = 0
-        # the scorer's names: they are those of checkpoints
+        # named as in checkpoints
         self.trainable = {name: p for name, p in policy.scorer.named_parameters() if p.requires_grad}
         self.parameters = list(self.trainable.values())
-        self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # with positions and values before
-        #: Called before a parameter or its optimizer state changes: a checkpoint may be copying them.
+        self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # (tensor, changed positions, original values)
+        #: Called before parameters or optimizer state change; waits for a checkpoint that is copying them.
         self.before_change: Callable[[], object] = lambda: None
         self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
-        self.entropy_coef = loss.entropy_coeff  # of the bonus while the entropy is too low, where it is adapted
+        self.entropy_coef = loss.entropy_coeff  # under entropy_target: applied only while the entropy is below it
         if settings.entropy_target is not None:
             self._apply_entropy_coef(0.0)
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
-        """Do a training step: ``epochs`` passes over the ``[N]`` ragged rows, ``optim_batch_size`` a step.
+        """Do a training step: ``epochs`` epochs over ``N`` rows, in optimizer steps of ``optim_batch_size`` rows.
 
         Returns:
-            Metrics, means over the optimizer steps; ``mismatch_kl`` is that of the weights before the step, without
-            dropout. None where there was nothing to measure: no trained token, or no step taken.
+            Metrics, averaged over the optimizer steps. ``mismatch_kl`` is measured with the weights before the step,
+            without dropout. A metric is None if no token was trained or no optimizer step was taken.
 
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
@@ -125,7 +125,7 @@ class Learner:
         return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
-        """Do this rank's share of a training step."""
+        """Do this rank's part of a training step, as planned in ``share``; return the metrics of :meth:`update`."""
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if tokens := share.scoring:
@@ -133,26 +133,26 @@ class Learner:
             if self.settings.recompute:
                 for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values
-            else:  # the loss's own forward has dropout, the engine none
+            else:  # the loss's forward pass has dropout, the engine has none
                 clean = self._mismatch(rows, scores)
         steps = [self._step(rows, passes) for passes in share.steps]
         self.version += 1
         metrics = reduce_updates(steps)
-        # the later steps compare with weights that they changed
+        # later optimizer steps measure the mismatch of weights that already changed
         is_clean = share.scoring and not self.settings.recompute
         metrics["mismatch_kl"] = clean if is_clean else steps[0]["mismatch_kl"]
         metrics |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def step_planner(self) -> Planner:
-        """Return the planner of :meth:`update`."""
-        steady = self.settings.entropy_target is None  # else rows without an advantage may learn from a bonus, later
+        """Return the planner that :meth:`update` uses to split rows into optimizer steps, ranks and micro-batches."""
+        steady = self.settings.entropy_target is None  # else zero-advantage rows may get an entropy gradient later
         learns_less = self.loss.advantage_only and steady
         sizes = (self.num_shares, self.policy.shared_prompt)
         return Planner(self.settings, self.seed, *sizes, learns_less, bool(dropouts(self.policy)), self.shape)
 
     def _mismatch(self, rows: Sequence[Row], measured: Mapping[int, Tensor]) -> float | None:
-        """Return the mean KL of the measured log-probs to the engine's; None over no token."""
+        """Return the mean KL between the engine and the log-probs in ``own``; None if there is no token."""
         masks = {index: known_tokens(rows[index]) for index in sorted(measured)}
         gaps = [(measured[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat([torch.zeros(0), *gaps])
@@ -160,7 +160,7 @@ class Learner:
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
     def _passes(self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False) -> list[Pass]:
-        """Plan this rank's passes over the rows of one optimizer step."""
+        """Return this rank's micro-batches for the rows of one optimizer step."""
         order, prompts = range(len(rows)), row_prompts(rows)
         planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return planned[self.share]
@@ -170,7 +170,7 @@ class Learner:
         "use optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices",
     )
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
-        """Do an optimizer step; under fp16 an overflowing gradient skips it: only the scale changes."""
+        """Do an optimizer step and return its metrics; fp16 overflow skips the update and lowers the loss scale."""
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
@@ -193,13 +193,13 @@ class Learner:
             self.optimizer_steps += 1
         if self.settings.entropy_target is not None:
             metrics["entropy_coef"] = self.loss.entropy_coeff
-            if (entropy := metrics["entropy"]) is not None and not skipped:  # it decides on that of the next step
+            if (entropy := metrics["entropy"]) is not None and not skipped:  # adapts the next step's coefficient
                 bounds = {"delta": self.settings.entropy_coef_delta, "largest": self.settings.entropy_coef_max}
                 target = self.settings.entropy_target
                 self.entropy_coef, applied = adapted_entropy_coef(self.entropy_coef, entropy, target=target, **bounds)
                 self._apply_entropy_coef(applied)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)  # their memory is an engine's until the next step
+        self.optimizer.zero_grad(set_to_none=True)  # a colocated engine may use this memory
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
         if self.scaler.is_enabled():
             metrics |= {"skipped_steps": int(skipped), "loss_scale": scale}
@@ -207,13 +207,13 @@ class Learner:
 
     @property
     def skips_by_itself(self) -> bool:
-        """Whether the optimizer itself clips and skips: then a step waits for the GPU once, at its end."""
+        """Whether the fused optimizer clips the gradient and skips non-finite steps: then a step has one GPU sync."""
         whole = not any(isinstance(parameter, DTensor) for parameter in self.parameters)
         alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
         return alone and isinstance(self.optimizer, torch.optim.AdamW)
 
     def _stepped(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Step with fused AdamW, unless a loss or a gradient is not finite; return the gradient's norm."""
+        """Step with fused AdamW unless a loss or gradient is not finite; return the gradient norm before clipping."""
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]).float()
         finite = torch.stack([norm, *(loss.float() for loss in losses.values())]).isfinite().all()
         limit = self.settings.clip_grad_norm or math.inf
@@ -225,7 +225,7 @@ class Learner:
         return norm
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """Run these passes and return their sums, with the gradient in ``.grad``, without waiting for the device."""
+        """Run micro-batches without a GPU sync; return summed losses and diagnostics, gradients in ``.grad``."""
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
@@ -258,22 +258,22 @@ class Learner:
         return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}, threshold)
 
     def _measured(self, totals: Totals, norm: Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
-        """Return losses, diagnostics (None over no trained token) and the gradient's norm, in one transfer."""
+        """Return (losses, diagnostics, gradient norm) as floats; a diagnostic is None if no token is trained."""
         values = [*totals.losses.values(), *totals.means.values(), norm]
         device = next(iter(totals.losses.values())).device
         numbers = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
         names = [METRIC_NAMES.get(name, name) for name in (*totals.losses, *totals.means)]
         losses = dict(zip(names, numbers[: len(totals.losses)]))
         means = dict(zip(names[len(losses) :], numbers[len(losses) : -1])) | totals.threshold
-        unmeasured = {SHARE} if math.isnan(means[SHARE]) else set()  # where no token has a gradient
+        unmeasured = {SHARE} if math.isnan(means[SHARE]) else set()  # no token has a gradient
         unmeasured |= set() if means.pop("tokens") > 0 else means.keys()
         diagnostics = {name: None if name in unmeasured else value for name, value in means.items()}
         return losses, diagnostics, numbers[-1]
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
-        """Mark the tokens of the step with the highest entropies, over all ranks, for the surrogate.
+        """Restrict the surrogate to the tokens of highest entropy, over all ranks, by setting ``OBJECTIVE_MASK``.
 
-        The entropies are the policy's before the step, without dropout. Returns the least that is kept, a metric.
+        Entropies are measured before the step, without dropout. Returns the smallest selected one as a metric.
         """
         micros = [(micro.rows, any(micro.weights)) for micro in passes]
         entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
@@ -289,7 +289,7 @@ class Learner:
         return {"entropy_threshold": every[top].min().item() if top.any() else math.nan}
 
     def _apply_entropy_coef(self, applied: float) -> None:
-        """Set the next step's entropy coefficient; the head computes no gradient for a bonus of 0."""
+        """Set the entropy coefficient of the next step; with 0, the head computes no entropy gradient."""
         self.loss.entropy_coeff = applied
         self.policy.scorer.entropy_grad = applied > 0
 
@@ -298,16 +298,16 @@ class Learner:
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
-        """Return this rank's gradient of one step over the :meth:`_unclipped` rows, by parameter, on the CPU."""
+        """Return this rank's gradient {name: tensor on the CPU} over :meth:`_unclipped` copies of ``rows``."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
-        """Return the relative distance of :meth:`gradient` under the two budgets.
+        """Return the relative distance between :meth:`gradient` under two micro-batch token budgets.
 
-        The first gradient waits on the CPU, so that a GPU holds no more than in a step. On a CPU both are computed in
-        float32 if the parameters are, so that rounding hides no mistake; a GPU has other kernels for half precision.
+        The first gradient is moved to the CPU, so that GPU memory is no more than in a step. On a CPU with float32
+        parameters both are computed in float32, which has less rounding; a GPU uses the precision of training.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -327,7 +327,7 @@ class Learner:
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
     def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of a dry run, in ``.grad``, which the caller empties."""
+        """Yield (name, gradient) of a dry run over ``rows``; the caller must clear ``.grad``."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         for name, parameter in self.trainable.items():
@@ -335,16 +335,16 @@ class Learner:
                 yield name, local(parameter.grad.detach()).div_(scale)
 
     def _norm(self, norms: Sequence[Tensor]) -> float:
-        """Return the norm over all ranks of this rank's norms."""
+        """Return the total norm, over all ranks, of tensors whose norms are in ``parts``."""
         local = torch.stack(list(norms)).norm() if norms else torch.zeros(())
         return float(local if self.ranks.size == 1 else self.ranks.total(local.double().square()).sqrt())
 
     @torch.no_grad()
     def perturb(self, but: Collection[str] = ()) -> None:
-        """Change every trainable tensor ``but`` these, by name, in place and each time alike, until :meth:`restore`.
+        """Change all trainable tensors in place, except those named in ``but``, until :meth:`restore`.
 
-        :data:`PROBE_SHARE` of the elements of each shard, at least one, change their sign (zeros become 1). To restore
-        them takes 3 to 5 % of the model's bytes, where noise would take a whole copy.
+        The change is deterministic: a fraction :data:`PROBE_SHARE` of each shard's elements, at least one, changes sign
+        (zeros become 1). The saved originals take 3 to 5 % of the model's bytes.
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -363,15 +363,15 @@ class Learner:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo :meth:`perturb`, bit for bit."""
+        """Restore the values that :meth:`perturb` changed, bit for bit."""
         for tensor, indices, values in self.changed:
             tensor.put_(indices, values)
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """Return the objective's diagnostics (``ess``, ``mismatch_kl``, ...) without taking a step, and ``packed``.
+        """Return the loss's diagnostics (``ess``, ``mismatch_kl``, ...) and ``packed`` (0 or 1), without a step.
 
-        Advantages are random, truncated rows take part, and adapter dropout is off.
+        Advantages are random, truncated rows are included, and adapter dropout is off.
         """
         generator = torch.Generator().manual_seed(self.seed)
         changed = RowTable.of(rows).rows()
@@ -384,23 +384,23 @@ class Learner:
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def coefficients(self, rows: Sequence[Row]) -> Tensor:
-        """Return :meth:`GRPOLoss.coefficients`, flat ``[sum T_i]``, as if this policy had sampled the rows."""
+        """Return ``-d loss_objective / d log_prob`` of every token at ratio 1, ``[sum T_i]``, rows concatenated."""
         sampled = []
         for row, measured in self._with_ratio(rows):
-            if self.loss.distill_coeff:  # a teacher that agrees with the advantage
+            if self.loss.distill_coeff:  # makes the teacher agree with the advantage
                 row[keys.REF_LOG_PROBS] = measured + row[keys.ADVANTAGE].flatten()
             sampled.append(row)
         with without_dropout(self.policy), self.autocast():
             return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
 
     def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], Tensor]]:
-        """Yield copies of the rows whose tokens all have this log-ratio, with the policy's log-probs ``[T_i]``."""
+        """Yield (row copy, policy log-probs ``[T_i]``), with old log-probs such that every token has this log-ratio."""
         for row, measured in self.scored(RowTable.of(rows).rows()):
             old = torch.where(row[keys.ASSISTANT_MASK], measured - log_ratio, 0.0)
             yield {**row, keys.LOG_PROBS: old, keys.PROXIMAL_LOG_PROBS: old}, measured
 
     def _dry_run(self, rows: Sequence[Row], token_budget: int, *, learn: bool = True) -> dict[str, float | None]:
-        """Return the diagnostics of a step without dropout, truncated rows included; its gradient is in ``.grad``."""
+        """Return a step's diagnostics without updating; no dropout, truncated rows included, gradients in ``.grad``."""
         plain = RowTable.of(rows).rows()
         passes = self._passes(plain, token_budget, keep_truncated=True)
         with without_dropout(self.policy):
@@ -408,40 +408,39 @@ class Learner:
         return self._measured(totals, torch.zeros(()))[1]
 
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
-        """Return copies with advantages above 0 and all ratios near a half: no objective clips, caps or masks a token.
+        """Return copies of the rows with advantages above 0 and ratios of 0.5: no objective clips or masks a token.
 
-        A positive advantage is clipped from above alone, so a half is far from every clip. Near a clip, rounding would
-        decide: 0.4 % of the tokens made 0.23 of the norm. Where a weight is a function of a whole row's ratio (VESPO),
-        ratios are 1: 0.5^100 would weigh nothing.
+        With a positive advantage only ratios above 1 are clipped; near a clip bound, rounding would decide (0.4 % of
+        the tokens made 0.23 of the norm). Ratios are 1 for VESPO, whose sequence weight 0.5^100 would be 0.
         """
         generator = torch.Generator().manual_seed(self.seed)
         log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
         unclipped = []
         for row, measured in self._with_ratio(rows, log_ratio):
             row[keys.ADVANTAGE] = 0.5 + torch.rand((1, 1), generator=generator)
-            if self.loss.distill_coeff:  # a teacher that likes every token better adds no token that is clipped
+            if self.loss.distill_coeff:  # a teacher with higher log-probs everywhere causes no clipping
                 row[keys.REF_LOG_PROBS] = measured + torch.rand(measured.shape, generator=generator)
             unclipped.append(row)
         return unclipped
 
     def _stop_at_non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> None:
-        """Write the rows that this rank computed, and raise."""
+        """Save this rank's rows to ``dump_dir`` and raise NonFiniteStep."""
         rank = "" if self.ranks.leads else f".rank_{self.ranks.rank}"
         path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}{rank}.pt"
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-        others = "" if self.ranks.size == 1 else " and in those of the other ranks in that folder"
+        others = "" if self.ranks.size == 1 else " and in the files of the other ranks in that folder"
         raise NonFiniteStep(
-            f"Optimizer step {self.optimizer_steps} is not finite ({bad}); it changed no weight, and its batch is in "
-            f"{path}{others}. A smaller optimizer.lr or train.precision=fp32 are the usual cures."
+            f"The loss or gradient of optimizer step {self.optimizer_steps} is NaN or infinite ({bad}); no weight was "
+            f"changed, and the batch is in {path}{others}. Try a smaller optimizer.lr, or train.precision=fp32."
         )
 
     def state_dict(self, full: Callable[[Tensor], Any] = gather) -> dict[str, Any]:
-        """Return trainable parameters, optimizer, schedule, scaler and counters, of plain types.
+        """Return trainable parameters, optimizer, schedule, scaler and counters, for ``torch.load(weights_only=True)``.
 
-        Its form is the same for any number of ranks, which all must take part; rank 0's alone is whole. ``full`` makes
-        the entry of each tensor from this rank's shard.
+        All ranks must call this; only rank 0 gets the full tensors. The structure does not depend on the number of
+        ranks. ``kept`` maps this rank's shard of a tensor to its entry in the state (default: gather the tensor).
         """
         adapts = self.settings.entropy_target is not None
         return {
@@ -456,11 +455,11 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a whole :meth:`state_dict`, bit for bit on as many ranks; tensors may be stored ones."""
+        """Restore a full :meth:`state_dict`, bit for bit on as many ranks; tensors may be StoredTensor."""
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
-                f"The checkpoint and the model differ in {len(missing)} trainable parameters, for example "
+                f"{len(missing)} trainable parameters are only in the checkpoint or only in the model, for example "
                 f"{min(missing)}; resume with the model.name and train_model.lora of the run that wrote it."
             )
         self.before_change()
@@ -469,30 +468,30 @@ class Learner:
                 local(parameter).copy_(local(divided(state["model"][name], parameter)))
         load_optimizer_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        factor = learning_rate_factor(self.schedule.last_epoch, self.settings)  # of a run that may be longer now
+        factor = learning_rate_factor(self.schedule.last_epoch, self.settings)  # total_steps may have grown
         for group, peak in zip(self.optimizer.param_groups, self.schedule.base_lrs):
             group["lr"] = peak * factor
         self.scaler.load_state_dict(state["scaler"])
         if self.settings.entropy_target is not None:
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
-        if not self.halved and state.get("halved_to") == self.half:  # else it was given other micro-batches
+        if not self.halved and state.get("halved_to") == self.half:  # another train.micro_batch_tokens was set
             self.halve()
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
 
     def export_hf(self, folder: Path, progress: Callable[[], object] = lambda: None) -> None:
-        """Write model and tokenizer for transformers; rank 0 writes, all ranks take part."""
+        """Save model and tokenizer in Hugging Face format; rank 0 writes, and all ranks must call this."""
         assert self.tokenizer is not None
         save_hf(self.policy.model, self.tokenizer, folder, progress)
 
     def within_memory(self, compute: Callable[[], Result]) -> Result:
-        """Return ``compute()``, once more in half the micro-batches where the device lacks memory for the first time.
+        """Return ``compute()``; at the first out-of-memory error, halve the micro-batches and call it again.
 
-        They stay so for the rest of the run. ``compute`` must not have updated anything; gradients are dropped.
+        The smaller size is kept for the rest of the run. ``compute`` must not update state; gradients are dropped.
 
         Raises:
-            RunFailed: memory is lacking again, or there are several ranks, which would have to agree.
+            RunFailed: out of memory a second time, or with several ranks, which would have to agree on the size.
         """
         tokens, half = self.settings.micro_batch_tokens, self.half
         try:
@@ -504,10 +503,10 @@ class Learner:
                     f"{lacking}; use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true with "
                     "train.resume=auto, which continues from the last checkpoint."
                 ) from error
-        self.halve()  # from here on: what was computed lives no longer than its exception
+        self.halve()  # outside of except: the exception holds the tensors of the failed call
         self.policy.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        logger.warning("%s; the step is computed anew, with train.micro_batch_tokens=%d from now on.", lacking, half)
+        logger.warning("%s; the step is repeated, with train.micro_batch_tokens=%d from now on.", lacking, half)
         return self.within_memory(compute)
 
     @property
@@ -515,12 +514,12 @@ class Learner:
         return max(1, self.settings.micro_batch_tokens // 2)
 
     def halve(self) -> None:
-        """Compute in micro-batches of half the size for the rest of the run."""
+        """Halve the token budgets of micro-batches for the rest of the run."""
         self.halved, scoring = True, max(1, self.settings.scoring_tokens // 2)
         self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Plan passes again if the micro-batches were halved since."""
+        """Return ``passes``, split again if the micro-batches were halved after they were planned."""
         if not self.halved:
             return passes
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
@@ -534,7 +533,7 @@ class Learner:
     def fitting_scores(
         self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
     ) -> Sequence[tuple[list[int], bool]]:
-        """:meth:`fitting`, of micro-batches without a gradient."""
+        """Return ``scoring``, forward-only micro-batches, split again as in :meth:`fitting`."""
         chosen = [index for micro, _ in scoring for index in micro]
         return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
 
@@ -542,9 +541,10 @@ class Learner:
         return self.step_planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
-        """Return a right-padded ``[N, T]`` batch on the learner's device, with the ``weights`` of each row's tokens.
+        """Return a right-padded ``[N, T]`` batch on the learner's device.
 
-        The layout of packed rows is computed before the copy: the host need not wait for the device.
+        ``weights`` has the loss weight of a trained token of each row. The layout of packed rows is computed on the
+        host before the copy, which avoids a GPU sync.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
@@ -559,7 +559,7 @@ class Learner:
         return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> Tensor:
-        """Return log-probs ``[N, T]`` of a padded batch without dropout, 0 off the assistant mask."""
+        """Return log-probs ``[N, T]`` of a padded batch, without dropout; 0 outside of the assistant mask."""
         return self._policy_outputs(batch).get(keys.LOG_PROBS)
 
     @torch.no_grad()
@@ -576,7 +576,7 @@ class Learner:
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
-        """Return log-probs and entropies, ``[2, sum T_i]`` on the CPU; without dropout, 0 off the mask."""
+        """Return log-probs and entropies ``[2, sum T_i]`` on the CPU, without dropout; 0 off the assistant mask."""
 
         def both(batch: TensorDictBase) -> Tensor:
             outputs = self._policy_outputs(batch)
@@ -585,9 +585,9 @@ class Learner:
         return torch.cat(self._by_row(rows, both, 2)).T.contiguous()
 
     def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
-        """Return :meth:`measured`, and its log-probs in half precision minus those in float32, ``[sum T_i]``.
+        """Return (:meth:`measured`, half-precision log-probs minus float32 log-probs ``[sum T_i]``).
 
-        Half is bf16 where training is in float32; None where parameters are in half precision.
+        The half precision is bf16 if training is fp32. The second value is None if parameters are not float32.
         """
         measured, trained = self.measured(rows), self.settings.precision
         if not self.single:
@@ -603,7 +603,7 @@ class Learner:
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Compute in another precision than training does; layers are not compiled again for it."""
+        """Compute in ``precision`` instead of the training precision in a ``with`` block; layers are not recompiled."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)
@@ -620,9 +620,9 @@ class Learner:
         *width: int,
         weight: float | None = None,
     ) -> list[Tensor]:
-        """Return ``measure`` of padded batches, ``[N, T, *width]``, for each row: ``[T_i, *width]`` on the CPU.
+        """Apply ``measure`` (to ``[N, T, *width]``) to padded batches; return ``[T_i, *width]`` per row, on the CPU.
 
-        ``weight`` is the loss weight of each trained token; None: the batches have none.
+        ``weight`` is the loss weight of each trained token; None: the batches have no loss weights.
         """
         rows, positions = list(rows), range(len(rows))
         micros = self._cut(rows, positions, self.settings.scoring_tokens)
@@ -636,7 +636,7 @@ class Learner:
         measure: Callable[[TensorDictBase], Tensor],
         weight: float | None = None,
     ) -> dict[int, Tensor]:
-        """Return ``measure`` of these micro-batches, by the position of the row."""
+        """Apply ``measure`` to this rank's micro-batches; return {row index: values ``[T_i, ...]``} on the CPU."""
         chosen = [[rows[index] for index in micro] for micro, _ in micros]
         weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
         values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
@@ -650,7 +650,7 @@ class Learner:
     def _whole(
         self, local: Mapping[int, Tensor], positions: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
-        """Return the measures of all ranks for this rank's rows, of these positions and lengths in the whole."""
+        """Return the values of the rows ``places``, exchanged among the ranks; ``lengths`` are of all ranks' rows."""
         if self.ranks.size == 1:
             return [local[index] for index in range(len(positions))]
         flat = torch.zeros(sum(lengths), *width)
@@ -662,7 +662,7 @@ class Learner:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The sizes from which the policy's operations are counted."""
+        """The policy's sizes for counting FLOPs."""
         model = base_model(self.policy.model)
         config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
         tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
@@ -677,16 +677,16 @@ class Learner:
         )
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision of every forward pass, the reference's included."""
+        """Return the autocast context of every forward pass, including the reference's."""
         if self.settings.precision == "fp32":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
-        # its cache would hold a copy of every layer that FSDP2 gathers and gives back, until the pass ends
+        # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
 
 
 class Totals(NamedTuple):
-    """Sums over an optimizer step's passes, on the device, and the metric of :meth:`Learner._keep_top_entropy`."""
+    """Losses and mean diagnostics of an optimizer step, on the device, and the metric ``entropy_threshold``."""
 
     losses: dict[str, Tensor]
     means: dict[str, Tensor]
@@ -694,13 +694,13 @@ class Totals(NamedTuple):
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:
-    """Return the dropouts with a rate above 0."""
+    """Return the dropout modules of ``module`` with a rate above 0."""
     return [child for child in module.modules() if isinstance(child, nn.Dropout) and child.p > 0]
 
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Make every dropout of ``module`` the identity."""
+    """Set the rate of every dropout in ``module`` to 0 inside the ``with`` block."""
     rates = [(child, child.p) for child in dropouts(module)]
     for child, _ in rates:
         child.p = 0.0

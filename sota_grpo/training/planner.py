@@ -1,14 +1,14 @@
 """The plan of a training step: which rank computes which rows in which micro-batches.
 
-The plan (:class:`Planner`) follows from lengths and masks: optimizer steps, ranks and micro-batches. For four rows of
-two prompts, two ranks and one optimizer step, where a token of row ``i`` weighs ``1 / (4 |o_i|)`` (``sequence``)::
+:class:`Planner` splits the rows of a rollout batch, by lengths and masks, into optimizer steps, ranks (:class:`Share`)
+and micro-batches (:class:`Pass`). Four rows of two prompts, two ranks and one optimizer step; under the aggregation
+``sequence`` the loss weight of a token of row ``i`` is ``1 / (4 |o_i|)``::
 
-    rows            0 1 (prompt A)   2 3 (prompt B)
-    share of rank 0 rows 0 1         one pass [0, 1]
-    share of rank 1 rows 2 3         one pass [2, 3]
+    rows     0 1 (prompt A)   2 3 (prompt B)
+    rank 0   rows 0 1         one micro-batch [0, 1]
+    rank 1   rows 2 3         one micro-batch [2, 3]
 
-The plan of all ranks is made once, where the rows are, and each rank receives its own rows only. Their weights are part
-of the plan, because they depend on the whole optimizer step.
+The driver plans for all ranks, with loss weights (they depend on the whole step), and sends each rank its rows.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class LearnerSettings:
     """Settings of optimizer steps; most are options of the config (``optimizer``, ``train``).
 
     Args:
-        lr, weight_decay, betas, eps: AdamW; ``momentum`` is Muon's, of the gradients of matrices.
-        clip_grad_norm: largest gradient norm; 0 leaves the gradient as it is.
-        schedule: ``constant``, or ``linear`` or ``cosine`` to 0 at ``total_steps``; each after ``warmup_steps``.
+        lr, weight_decay, betas, eps: options of AdamW; Muon uses ``momentum`` for matrices.
+        clip_grad_norm: largest gradient norm; 0 disables clipping.
+        schedule: ``constant``, or ``linear`` or ``cosine`` decay to 0 at ``total_steps``; each after ``warmup_steps``.
         optim_batch_size: rows per optimizer step.
-        optim_groups: prompts per optimizer step instead, where groups differ in size; None: rows are counted.
+        optim_groups: prompt groups per optimizer step, for groups of different sizes; None: use ``optim_batch_size``.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
-        forward_tokens: the same of a pass without a gradient; None: ``micro_batch_tokens``.
-        top_entropy_quantile: share of the tokens of an optimizer step, those of highest entropy, that the surrogate
-            keeps; below 1 a forward pass before each optimizer step measures them.
-        entropy_target, entropy_coef_delta, entropy_coef_max: of
-            :func:`sota_grpo.functional.divergences.adapted_entropy_coef`; without a target the coefficient stays.
-        recompute: this learner recomputes the proximal log-probs before the first step on a batch.
-        precision: ``fp32``, ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
+        forward_tokens: packed tokens per forward pass without a backward pass; None: ``micro_batch_tokens``.
+        top_entropy_quantile: fraction of an optimizer step's tokens, those of highest entropy, that the surrogate is
+            computed on; below 1, a forward pass before each optimizer step measures the entropies.
+        entropy_target, entropy_coef_delta, entropy_coef_max: ``target``, ``delta`` and ``largest`` of
+            :func:`sota_grpo.functional.divergences.adapted_entropy_coef`; target None: the coefficient is constant.
+        recompute: this learner recomputes the proximal log-probs before the first optimizer step on a batch.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """
 
     lr: float
@@ -85,7 +85,7 @@ class LearnerSettings:
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
-    """Return the share of the peak learning rate at optimizer step ``step`` (0-based)."""
+    """Return the learning rate at optimizer step ``step`` (0-based) as a fraction of the peak."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -95,37 +95,37 @@ def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
 
 
 class Pass(NamedTuple):
-    """One micro-batch of an optimizer step."""
+    """One micro-batch of an optimizer step: its row indices, and whether it has a backward pass."""
 
-    rows: list[int]  # their positions
-    weights: list[float]  # of a trained token of each; all 0 where the rows only keep this rank in step with the others
-    learns: bool  # a backward pass follows
+    rows: list[int]  # indices
+    weights: list[float]  # loss weight per trained token of each row; all 0: filler, so that ranks run equally many
+    learns: bool  # forward and backward; False: forward only, for metrics
 
 
 class Share(NamedTuple):
-    """The work of one rank in a training step; the rows of its passes are positions in ``rows``."""
+    """One rank's rows and micro-batches of a training step; row indices refer to ``rows``."""
 
-    rows: RowTable  # of this rank, in the order of the whole
-    steps: list[list[Pass]]  # the passes of each optimizer step
-    scoring: list[tuple[list[int], bool]]  # micro-batches to score before the first step; False: only to keep in step
-    positions: list[int]  # the position of each of ``rows`` in the whole
-    lengths: list[int]  # tokens of every row of the whole
+    rows: RowTable  # this rank's rows, in the order of the whole batch
+    steps: list[list[Pass]]  # the micro-batches of each optimizer step
+    scoring: list[tuple[list[int], bool]]  # micro-batches whose log-probs are computed first; False: filler
+    positions: list[int]  # index of each of ``rows`` in the whole batch
+    lengths: list[int]  # number of tokens of every row of the whole batch
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner of training steps; equal planners plan equal rows alike."""
+    """Splits rows into optimizer steps, ranks and micro-batches; the same fields and rows give the same split."""
 
     settings: LearnerSettings
     seed: int  # of the learner
     num_ranks: int
-    shared_prompt: bool  # a prompt is computed once for its siblings of a micro-batch
-    advantage_only: bool  # rows without an advantage have no gradient
-    drops_out: bool  # adapters have dropout, so the first step's rows are scored without it
-    shape: ModelShape  # the cost of a row follows from it
+    shared_prompt: bool  # a micro-batch computes a prompt once for all of its responses
+    advantage_only: bool  # rows with advantage 0 have no gradient
+    drops_out: bool  # adapters have dropout: the first step's log-probs are computed without it first
+    shape: ModelShape  # model sizes, from which the FLOPs of a row follow
 
     def shares(self, table: RowTable, version: int) -> list[Share]:
-        """Return the share of each rank in the training step that follows ``version``."""
+        """Return each rank's rows and micro-batches for the training step that starts from weights ``version``."""
         settings = self.settings
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
@@ -140,7 +140,7 @@ class Planner:
         for step_micros, scored in zip(map(list, zip(*steps)), scoring):
             read = {index for step in step_micros for one in step for index in one.rows}
             positions = sorted(read.union(*(micro for micro, _ in scored)))
-            new = {position: index for index, position in enumerate(positions)}  # rows are counted anew
+            new = {position: index for index, position in enumerate(positions)}  # index in the rank's rows
             passes = [[one._replace(rows=[new[index] for index in one.rows]) for one in step] for step in step_micros]
             micros = [([new[index] for index in micro], real) for micro, real in scored]
             shares.append(Share(table.take(positions), passes, micros, positions, lengths))
@@ -149,9 +149,9 @@ class Planner:
     def mini_batches(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], epoch: int, version: int
     ) -> Iterator[list[int]]:
-        """Yield the rows of each optimizer step; the second and later epochs mix whole groups.
+        """Yield the row indices of each optimizer step; the second and later epochs shuffle whole groups.
 
-        A step whose size is no multiple of the groups' sizes cuts a group; under ``optim_groups`` none is cut.
+        ``optim_batch_size`` may split a group over two steps; ``optim_groups`` never does.
         """
         order = list(range(len(rows)))
         if epoch:
@@ -177,10 +177,10 @@ class Planner:
         *,
         keep_truncated: bool = False,
     ) -> list[list[Pass]]:
-        """Return each rank's passes over the rows ``batch`` of an optimizer step: those that learn come first.
+        """Return each rank's micro-batches for the rows ``batch`` of one optimizer step, those with a backward first.
 
-        Under ``advantage_only`` zero-advantage groups are only measured; a row of weight 0 is skipped. At least one row
-        learns: with a gradient of zeros, an optimizer with momentum moves.
+        Under ``advantage_only``, zero-advantage groups get a forward pass only; rows of weight 0 are skipped. If no row
+        has a gradient, one row still has a backward pass: the optimizer's momentum moves the weights on zeros too.
         """
         settings = self.settings
         chosen = [rows[index] for index in batch]
@@ -209,9 +209,9 @@ class Planner:
     def micro_batches(
         self, chosen: Sequence[int], prompts: Sequence[Prompt], token_budget: int
     ) -> list[list[tuple[list[int], bool]]]:
-        """Return each rank's micro-batches of the rows ``chosen``, and whether they count.
+        """Return each rank's micro-batches of the rows ``chosen``, as (row indices, False for a filler).
 
-        Ranks gather their layers together, so each makes as many passes as the busiest: the shortest row fills up.
+        Under FSDP all ranks must run equally many forward passes: ranks with fewer get fillers of the shortest row.
         """
         fitting = partial(filled, prompts, token_budget=token_budget, shared_prompt=self.shared_prompt)
         if self.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""A learner in other processes: a worker for each rank, and one facade over all of them in the driver."""
+"""A learner in other processes: a worker process per rank, and :class:`RemoteLearner`, their proxy in the driver."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 def _on_thread(
     method: Callable[Concatenate[LearnerWorker, P], Result],
 ) -> Callable[Concatenate[LearnerWorker, P], Future[Result]]:
-    """Run the method on the worker's thread: collectives must not overlap, and a CUDA device belongs to a thread."""
+    """Decorator: run the method on the worker's only thread, so that collectives never overlap; return its future."""
 
     @wraps(method)
     def submit(worker: LearnerWorker, *args: P.args, **by_name: P.kwargs) -> Future[Result]:
@@ -47,13 +47,13 @@ def _on_thread(
 
 
 class LearnerWorker:
-    """One rank of a :class:`~sota_grpo.training.learner.Learner`, as a worker (:mod:`sota_grpo.workers.base`).
+    """Worker (:mod:`sota_grpo.workers.base`) with one rank of a :class:`~sota_grpo.training.learner.Learner`.
 
-    It needs the same calls, in the same order, as the other ranks. Gathered values (states, weights) are rank 0's
-    answers and None on the others. In a collective it waits for every rank, until the deadline of the process group.
+    All ranks must receive the same calls in the same order. Rank 0 returns gathered values (states, weights); the other
+    ranks return None. A collective waits for every rank, at most for the timeout of the process group.
 
     Args:
-        make_learner: joins the other ranks and builds this rank's learner
+        make_learner: joins the process group and builds this rank's learner
             (:func:`sota_grpo.policy.sharding.join_ranks`, :func:`sota_grpo.policy.sharding.shard`).
     """
 
@@ -66,14 +66,14 @@ class LearnerWorker:
 
     @_on_thread
     def update(self, share: Share) -> dict[str, float | None]:
-        """:meth:`Learner.update_share`, with a random stream (adapters' dropout) for this step and this share."""
+        """Call :meth:`Learner.update_share` after seeding torch (dropout) by seed, version and data-parallel rank."""
         learner = self.learner
         torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
         return learner.update_share(share)
 
     @_on_thread
     def state_dict(self) -> StatePack | None:
-        """:meth:`Learner.state_dict`."""
+        """Return the learner's gathered state, packed into one buffer; None on ranks other than 0."""
 
         def whole(tensor: torch.Tensor) -> torch.Tensor | None:
             self._thread.progress()
@@ -84,32 +84,32 @@ class LearnerWorker:
 
     @_on_thread
     def load_state_dict(self, state: StatePack) -> None:
-        """:meth:`Learner.load_state_dict`; each of several ranks copies its own rows out of the pack."""
+        """Call :meth:`Learner.load_state_dict`; each of several ranks copies only its shard out of the pack."""
         self.learner.load_state_dict(state.state(views=self.learner.ranks.size > 1))
 
     def sees(self, path: str) -> None:
-        """Raise UserError unless this file of the driver exists here, in a folder that this process can write to."""
+        """Raise UserError unless the driver's file ``path`` exists here, in a folder that this process can write to."""
         folder = os.path.dirname(path)
         if not (os.path.isfile(path) and os.access(folder, os.W_OK)):
             raise UserError(
                 f"Rank {self.learner.ranks.rank} of the learner, on {platform.node()}, cannot write to {folder}, where "
-                "every rank writes its part of each checkpoint; set hydra.run.dir to a folder that all nodes share."
+                "every rank writes its shard of a checkpoint; set hydra.run.dir to a folder that all nodes share."
             )
 
     @_on_thread
     def begin_save(self, folder: str) -> Any:
-        """Begin to write this rank's shard of the state; return the values that are no tensors."""
+        """Start to write this rank's shard of the state in the background; return the state without its tensors."""
         return self._writer.begin(Path(folder), self.learner.state_dict(lambda tensor: tensor))
 
     def written(self) -> Future[tuple[str, str]]:
-        """:meth:`ShardWriter.written`."""
+        """Return a future of the last shard's file name and SHA-256."""
         return self._writer.written()
 
     @_on_thread
     def weights(
         self, base: bool, merged: bool, dtype: torch.dtype | None, index: int, most_bytes: int
     ) -> tuple[WeightPack, int] | None:
-        """Return a slice of the engines' weights (:func:`sota_grpo.policy.lora.weight_slices`), and their number."""
+        """Return (weights of slice ``index``, number of slices) of :func:`~sota_grpo.policy.lora.weight_slices`."""
         model, progress = self.learner.policy.model, self._thread.progress
         slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
         pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
@@ -117,44 +117,44 @@ class LearnerWorker:
 
     @_on_thread
     def adapter(self) -> WeightPack | None:
-        """Return the adapter alone, gathered."""
+        """Return the gathered LoRA adapter; None on ranks other than 0."""
         pack = adapter_pack(self.learner.policy.model)
         return pack if self.learner.ranks.leads else None
 
     @_on_thread
     def export_hf(self, folder: str) -> None:
-        """:meth:`Learner.export_hf`."""
+        """Save model and tokenizer in Hugging Face format to ``folder``."""
         self.learner.export_hf(Path(folder), self._thread.progress)
 
     @_on_thread
     def run_method(self, method: str, *args: Any) -> Any:
-        """Any other method of the learner."""
+        """Return ``learner.<method>(*args)``."""
         return getattr(self.learner, method)(*args)
 
     def ping(self) -> float:
-        """Seconds since the last forward pass, gathered weight or written slice of what is running; 0 when idle."""
+        """Return the seconds since the running call last made progress (a forward pass, a tensor); 0 when idle."""
         return max(self._thread.silent_s(), self._writer.silent_s())
 
     def close(self) -> None:
-        """End after what is queued."""
+        """Finish the queued calls and writes, then end the threads."""
         self._thread.close()
         self._writer.close()
 
 
-_PACK_BYTES = 256 << 20  # of the weights that rank 0 packs at once
+_PACK_BYTES = 256 << 20  # size of the slices in which rank 0 packs weights
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
 
 
 class LearnerDied(RunFailed):
-    """A rank of the learner died or hangs, so none can continue; the message names it and the cause."""
+    """A learner rank died or hangs, so training cannot continue; the message has the rank and the cause."""
 
 
-_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # the full tokens contain them
+_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the columns that a learner reads, which no row may lack: no text, no copies, no terms of the reward."""
+    """Return only the columns that a learner reads: no text, copies, reward terms. ValueError if a row lacks one."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -166,7 +166,7 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
 
 
 def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """Call the method on every rank and return rank 0's answer; rows travel as one table."""
+    """Make a method that calls the learner's on every rank and returns rank 0's result; rows are sent as a table."""
 
     def call(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
@@ -179,16 +179,16 @@ def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Con
 
 
 class _Pings:
-    """The last ping of each rank: one that does not answer delays no ping of the others."""
+    """Pings every rank repeatedly; an unanswered ping does not delay those of the other ranks."""
 
     def __init__(self, workers: Sequence[Worker], pause_s: float):
         self._workers, self._pause_s, self._pinged_s = workers, pause_s, float("-inf")
-        self._last: dict[int, tuple[Future[Any], float]] = {}  # and when it was sent
+        self._last: dict[int, tuple[Future[Any], float]] = {}  # rank: (last ping, when it was sent)
 
     def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """Return the seconds since each unanswered ping, and the answers of the other ranks.
+        """Return {rank: seconds since its unanswered ping} and {rank: answered ping}.
 
-        Those are pinged again, at most every ``pause_s``.
+        Ranks that answered are pinged again, at most every ``pause_s``.
         """
         now_s = time.monotonic()
         answered = {index: ping for index, (ping, _) in self._last.items() if ping.done()}
@@ -202,20 +202,19 @@ class _Pings:
 
 
 class RemoteLearner:
-    """:class:`~sota_grpo.training.learner.Learner` over the ranks of ``workers``, for loop, gate and checkpoints.
+    """Proxy with the interface of :class:`~sota_grpo.training.learner.Learner` over the rank processes ``workers``.
 
-    Calls may come from any thread; every rank gets every call, in one order, because collectives must match, and rank 0
-    answers. When a rank dies, or shows no progress for ``silence_s``, the others would wait for it for ever: all are
-    killed, and waiting threads raise :class:`LearnerDied`. An exception that all ranks survive is raised as it is.
+    Thread-safe. Every call goes to all ranks, in one order, because collectives must match, and returns rank 0's
+    result. If a rank dies or makes no progress for ``silence_s``, all ranks are killed, and every pending call raises
+    :class:`LearnerDied`. If all ranks have answered, the exception of a rank is raised unchanged.
 
     Args:
-        workers: one per rank, in the order of the ranks; each runs a
-            :class:`sota_grpo.training.remote_learner.LearnerWorker`.
-        settings: those of the ranks' learners.
-        share: makes a large argument travel once, as :meth:`sota_grpo.workers.base.Launcher.share` does.
-        silence_s: longest time without progress: one micro-batch, or one optimizer step, or one gathered state.
-        start_silence_s: the same while ranks start (:class:`sota_grpo.workers.base.Start`).
-        grace_s: after one rank's exception, how long the others may take to answer.
+        workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.
+        settings: settings of the ranks' learners.
+        share: stores a large argument once for all ranks (:meth:`sota_grpo.workers.base.Launcher.share`).
+        silence_s: longest time without progress; more than a micro-batch, an optimizer update or a gathered tensor.
+        start_silence_s: longest time without progress while ranks start (:class:`sota_grpo.workers.base.Start`).
+        grace_s: how long the other ranks may take to answer after one rank raised.
     """
 
     def __init__(
@@ -235,15 +234,15 @@ class RemoteLearner:
         self._planner: Planner | None = None
         self._order = threading.Lock()
         self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        self._pings = _Pings(self.workers, self._look_pause_s)  # of poll()
+        self._pings = _Pings(self.workers, self._look_pause_s)  # for poll()
         self._ending = threading.Lock()
         self._died: LearnerDied | None = None
 
     def wait_ready(self) -> None:
-        """Return when every rank has built its learner; the first call does this by itself.
+        """Wait until every rank has built its learner; other methods call this first.
 
         Raises:
-            LearnerDied: one failed, or the starting ranks were idle for too long.
+            LearnerDied: a rank failed to start, or starting ranks made no progress for ``start_silence_s``.
         """
         if self._ready:
             return
@@ -271,28 +270,28 @@ class RemoteLearner:
         self._ready = True
 
     def poll(self) -> None:
-        """Check that every rank is alive, while something else is waited for.
+        """Check that every rank is alive; for a thread that waits for something else.
 
         Raises:
-            LearnerDied: a rank died, or was silent for ``silence_s``.
+            LearnerDied: a rank died, or made no progress for ``silence_s``.
         """
         self._look(self._pings)
 
     def _look(self, pings: _Pings) -> None:
-        """Kill all ranks if one is dead, or was silent for ``silence_s``."""
+        """Kill all ranks if one died or made no progress for ``silence_s``."""
         mute, answered = pings.look()
         for index, answer in answered.items():
             if error := answer.exception():
                 self._die(index, str(error), error)
         stuck = {index: ping.result() for index, ping in answered.items()}
         if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
-            # the ranks that wait for a stopped one are stuck too, but they answer
+            # ranks that wait for a stopped rank make no progress either, but they answer pings
             suspects = mute or stuck
             what = "does not answer" if mute else "makes no progress"
-            self._die(max(suspects, key=suspects.__getitem__), f"it {what}, for {self._silence_s:g} s")
+            self._die(max(suspects, key=suspects.__getitem__), f"it {what} for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """:meth:`Learner.update`, timed here; the driver plans it and sends each rank its own rows."""
+        """Do a training step: split the rows, send each rank its own, return the metrics of :meth:`Learner.update`."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("run_method", "step_planner")
@@ -303,21 +302,21 @@ class RemoteLearner:
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """:meth:`Learner.state_dict`."""
+        """Return the gathered :meth:`Learner.state_dict`."""
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:
         """Raise UserError unless every rank can write its shard of a checkpoint below ``folder``."""
-        ending = f".{secrets.token_hex(6)}.tmp"  # that of leftovers, if this process is killed here
+        ending = f".{secrets.token_hex(6)}.tmp"  # deleted as a leftover if this process is killed here
         with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
             self._call("sees", probe.name)
 
     def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
-        """Return the state without its tensors, which every rank begins to write to ``folder`` while training."""
+        """Return (state without tensors, the ranks' files); every rank starts to write its tensors to ``folder``."""
         return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:
-        """Return the SHA-256 of each rank's file when all are written; raises the error of one that failed."""
+        """Wait for every rank's file; return {file name: SHA-256}, or raise the error of a failed write."""
         answers = [worker.call("written") for worker in self.workers]
         while pending := [answer for answer in answers if not answer.done()]:
             self._wait(pending)
@@ -327,12 +326,12 @@ class RemoteLearner:
         return dict(answer.result() for answer in answers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """:meth:`Learner.load_state_dict`; the state may be of any number of ranks, in memory or in files."""
+        """Restore a :meth:`state_dict`, saved with any number of ranks; its tensors may be in memory or in files."""
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
     def weights(self, *, base: bool = True, merged: bool = True, dtype: torch.dtype | None = None) -> WeightPack:
-        """Return the engines' weights (:func:`sota_grpo.policy.lora.engine_weights`), which rank 0 packs in slices."""
+        """Return the weights for engines (:func:`sota_grpo.policy.lora.engine_weights`), gathered slice by slice."""
         packs: list[WeightPack] = []
         count = 1
         while len(packs) < count:
@@ -341,7 +340,7 @@ class RemoteLearner:
         return WeightPack(tuple(buffer for pack in packs for buffer in pack.buffers))
 
     def adapter(self) -> WeightPack:
-        """Return the adapter alone."""
+        """Return the LoRA adapter."""
         return self._call("adapter")
 
     measured = _on_each_rank(Learner.measured)
@@ -355,24 +354,24 @@ class RemoteLearner:
     give_back = _on_each_rank(Learner.give_back)
 
     def export_hf(self, folder: Path) -> None:
-        """:meth:`Learner.export_hf`, on the machine of rank 0."""
+        """Save model and tokenizer in Hugging Face format to ``folder``, on the machine of rank 0."""
         self._call("export_hf", str(folder))
 
     def close(self) -> None:
-        """End every rank at once; idempotent."""
+        """Kill all rank processes without waiting for running calls; idempotent."""
         for worker in self.workers:
             worker.kill()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """:meth:`_call_with` with the same arguments."""
+        """Call ``method`` with these arguments on every rank; see :meth:`_call_each`."""
         return self._call_with(method, [args] * len(self.workers))
 
     def _call_with(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
-        """Call every rank with arguments of its own; return rank 0's answer when all have answered.
+        """Call ``method`` on rank ``i`` with ``args[i]``; wait for all ranks and return rank 0's result.
 
         Raises:
-            LearnerDied: a rank died or hangs, or failed where the others wait for it.
-            Exception: what rank 0 raised, else the first other rank that raised, when all ranks have answered.
+            LearnerDied: a rank died or hangs, or raised while other ranks waited for it.
+            Exception: the error of the lowest rank that raised, if all ranks have answered.
         """
         self.wait_ready()
         with self._order:
@@ -391,7 +390,7 @@ class RemoteLearner:
         raise next(error for error in errors.values() if error)
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
-        """Return when all have answered or one has failed; every rank is pinged for progress meanwhile."""
+        """Wait until all have answered or one has failed; ping every rank for progress meanwhile."""
         pings = _Pings(self.workers, self._look_pause_s)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
@@ -399,11 +398,11 @@ class RemoteLearner:
             self._look(pings)
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
-        """Kill all ranks; other threads, which then see killed ranks, raise the first failure too."""
+        """Kill all ranks and raise LearnerDied; other threads then raise the same first failure."""
         with self._ending:
             if self._died is None:
                 self._died = LearnerDied(
-                    f"The learner ended, because its rank {index} ({self.workers[index].name}) failed: {what}; "
+                    f"The learner stopped: its rank {index} ({self.workers[index].name}) failed: {what}; "
                     "train.resume=auto continues from the last checkpoint."
                 )
                 self._died.__cause__ = cause

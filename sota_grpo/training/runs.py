@@ -1,4 +1,4 @@
-"""Run directories: the signature of a run, its state, and the run that a resumed command continues."""
+"""Run directories: the config digest of a run, its lock and record, and the choice of the run to resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.rl.custom_objectives import IN_FILES, file_reference
 from sota_grpo.untrusted import require_plain
 
-#: Sections and options that a resumed run may change: they do not change what is computed.
+#: Config sections and options that a resumed run may change, because they do not affect results.
 FREE_SECTIONS = ("logging", "ray")
 ROLES = ("train_model", "inference_model", "ref_model")
 FREE_OPTIONS = (
@@ -59,18 +59,18 @@ FREE_OPTIONS = (
 )
 FILES = ("env.dataset_path", "env.eval_path", "reward.path")
 _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
-# Folders that Hydra names by the clock, DATE/TIME: only these have neighbours to look at. A run of a sweep has none:
-# a sweep is continued as a whole (sota_grpo/sweeps.py).
+# Hydra's default folders DATE/TIME: only next to these is a run to resume looked for. Sweeps resume as a whole
+# (sota_grpo/sweeps.py).
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
 _ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
 _TRIES = 5
 
 
 def signature(config: Mapping[str, Any]) -> str:
-    """Return the digest of everything in ``config`` that changes what a step computes.
+    """Return a digest of all options that affect results.
 
-    A file counts by its content, the engine by the name that ``auto`` has here, and the length of the run only where
-    the learning rate depends on it.
+    Files count by their content, ``engine.name=auto`` as the engine chosen on this machine, and the length of the run
+    only if the learning-rate schedule depends on it.
     """
     contents = {name: _content(name, value) for name, value in _counted(config).items()}
     if contents.get("optimizer.schedule") == "constant":
@@ -83,13 +83,13 @@ def signature(config: Mapping[str, Any]) -> str:
 
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, by dotted name, that a resumed run may not change."""
+    """Return {dotted name: value} of the options that a resumed run may not change."""
     free = {*FREE_SECTIONS, *FREE_OPTIONS}
     return {name: value for name, value in flat(config).items() if free.isdisjoint((name, name.partition(".")[0]))}
 
 
 def _content(name: str, value: Any) -> Any:
-    """Return the digest of the file that an option names, with the name of what it defines; else the value."""
+    """Return the digest of the file in ``value`` (FILE.py:NAME: [digest, NAME]), or ``value`` if it is no file."""
     if isinstance(value, list):
         return [_content(name, item) for item in value]
     entry = _ENTRY.fullmatch(name)
@@ -107,17 +107,17 @@ def _content(name: str, value: Any) -> Any:
 
 
 class RunRefused(UserError):
-    """The directory is that of another run, or another process uses it: nothing was written there."""
+    """The directory has another run, or another process uses it; nothing was written to it."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run directory, locked by this process until :meth:`close` or its death.
+    """A run directory, locked by this process until :meth:`close` or the end of the process.
 
     Attributes:
         path: the directory.
-        resumed: a run was started here before.
+        resumed: the directory already has a run.
         finished: that run has done all requested steps.
-        shorter: the steps that it was started for, where more are requested now.
+        shorter: number of steps of that run, if more are requested now; else None.
     """
 
     def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
@@ -133,22 +133,22 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Raise RunRefused unless a resumed run has the models that it was started with.
+        """Raise RunRefused if the model files differ from those that the run was started with.
 
-        ``digests`` are by option, ``model.name`` and ``ref_model.name``; None: not known.
+        ``digests`` maps the options ``model.name`` and ``ref_model.name`` to digests of their files; None: not known.
         """
         before = (read_record(self.path) or {}).get("models")
         for option, digest in digests.items():
             then = before.get(option) if isinstance(before, dict) else None
             if None not in (then, digest) and then != digest:
                 raise RunRefused(
-                    f"The run in {self.path} was started with other files of {option}: its digest was {then} and is "
-                    f"{digest}; give it back its model, or start another run ({_ELSEWHERE})."
+                    f"The run in {self.path} was started with other files of {option} (digest {then}, now {digest}); "
+                    f"restore the model's files, or start another run ({_ELSEWHERE})."
                 )
         self._row["models"] = dict(digests)
 
     def start(self, config_yaml: str) -> None:
-        """Record that the run trains from here on; called right before the first step."""
+        """Write the config and record that the run has started; call this right before the first step."""
         self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
@@ -173,16 +173,16 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
-    """Return the locked directory of this command's run.
+    """Choose, lock and return the run directory of this command.
 
-    ``resume=None`` starts in ``run_dir``. ``auto`` continues ``run_dir`` when it holds a run; else, of the unfinished
-    runs of the same config next to it (``outputs/DATE/TIME``) without a process, the one that saved a checkpoint last;
-    else it starts in ``run_dir``. Anything else is the path of the run to continue, which may become longer, with its
-    learning rate's schedule.
+    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else the
+    unfinished run of the same config in ``outputs/DATE/TIME`` that no process uses and whose checkpoint is newest; else
+    it starts a run in ``run_dir``. Any other value is the path of the run to continue. A continued run may get more
+    steps, which stretches its learning-rate schedule.
 
     Raises:
-        RunRefused: the directory already holds a run or has a process, or the run to continue is missing or has another
-            config.
+        RunRefused: the directory already has a run or is used by a process, or the run to continue is missing or has
+            another config.
     """
     digest, passed = signature(config), config.get("passed")
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
@@ -210,7 +210,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:
-    """Raise the errors of :func:`open_run` that need no config; nothing is written."""
+    """Do the checks of :func:`open_run` that need no config, and raise RunRefused; write nothing."""
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
@@ -225,7 +225,7 @@ def _require_run(path: Path, resume: str) -> None:
 
 
 def _is_busy(path: Path) -> str:
-    return f"Another process is at work in {path}; stop it first or {_ELSEWHERE}."
+    return f"Another process uses {path}; stop it first or {_ELSEWHERE}."
 
 
 def _holds_a_run(path: Path) -> str:
@@ -233,7 +233,7 @@ def _holds_a_run(path: Path) -> str:
 
 
 def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
-    """Return why this command cannot use ``path``, which is locked."""
+    """Return why this command cannot use the locked directory ``path``; None if it can."""
     record = read_record(path)
     if record is None:
         return None
@@ -246,15 +246,15 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         old, new = map(_counted, (before, config))
         names = [name for name, value in new.items() if name in old and old[name] != value]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        differs = ", ".join(names[:3]) + more if names else "a file that it names, or what was passed, is another"
+        differs = ", ".join(names[:3]) + more if names else "the content of a file, or a Python input"
         return (
-            f"The run in {path} was started with another config: {differs}; give the same options as then "
-            f"({path / CONFIG_FILE})."
+            f"The run in {path} was started with another config. Different: {differs}. Give the options of "
+            f"{path / CONFIG_FILE}, or {_ELSEWHERE}."
         )
     if record["num_steps"] > num_steps:
         return (
-            f"The run in {path} was started for {record['num_steps']} steps and this command has {num_steps}; "
-            "train.total_dialog_turns can grow, not shrink."
+            f"The run in {path} was started for {record['num_steps']} steps, but this command sets {num_steps}; "
+            "train.total_dialog_turns of a resumed run can be raised, not lowered."
         )
     return None
 
@@ -275,14 +275,14 @@ def _newest_sibling(run_dir: Path, digest: str, num_steps: int, passed: Any) -> 
 
 
 def _is_resumable(path: Path, digest: str, num_steps: int) -> bool:
-    """Whether ``path`` holds an unfinished run of this command."""
+    """Return whether ``path`` has an unfinished run that this command can continue."""
     record = read_record(path) or {}
     same = record.get("signature") == digest and record["num_steps"] <= num_steps
     return same and not record["finished"] and os.access(path, os.W_OK)
 
 
 def _age(path: Path) -> tuple[float, float]:
-    """Return when the run last saved a checkpoint (0: never), and when it was started."""
+    """Return (time of the last checkpoint or 0, time of the start), in seconds since the epoch."""
     from sota_grpo.training.checkpoint import CheckpointStore  # brings torch
 
     def modified(path: Path) -> float:
@@ -296,11 +296,11 @@ def _age(path: Path) -> tuple[float, float]:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """Return the open lock file of ``path``, or None while another process has it; it ends with the process."""
+    """Lock ``path`` until this process ends; return the open lock file, or None if another process has the lock."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK_FILE).open("ab")
-        for _ in range(_TRIES):  # `is_held` takes it for an instant
+        for _ in range(_TRIES):  # `is_held` holds the lock for an instant
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.register_at_fork(after_in_child=file.close)  # a worker must not keep the lock of a killed run
@@ -313,12 +313,12 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """Return the error for a run directory that cannot be written."""
+    """Return a UserError: the run directory ``path`` cannot be written, because of ``error``."""
     return UserError(f"The run directory {path} cannot be written ({error.strerror}); set hydra.run.dir.")
 
 
 def drop_empty(fresh: Path) -> None:
-    """Remove a directory without files that was made for a command, and empty DATE folders above it."""
+    """Remove the directory of a command if it has no files but ``.hydra``, and DATE folders that are then empty."""
     if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
         return
     shutil.rmtree(fresh, ignore_errors=True)  # a link stays

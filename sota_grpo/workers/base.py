@@ -1,7 +1,7 @@
-"""Workers, in a thread, a process or a Ray actor: their contract, their host, and how they start.
+"""Interfaces of workers, which run in a thread, a process or a Ray actor: handle, host, launcher and start-up timer.
 
-A worker is an object whose methods are called from elsewhere; a :class:`Host` constructs it and calls them, and a
-:class:`Worker` is its owner's handle. Imports no torch: a process that grades has none.
+A worker is an object that other threads or processes call. A :class:`Host` constructs it and calls its methods; the
+caller has a :class:`Worker` handle. This module does not import torch, which processes that grade do not have.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from sota_grpo.errors import RunFailed
 
 Result = TypeVar("Result")
 Unpack = Callable[[], tuple[Any, ...]]
-IDLE_METHOD = "__idle_s__"  # answered by every host, at once, while its worker is being constructed too
-_SILENCES = 12  # a start that never falls silent is given up after so many times the longest silence
-_BUSY = 0.05  # share of one core, below which a process waits (an idle Ray actor takes 0.01)
-_MOVED = 1 << 20  # bytes read and written in a second, above which it loads
+IDLE_METHOD = "__idle_s__"  # method name; every host returns its idle time at once, also during construction
+_SILENCES = 12  # a start that is always busy fails after so many times its limit
+_BUSY = 0.05  # cores; a process that uses less is idle (an idle Ray actor uses 0.01)
+_MOVED = 1 << 20  # bytes per second; a process that reads and writes more is busy
 _SHORTEST_LOOK_S = 0.05
 
 
 def pending_future() -> Future[Any]:
-    """A pending future that its reader cannot cancel."""
+    """Return a pending future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
-    """Set what ``compute()`` returns or raises as the result of ``future``.
+    """Call ``compute()`` and set its result or exception on ``future``.
 
     >>> future = pending_future()
     >>> resolve(future, lambda: 1 / 0)
@@ -59,34 +59,34 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
 
 
 class WorkerDied(RunFailed, RuntimeError):
-    """A worker is gone, hangs, or cannot continue; the message names it and the cause."""
+    """A worker died, hangs or cannot continue; the message has its name and the cause."""
 
 
 class WorkerLate(RunFailed, TimeoutError):
-    """No worker answered in time, and replacing the late ones did not help; the message names them."""
+    """No worker, nor any replacement, answered a broadcast in time; the message has their names."""
 
 
 class ConstructionFailed(WorkerDied):
-    """The worker's factory raised; another try would most likely raise again."""
+    """The worker's factory raised; a second try would most likely raise again."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How a worker is made: ``factory(**options)``, called once in its own process.
+    """How a worker is constructed: ``factory(**options)``, called once in the worker's process.
 
-    :meth:`Worker.call` may name its public methods, which are called one after the other. A method that takes long
-    returns a :class:`concurrent.futures.Future`, or holds up the others. Some names have a meaning:
+    :meth:`Worker.call` may call its public methods, one after the other. A slow method should return a
+    :class:`concurrent.futures.Future`, else later calls wait for it. These methods are optional:
 
-    - ``ping()`` returns the seconds for which the worker has had work and made no progress (0 when idle). It is called
-      on another thread while a method runs. Without it, the time of the running method counts.
-    - ``advance()`` is called whenever no call waits, until it returns False: a step of what the worker has in flight.
-    - ``close()`` frees what the worker holds.
+    - ``ping()`` returns for how many seconds the worker has had work without making progress (0 when idle). It is
+      called on another thread while a method runs. Default: the time for which the running method has run.
+    - ``advance()`` does a step of the work in progress. It is called while no call waits, until it returns False.
+    - ``close()`` frees resources.
 
-    A worker that cannot continue fails its futures with :class:`WorkerDied`.
+    A worker that cannot continue must fail its futures with :class:`WorkerDied`.
 
     Args:
-        factory: ``"package.module:function"``, imported there.
-        options: keyword arguments, picklable.
+        factory: ``"package.module:function"``, imported in the worker's process.
+        options: picklable keyword arguments of the factory.
     """
 
     factory: str
@@ -94,13 +94,12 @@ class WorkerSpec:
 
 
 class Worker(Protocol):
-    """The owner's handle of a worker in a thread, a process or a Ray actor.
+    """Handle with which the caller uses a worker in a thread, a process or a Ray actor.
 
-    ``call`` returns at once; its future has the method's result (or, where the method returned a future, that one's),
-    the method's exception, or :class:`WorkerDied`. Calls are started in the order given. The worker is constructed
-    while earlier calls wait; when its construction fails, every call fails with :class:`WorkerDied` and the cause.
-    ``kill`` ends the process at once (SIGKILL, stopped processes included), is idempotent, and fails pending calls
-    with :class:`WorkerDied`.
+    ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
+    of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
+    Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
+    ``kill`` ends the process at once (SIGKILL, stopped processes included), fails pending calls, and is idempotent.
     """
 
     name: str
@@ -111,10 +110,10 @@ class Worker(Protocol):
 
 
 class Launcher:
-    """Starts workers of one kind, and shares large values with them.
+    """Base class: starts workers as threads, processes or Ray actors, and shares large values with them.
 
     Attributes:
-        start: ``start(name, spec, **placement)``; each launcher documents its placement.
+        start: ``start(name, spec, **placement)`` returns a worker; each subclass documents its placement.
     """
 
     start: Callable[..., Worker]
@@ -123,11 +122,11 @@ class Launcher:
         self._workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def share(self, value: Any) -> Any:
-        """A handle that may be given to ``call`` in place of ``value`` and is sent to every worker once."""
+        """Return a handle to pass to ``call`` instead of ``value``; makes sending it to many workers cheap."""
         return value
 
     def close(self) -> None:
-        """End every worker that is left; idempotent."""
+        """Kill all running workers; idempotent."""
         for worker in list(self._workers):
             worker.kill()
 
@@ -135,13 +134,15 @@ class Launcher:
 def starter(
     launcher: Launcher, role: str, spec: WorkerSpec, placements: Sequence[Mapping[str, Any]] = ()
 ) -> Callable[[int], Worker]:
-    """The ``start`` of a fleet: names are ``role-0``, and ``role-0.1`` for the first replacement in that slot.
+    """Return a function that starts a worker for a slot number, as :class:`~.fleet.Fleet` needs it.
+
+    The worker of slot 0 is named ``role-0``, its first replacement ``role-0.1``.
 
     Args:
-        launcher: of every worker.
+        launcher: starts every worker.
         role: first part of the names.
-        spec: what each runs.
-        placements: of slot 0, 1, ...: keywords of the launcher's ``start``; empty when it needs none.
+        spec: constructs every worker.
+        placements: keyword arguments of ``launcher.start`` for slot 0, 1, ...; empty: no arguments.
     """
     starts: dict[int, int] = {}
 
@@ -154,17 +155,16 @@ def starter(
 
 
 class JobQueue:
-    """Functions that one thread calls in their order.
+    """A FIFO executor with one thread: functions are submitted from any thread and called in order.
 
-    Contract. Consumes: functions, from any thread. Produces: their results; of a function that returns a future, the
-    future's. Waits for: the next function. A function that never returns holds up the others, and :meth:`silent_s`
-    grows.
+    :meth:`submit` returns a future of the function's result; if the function returns a future, of that future's
+    result. A function that never returns blocks the later ones, and :meth:`silent_s` grows.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
-    advance: Callable[[], bool] = staticmethod(lambda: False)  # called while no function waits, until it is False
+    advance: Callable[[], bool] = staticmethod(lambda: False)  # called while the queue is empty, until it returns False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -173,22 +173,22 @@ class JobQueue:
         self._since: float | None = None
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Queue ``function(*args)``."""
+        """Queue ``function(*args)``; return a future of its result."""
         future = pending_future()
         self._jobs.put((partial(function, *args), lambda done: resolve(future, done.result)))
         return future
 
     def progress(self) -> None:
-        """Called by the running function whenever a part of it is done: :meth:`silent_s` starts anew."""
+        """Reset :meth:`silent_s` to 0; the running function calls this when it makes progress."""
         self._since = time.monotonic()
 
     def silent_s(self) -> float:
-        """Seconds for which the running function has made no progress; 0 when none runs."""
+        """Return the seconds since the running function last made progress; 0 if no function runs."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     def serve(self) -> None:
-        """Call what comes, on this thread, until :meth:`close`."""
+        """Call queued functions on the calling thread until :meth:`close`."""
         is_busy = False
         while True:
             if is_busy and self._jobs.empty():
@@ -207,18 +207,18 @@ class JobQueue:
                 del done, result, function, answer, job  # which may be large
 
     def serve_on_thread(self) -> threading.Thread:
-        """Run :meth:`serve` on a daemon thread, which does not keep the process alive."""
+        """Run :meth:`serve` on a new daemon thread, and return the thread."""
         thread = threading.Thread(target=self.serve, name=self.name, daemon=True)
         thread.start()
         return thread
 
     def close(self) -> None:
-        """End :meth:`serve` after what is queued."""
+        """Let :meth:`serve` return after it has called the queued functions."""
         self._jobs.put(None)
 
 
 class WorkerThread(JobQueue):
-    """A :class:`JobQueue` that is served from the start.
+    """A :class:`JobQueue` that starts its own thread.
 
     >>> thread = WorkerThread("adder")
     >>> thread.submit(lambda a, b: a + b, 2, 3).result(), thread.silent_s()
@@ -232,15 +232,15 @@ class WorkerThread(JobQueue):
 
 
 class Host(JobQueue):
-    """Constructs a worker, then calls its methods in the order given, on the thread that runs :meth:`serve`.
+    """Constructs a worker and calls its methods in order, all on the thread that runs :meth:`serve`.
 
-    A worker whose construction raises leaves a host that answers every call with :class:`ConstructionFailed`. The call
-    ``"__idle_s__"`` (for how long this process has done nothing) is answered at once, during the construction too.
-    :meth:`close` closes the worker after the calls that are queued.
+    If the construction raises, every call fails with :class:`ConstructionFailed`. The call ``"__idle_s__"`` returns at
+    once, also during the construction, for how many seconds this process has been idle. :meth:`close` closes the
+    worker after the queued calls.
 
     Args:
-        name: of the worker, for messages.
-        unpack_spec: gives what to construct; called on that thread, and what it raises is a failed construction.
+        name: name of the worker in messages.
+        unpack_spec: returns the worker's spec; called on that thread, where an exception is a failed construction.
 
     >>> host, answers = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2})), queue.SimpleQueue()
     >>> host.post("total", tuple, lambda *answer: answers.put(answer))  # waits: nothing is constructed yet
@@ -257,10 +257,10 @@ class Host(JobQueue):
         self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
-        """Queue ``method(*unpack())`` and have ``answer(True, result)`` or ``answer(False, exception)`` called.
+        """Queue ``method(*unpack())``; ``answer(True, result)`` or ``answer(False, exception)`` is called afterwards.
 
-        Unpacking imports the modules of the arguments' classes. It happens on the thread that constructed the worker,
-        because two threads that import parts of one package at once may see half of a module.
+        ``unpack`` runs on the thread that constructed the worker: it imports the modules of the arguments' classes, and
+        concurrent imports of one package may see a partly initialized module.
         """
         if method == IDLE_METHOD:
             answer(True, self._activity.idle_s())
@@ -285,7 +285,7 @@ class Host(JobQueue):
             worker = getattr(import_module(module), function)(**spec.options)
             self.advance = getattr(worker, "advance", self.advance)
             return worker
-        except BaseException as error:  # SystemExit of a command-line library included: it is for the caller to report
+        except BaseException as error:  # including SystemExit of a command-line library: the caller reports it
             refusal = ConstructionFailed(f"{self.name} could not be constructed: {type(error).__name__}: {error}")
             refusal.add_note("".join(traceback.format_exception(error)).rstrip())
         raise refusal  # outside of the handler: the error's frames would keep the worker's memory
@@ -295,7 +295,7 @@ class Host(JobQueue):
         if method.startswith("_"):
             raise AttributeError(f"{type(worker).__name__}.{method} is private and cannot be called from outside")
         if method == "ping" and not hasattr(worker, "ping"):
-            return 0.0  # it waited for the construction
+            return 0.0  # this ping waited for the construction
         return getattr(worker, method)(*unpack())
 
     def _reply(self, answer: Callable[[bool, Any], object], done: Future[Any]) -> None:
@@ -304,11 +304,10 @@ class Host(JobQueue):
 
 
 class Activity:
-    """Whether this process and those that it has started do something: compute, read or write.
+    """Measures for how long this process and its descendants have been idle: no CPU time, no reads or writes.
 
-    Loading a model, compiling it and capturing graphs are calls into other libraries, most of which say nothing for
-    minutes; but none of them does nothing. What waits for a lock, for the network or for another rank does nothing, and
-    so does what hangs; a thread that waits by spinning looks busy. Elsewhere than on Linux only processor time is seen.
+    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but are not idle. Hanging
+    and waiting (for a lock, the network, a rank) are, unless by spinning. Only Linux counts reads and writes.
 
     >>> activity = Activity()
     >>> activity.idle_s()
@@ -321,7 +320,7 @@ class Activity:
         self._seen: dict[int, tuple[float, int]] | None = None
 
     def idle_s(self) -> float:
-        """Seconds since the look at which it was last busy, compared with the look before; 0 at the first."""
+        """Return the seconds since a call found activity since the call before; 0 at the first call."""
         with self._lock:
             now = time.monotonic()
             elapsed_s = now - self._looked_at
@@ -339,37 +338,37 @@ class Activity:
 
 
 def _used() -> dict[int, tuple[float, int]]:
-    """Processor seconds, and bytes read and written by calls and from storage into mapped files, by process."""
+    """Return {pid: (CPU seconds, bytes read and written, mapped files included)} of this process and descendants."""
     this_process, used = psutil.Process(), {}
     for process in (this_process, *descendants()):
-        with suppress(psutil.Error):  # it has ended, or may not be looked into
+        with suppress(psutil.Error):  # it has ended, or access is denied
             times = process.cpu_times()  # in steps of 10 ms
             cpu_s = time.process_time() if process.pid == this_process.pid else times.user + times.system
             used[process.pid] = cpu_s, 0
             if psutil.LINUX:
-                with suppress(OSError, RuntimeError, ValueError):  # a kernel that does not count them, a file torn off
+                with suppress(OSError, RuntimeError, ValueError):  # the kernel does not count them, or a truncated file
                     counts = process.io_counters()
                     used[process.pid] = cpu_s, counts.read_chars + counts.write_chars + counts.read_bytes
     return used
 
 
 def descendants() -> list[psutil.Process]:
-    """The children of this process, theirs, and so on.
+    """Return all child processes of this process, recursively.
 
-    ``psutil.Process.children`` fails where /proc hides what belongs to others (mounted with ``hidepid=1``).
+    ``psutil.Process.children`` fails if /proc hides other users' processes (``hidepid=1``).
     """
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             children.setdefault(process.ppid(), []).append(process)
     ours = list(children.get(os.getpid(), ()))
-    for process in ours:  # which grows meanwhile
+    for process in ours:  # grows in the loop
         ours += children.get(process.pid, ())
     return ours
 
 
 class OpenCalls:
-    """The calls to one worker that have no answer yet; each is answered exactly once.
+    """The pending calls to one worker, by number; each future is completed exactly once.
 
     >>> calls, sent = OpenCalls(), []
     >>> future = calls.open(sent.append)
@@ -383,10 +382,10 @@ class OpenCalls:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
-        self.dead: WorkerDied | None = None  # why no call is answered any more
+        self.dead: WorkerDied | None = None  # error of every later call
 
     def open(self, send: Callable[[int], object]) -> Future[Any]:
-        """The future of a call that ``send(number)`` begins; failed at once when the worker is dead or that raises."""
+        """Call ``send(number)``; return a future of the answer. It fails if ``send`` raises or the worker is dead."""
         future = pending_future()
         with self._lock:
             number = next(self._numbers)
@@ -401,14 +400,14 @@ class OpenCalls:
         return future
 
     def resolve(self, number: int, succeeded: bool, value: Any) -> None:
-        """Answer a call; nothing happens when it has been answered before."""
+        """Set the result or exception of call ``number``; no-op if it was set before."""
         with self._lock:
             future = self._futures.pop(number, None)
         if future is not None:
             (future.set_result if succeeded else future.set_exception)(value)
 
     def fail(self, death: WorkerDied) -> None:
-        """The worker is dead: open calls and later ones fail with ``death``; only the first counts."""
+        """Fail pending and later calls with ``death``; no-op if the worker is dead already."""
         with self._lock:
             if self.dead is not None:
                 return
@@ -419,16 +418,17 @@ class OpenCalls:
 
 
 def portable(name: str, error: BaseException) -> BaseException:
-    """The exception with the worker's traceback as a note; a RuntimeError that quotes it where it cannot be pickled.
+    """Return an exception to send to the caller: ``error`` with the worker's traceback as a note.
 
-    So for SystemExit, CancelledError, StopIteration and the like, which would end or disturb the owner's event loop.
+    A RuntimeError with its text replaces an error that cannot be pickled, or that would end or disturb the caller's
+    event loop (SystemExit, CancelledError, StopIteration).
     """
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         if not isinstance(error, Exception) or isinstance(error, (CancelledError, StopIteration)):
             raise TypeError
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception class may do anything here; what it said must not be lost
+    except Exception:  # an exception class may raise anything here; keep its text
         error = RuntimeError(f"{type(error).__name__}: {error}")
     if not isinstance(error, WorkerDied):
         error.add_note(f"In {name}:\n{trace}")
@@ -436,7 +436,7 @@ def portable(name: str, error: BaseException) -> BaseException:
 
 
 def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dict[str, str]:
-    """What differs in a worker's environment; OpenMP reads its number of threads there, once, when it is loaded.
+    """Return the environment variables to set for a worker: ``env``, and OMP_NUM_THREADS, which OpenMP reads once.
 
     >>> child_environment({"A": "b"}, threads=2)
     {'OMP_NUM_THREADS': '2', 'A': 'b'}
@@ -446,11 +446,11 @@ def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dic
 
 @dataclass
 class Start:
-    """One worker's start, as its owner sees it; times are of one clock of the owner's.
+    """Start-up timer of one worker, kept by the process that starts it; all times are of that process's clock.
 
     Args:
-        limit_s: longest silence.
-        began_s: when it was started.
+        limit_s: longest time, in seconds, without an answer or without activity.
+        began_s: when the worker was started.
     """
 
     limit_s: float
@@ -461,16 +461,16 @@ class Start:
         self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
-        """It has answered ``IDLE_METHOD``."""
+        """Record that at ``now_s`` the worker reported to have been idle for ``idle_s`` (see ``IDLE_METHOD``)."""
         self.is_pinged, self.answered_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
-        """Why it is to be given up; None where it is to be waited for.
+        """Return why the start has failed; None if the caller should keep waiting.
 
         Args:
-            now_s: on the owner's clock.
-            starts: all that start with it. One may wait for another (for a download, at a rendezvous):
-                while one of them works, none is silent.
+            now_s: current time.
+            starts: timers of all workers that are starting. A worker may wait for another (for a download, at a
+                rendezvous), so its own idle time counts only while all are idle.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
         >>> other.answered(idle_s=0.0, now_s=9.0)
@@ -485,7 +485,7 @@ class Start:
         """
         if now_s - self.answered_s >= self.limit_s:
             return f"it has not answered for {self.limit_s:g} s while it was being started"
-        silent_s = now_s - self.worked_s  # a fleet that starts looks at all others only where this one is silent
+        silent_s = now_s - self.worked_s  # reads the other timers only if this worker is idle
         if silent_s >= self.limit_s <= now_s - max((start.worked_s for start in starts), default=self.worked_s):
             return f"it did nothing for {self.limit_s:g} s while it was being started"
         if now_s - self.began_s >= _SILENCES * self.limit_s:

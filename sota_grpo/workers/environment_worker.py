@@ -1,4 +1,4 @@
-"""The worker that holds the environments of samples (:mod:`.instances`), and the text of their results."""
+"""The worker process that runs one environment object per sample (:mod:`.instances`), and its results as text."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sota_grpo.text import sentence
 from sota_grpo.workers.base import WorkerThread
 from sota_grpo.workers.instances import InstanceLost, InstanceSpec
 
-_TOOLBOX = "sota_grpo.tasks.toolbox"  # named, not imported: that room is above this one
+_TOOLBOX = "sota_grpo.tasks.toolbox"  # imported when needed: tasks may import workers, not vice versa
 _LOCK = threading.Lock()
 
 
 class EnvironmentWorker:
-    """Makes, calls and drops environments.
+    """Worker that creates, calls and deletes environment objects, by integer key.
 
     The main thread runs the user's file in the constructor, and calls the environments one after the other. A process
-    that a call has started is killed with its environment. Environments of an adapter have a thread each, and no seeds.
+    that a call started is killed when its environment ends. An adapter's environments have a thread each, no seeds.
 
     Args:
-        spec, max_chars: as in :class:`~.instances.Instances`.
+        spec, max_chars: see :class:`~.instances.Instances`.
     """
 
     def __init__(self, spec: InstanceSpec, max_chars: int) -> None:
@@ -48,15 +48,15 @@ class EnvironmentWorker:
         self._processes = {*children()}
 
     def ping(self) -> float:
-        """0: each call has the fleet's deadline."""
+        """Return 0: hanging calls are detected by the fleet's task deadline."""
         return 0.0
 
     def run(self, kind: str, key: int, *content: Any) -> Any:
-        """Call the method ``kind`` of an :class:`_Environment`, or end one (``drop``).
+        """Call method ``kind`` of environment ``key``; ``open`` and ``describe`` first create it, ``drop`` ends it.
 
         Raises:
-            UserError: the file cannot be used.
-            InstanceLost: there is no such environment, or it cannot continue.
+            UserError: the user's file cannot be used.
+            InstanceLost: there is no such environment, or it failed.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -66,7 +66,7 @@ class EnvironmentWorker:
         if kind == "drop":
             return self._end(key)
         if environment is None:
-            raise InstanceLost("it is lost with its worker")
+            raise InstanceLost("its worker process died or was replaced")
         if environment.thread is not None:
             return environment.thread.submit(self._answer, environment, kind, key, content)
         return self._answer(environment, kind, key, content)
@@ -91,7 +91,7 @@ class EnvironmentWorker:
 
 
 class _Environment:
-    """The environment of one sample; its methods raise InstanceLost where it cannot continue."""
+    """The environment of one sample; its methods raise InstanceLost if the user's code fails."""
 
     def __init__(self, make: Callable[[], Any], max_chars: int, is_adapter: bool) -> None:
         self._make, self._max_chars = make, max_chars
@@ -99,7 +99,7 @@ class _Environment:
         self._seed: int | None = None
         self._num_calls = 0
         self.thread = WorkerThread("environment") if is_adapter else None
-        self.processes: set[int] = set()  # that its calls have started
+        self.processes: set[int] = set()  # pids of processes that its calls started
 
     def describe(self) -> dict[str, Any]:
         self._object = self._done("its construction", self._make)
@@ -107,7 +107,7 @@ class _Environment:
         try:
             json.dumps(schemas)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InstanceLost(f"the schemas of its tools are no JSON ({sentence(error)})") from error
+            raise InstanceLost(f"the schemas of its tools are not JSON ({sentence(error)})") from error
         return {"schemas": schemas, "has_reward": hasattr(self._object, "get_reward")}
 
     def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None) -> str | None:
@@ -119,7 +119,7 @@ class _Environment:
             self._object.seed = random.Random(first).getrandbits(31)
         observation = self._done("reset", lambda: self._object.reset(**row))
         if observation is not None and not isinstance(observation, str):
-            raise InstanceLost(f"reset returned a {type(observation).__name__}; it returns a str or None")
+            raise InstanceLost(f"reset returned a {type(observation).__name__}, but must return a str or None")
         return None if observation is None else cut(observation, self._max_chars)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
@@ -128,11 +128,11 @@ class _Environment:
             return shown(_settled(self._object.call(name, arguments)), self._max_chars), False
         except InstanceLost:
             raise
-        except BaseException as error:  # the tool's SystemExit too: the policy may do better next time
+        except BaseException as error:  # including the tool's SystemExit: the policy may call it again
             return cut(f"error: {_said(error)}", self._max_chars), True
 
     def state(self) -> dict[str, Any] | None:
-        """Attributes and properties, as many as ``max_chars`` characters of JSON hold."""
+        """Return JSON-serializable attributes, at most ``max_chars`` of JSON; None if not a factory's object."""
         read = getattr(self._object, "attributes", None)
         if read is None:
             return None
@@ -154,7 +154,7 @@ class _Environment:
             return None
         try:
             number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
-        except Exception:  # of whatever class it is
+        except Exception:  # not a number
             number = float("nan")
         if not abs(number) <= LARGEST:
             shown = number if isinstance(reward, float) else f"a {type(reward).__name__}"
@@ -162,7 +162,7 @@ class _Environment:
         return number
 
     def end(self) -> None:
-        """Close the object after its calls, and kill the processes that they have left."""
+        """Close the object after its pending calls, and kill processes that its calls started."""
         if self.thread is not None:
             self.thread.submit(self._close)
             self.thread.close()
@@ -176,7 +176,7 @@ class _Environment:
             _settled(close())
 
     def _draw_on(self) -> None:
-        """Seed each call by itself, so that other environments' draws do not matter."""
+        """Seed each call separately, so that random numbers of other environments have no effect."""
         if self._seed is not None and self.thread is None:
             _seed(sample_seed(self._seed, self._num_calls))
         self._num_calls += 1
@@ -193,7 +193,7 @@ class _Environment:
 
 
 def _seed(seed: int) -> None:
-    """Seed Python, and NumPy and torch where they are imported."""
+    """Seed Python's random numbers, and those of NumPy and torch if they are imported."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % (1 << 32))
@@ -202,7 +202,7 @@ def _seed(seed: int) -> None:
 
 
 def _settled(value: Any) -> Any:
-    """The value; of an awaitable its result, from the process's one event loop."""
+    """Return ``value``, or if it is awaitable its result, awaited in the process's event loop."""
     if not inspect.isawaitable(value):
         return value
     import asyncio  # only here: most tools are plain functions
@@ -236,7 +236,7 @@ def _said(error: BaseException) -> str:
 
 
 def shown(value: Any, max_chars: int) -> str:
-    """A tool's result as text for the policy: text as it is, else JSON, else ``str(value)``.
+    """Return a tool's result as text for the policy: a str unchanged, else JSON, else ``str(value)``.
 
     >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
     ('é', '{"a": [1, null]}', '{1}', 'nan')
@@ -251,14 +251,14 @@ def shown(value: Any, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """At most ``max_chars`` characters of ``text``, the note about the rest included.
+    """Truncate ``text`` to ``max_chars`` characters, including a note on the truncation.
 
-    Halves of surrogate pairs, which no tokenizer accepts, become question marks.
+    Unpaired surrogates, which no tokenizer accepts, become question marks.
 
     >>> cut("x" * 50, 40), cut("x\\ud800", 40)
     ('xxxxxxx\\n[only 7 of 50 characters shown]', 'x?')
     """
-    text = str.__str__(text)  # of a subclass
+    text = str.__str__(text)  # plain str of a subclass
     if len(text) > max_chars:
         shown = max_chars
         while shown and len(note := f"\n[only {shown} of {len(text)} characters shown]") + shown > max_chars:

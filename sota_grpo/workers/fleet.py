@@ -1,4 +1,4 @@
-"""Workers of one role behind one queue: dispatch, deadlines, replacement, sleep."""
+"""A pool of interchangeable workers with one task queue: dispatch, deadlines, replacement, sleep."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sota_grpo.workers.base import (
 )
 
 logger = logging.getLogger(__name__)
-_MAX_ATTEMPTS = 8  # workers that die with a task before it is given up
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two starts that fail
-_GOODBYE_S = 10.0  # longest wait for threads that are starting a worker when the fleet is closed
-_POLL_S = 1.0  # between two calls of `poll` while a broadcast is waited for
-_MAX_LATE = 2  # times that a slot's worker may be late before the call itself is taken to be hopeless
+_MAX_ATTEMPTS = 8  # workers that die with a task before the task fails
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two failed starts
+_GOODBYE_S = 10.0  # longest wait of close() for threads that are starting a worker
+_POLL_S = 1.0  # between two calls of `poll` while a caller waits for a broadcast
+_MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
 class TaskOverdue(TimeoutError):
-    """A worker took too long for a task; ``progress`` is what the fleet's ``progress`` counted last."""
+    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress`` function."""
 
     def __init__(self, what: str, progress: int) -> None:
         super().__init__(what)
@@ -43,16 +43,16 @@ class TaskOverdue(TimeoutError):
 
 
 class TaskLost(WorkerDied):
-    """A task's last permitted worker died; ``__cause__`` is that worker's error, where it is known."""
+    """``max_attempts`` workers died with this task; ``__cause__`` is the last worker's error, or None."""
 
 
 class _Unfit(RuntimeError):
-    """Why the fleet replaces a worker that lives."""
+    """The reason why the fleet kills and replaces a live worker."""
 
 
 @dataclass(eq=False)
 class Task:
-    """One call that any worker may answer. ``number`` orders the queue, and stays when the task is queued again."""
+    """One call that any worker may run. The queue is ordered by ``number``, which a requeued task keeps."""
 
     number: int
     args: tuple[Any, ...]
@@ -66,20 +66,20 @@ class Task:
 
 @dataclass(eq=False)
 class Slot:
-    """The place of one worker and of its replacements."""
+    """One of the fleet's ``count`` worker slots: the current worker, its state and its tasks."""
 
     role: str
     index: int
     start: Start
     worker: Worker | None = None
     state: Literal["starting", "ready", "retired"] = "starting"
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set unless it is starting
-    owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers before it is ready
-    life: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # what runs while its worker is ready
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set unless the state is starting
+    owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers to wait for before it is ready
+    life: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # coroutines while its worker is ready
     tasks: dict[int, Task] = field(default_factory=dict)  # by number, oldest first
     failed_starts: int = 0  # in a row
     has_run: bool = False
-    line: dict[Slot, None] = field(default_factory=dict)  # the slots with room and as many tasks as this one
+    line: dict[Slot, None] = field(default_factory=dict)  # entry of Fleet._lines that has this slot
 
     @property
     def who(self) -> str:
@@ -88,14 +88,14 @@ class Slot:
 
 @dataclass(eq=False)
 class Broadcast:
-    """One call to every live worker, until each has answered, died or been late."""
+    """One call to every live worker; it is pending until each has answered, died or exceeded the deadline."""
 
     method: str
     args: tuple[Any, ...]
     deadline_s: float  # for each worker
     future: asyncio.Future[list[Any]]
-    previous: tuple[Any, ...] | None  # sticky arguments that these replaced
-    waiting: set[int] = field(default_factory=set)  # slots
+    previous: tuple[Any, ...] | None  # earlier sticky arguments, restored if this call fails
+    waiting: set[int] = field(default_factory=set)  # slots that have not answered
     answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
     refusals: list[BaseException] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
@@ -103,17 +103,17 @@ class Broadcast:
 
     @property
     def needs_another(self) -> bool:
-        """Whether the next worker that becomes ready must get the request: none has it and none has answered."""
+        """Whether the next worker that becomes ready must be called: none is pending and none has answered."""
         return not (self.waiting or self.answers or self.refusals)
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock stops while this process is stopped (SIGSTOP, a suspended laptop).
 
-    Otherwise every deadline would have passed when the process continues, and the workers are not to blame.
+    Otherwise every deadline would have passed when the process continues, and all workers would be replaced.
 
     Args:
-        max_late_s: a wait that lasts so much longer than its timeout does not count as time.
+        max_late_s: if a wait exceeds its timeout by more seconds, the excess is not counted.
     """
 
     def __init__(self, max_late_s: float) -> None:
@@ -133,33 +133,33 @@ class PatientLoop(asyncio.SelectorEventLoop):
         return time.monotonic() - self.away_s
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Answers of replaced workers have no reader: their failures are no news."""
+        """Log at level debug: errors of replaced workers' calls are expected, and no coroutine awaits them."""
         logger.debug("%s", context.get("message"), exc_info=context.get("exception"))
 
 
 class Fleet:
-    """``count`` workers of one role behind one queue.
+    """A pool of ``count`` interchangeable workers with one task queue, which replaces workers that die or hang.
 
-    Contract. Consumes: tasks. Produces: one result per task, in the order of submission as far as workers have room.
-    Waits for: workers, each wait with a deadline. Every live worker is pinged; one that dies, does not answer a ping
-    for ``silence_s`` or reports no progress for so long is killed and replaced in its slot, and its tasks go back to
-    the front of the queue. All coroutines, clients' included, run on one thread of the fleet and must be quick.
+    Tasks are started in the order of submission, each on the least loaded worker; each gives one result. Every live
+    worker is pinged. A worker that dies, or for ``silence_s`` does not answer a ping or makes no progress, is killed
+    and replaced in its slot, and its tasks return to the front of the queue. Every wait for a worker has a deadline.
+    All coroutines, those passed to :meth:`start` included, run on one thread of the fleet and must not block.
 
     Args:
-        role: of the workers, for messages.
-        start: starts the worker of a slot; it may take long, and is called on a thread of its own.
-        count: slots.
-        capacity: tasks that one worker has at a time.
-        task_deadline_s: a worker that takes longer for one task is killed and the task fails with TaskOverdue.
-        progress: ``progress(*args)`` counts the parts of a task that are done; the deadline then is that of a part. It
-            is read eight times in the deadline, so a part gets at most nine eighths of it.
+        role: name of the workers in messages.
+        start: ``start(index)`` starts the worker of a slot. It may be slow: it runs on a new thread.
+        count: number of workers (slots).
+        capacity: tasks that one worker runs concurrently.
+        task_deadline_s: longest time for one task; the worker is then killed and the task fails with TaskOverdue.
+        progress: ``progress(*args)`` counts finished parts of a task; the deadline is then per part. It is read eight
+            times per deadline, so a part gets at most nine eighths of it.
         silence_s: longest time without an answer to a ping, or without progress.
-        start_silence_s: a start fails when neither this worker nor another that is starting does anything for so long
-            (:class:`~.base.Activity`), when this one does not answer for so long, or after 12 times it.
+        start_silence_s: a start fails if this worker and all others that are starting are idle for so long
+            (:class:`~.base.Activity`), if it does not answer for so long, or if it takes 12 times as long.
         max_attempts: a task fails with :class:`TaskLost` when so many workers died with it.
-        max_start_failures: in a row; the slot is then given up, and with the last slot the fleet. A construction that
-            raises in a slot where none has worked yet is not repeated.
-        shares_devices: others compute on the workers' devices between :meth:`sleep` and :meth:`wake`; workers have both
+        max_start_failures: failed starts in a row after which the slot is retired; without slots the fleet ends. If a
+            construction raises in a slot that never had a ready worker, the slot is retired at once.
+        shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; workers have both
             methods.
 
     >>> from sota_grpo.workers.base import WorkerSpec, starter
@@ -172,10 +172,10 @@ class Fleet:
     >>> fleet.close()
 
     Attributes:
-        restarts: workers that were replaced, failed starts included.
-        requeued: how often a task was given to another worker because its own was lost.
-        poll: called now and then by a thread that waits for all workers. What it raises ends the wait, which may be
-            for a replacement that no machine has room for.
+        restarts: number of replaced workers and failed starts.
+        requeued: number of tasks queued again because their worker was lost.
+        poll: called once a second by a thread that waits in :meth:`broadcast`, :meth:`sleep` or :meth:`wake`; an
+            exception that it raises ends the wait.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Fleet:
         shares_devices: bool = False,
     ) -> None:
         if count < 1 or capacity < 1:
-            raise ValueError(f"A fleet needs at least one worker with room for one task; got {count} and {capacity}.")
+            raise ValueError(f"need at least 1 worker with capacity for 1 task; got count={count}, capacity={capacity}")
         self.restarts = self.requeued = 0
         self.poll: Callable[[], object] = lambda: None
         self._role, self._start, self._capacity = role, start, capacity
@@ -205,10 +205,10 @@ class Fleet:
         self._slots = [Slot(role, index, Start(start_silence_s, 0.0)) for index in range(count)]
         self._numbers = itertools.count()
         self._queue: list[Task] = []
-        # Slots that are ready and have room, by their number of tasks; the one that waits longest comes first.
+        # _lines[n]: ready slots with n < capacity tasks; the slot that has waited longest is first.
         self._lines: list[dict[Slot, None]] = [{} for _ in range(capacity)]
-        self._broadcasts: list[Broadcast] = []  # open
-        self._sticky: dict[str, tuple[Any, ...]] = {}  # method -> the arguments that a new worker gets
+        self._broadcasts: list[Broadcast] = []  # pending
+        self._sticky: dict[str, tuple[Any, ...]] = {}  # {method: arguments} to call on a new worker
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
         self._awake, self._stop = asyncio.Event(), asyncio.Event()
@@ -221,28 +221,28 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """Names of the workers, slot by slot; a slot whose worker is being started has none."""
+        """Names of the workers in slot order; a slot whose worker is being started is left out."""
         return [worker.name for slot in self._slots if (worker := slot.worker) is not None]
 
     @property
     def pids(self) -> list[int | None]:
-        """Process ids of the workers, as :attr:`names`; None for a thread, and for an actor that is starting."""
+        """Process ids in the order of :attr:`names`; None for a thread, and for an actor that is starting."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
 
     def wait_ready(self) -> None:
-        """Return when every worker has been constructed.
+        """Wait until every worker is ready.
 
         Raises:
-            WorkerDied: a slot was given up: its worker's construction raised, or too many starts failed.
+            WorkerDied: a slot was retired: its worker's construction raised, or too many starts failed.
         """
         self._ready.result()
 
     def submit(self, *args: Any) -> Future[Any]:
-        """A future of :meth:`run`, from any thread."""
+        """Queue a task, from any thread; return a future of the result of :meth:`run`."""
         return self.start(self.run(*args))
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a client's coroutine, which awaits :meth:`run`, on the fleet's thread. The future cannot be cancelled."""
+        """Run ``coroutine``, which may await :meth:`run`, on the fleet's thread; return an uncancellable future."""
         future = pending_future()
         with self._lock:
             if self._is_open:
@@ -253,13 +253,13 @@ class Fleet:
         return future
 
     async def run(self, *args: Any) -> Any:
-        """The result of ``run(*args)`` on the least loaded worker, as soon as one has room.
+        """Queue a task: call ``run(*args)`` on the least loaded worker that has capacity, and return the result.
 
         Raises:
-            TaskOverdue: it took longer than ``task_deadline_s`` (a TimeoutError).
-            TaskLost: ``max_attempts`` workers died with it.
-            WorkerDied: the fleet was closed or no slot is left.
-            Exception: what the method raised.
+            TaskOverdue: the task took longer than ``task_deadline_s`` (a TimeoutError).
+            TaskLost: ``max_attempts`` workers died with the task.
+            WorkerDied: the fleet was closed or all slots are retired.
+            Exception: raised by the worker's method.
         """
         self._require_open()
         if not self._awake.is_set():
@@ -270,48 +270,49 @@ class Fleet:
         return await task.future
 
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
-        """Call ``method(*args)`` on every live worker; returns their answers, slot by slot.
+        """Call ``method(*args)`` on every live worker; wait and return their results in slot order.
 
-        A worker that dies, or has not answered within ``deadline_s`` of the request, is replaced and left out of the
-        answer. When all of these are lost, the next replacement gets the request, up to a limit.
+        A worker that dies, or does not answer within ``deadline_s``, is replaced, and the result lacks its answer. If
+        all called workers are lost, their replacements are called instead, a limited number of times.
 
         Args:
-            method: of the worker.
-            deadline_s: for one worker.
-            sticky: every worker that starts later gets the newest sticky call of each method before its first task.
+            method: name of the worker's method.
+            deadline_s: longest wait for each worker.
+            sticky: repeat the call on every worker that starts later, before its first task. A later sticky call of
+                the same method replaces it.
 
         Raises:
-            WorkerLate: no worker answered, the replacements neither (a TimeoutError).
-            WorkerDied: no worker answered, or the fleet was closed or has no slot left.
-            Exception: what the method raised on a worker; a sticky call is then forgotten again. Or what
-                :attr:`poll` raised; the broadcast continues then.
+            WorkerLate: no worker and no replacement answered in time (a TimeoutError).
+            WorkerDied: no worker answered, the fleet was closed, or all slots are retired.
+            Exception: raised by the method on a worker (a sticky call is then not repeated), or by :attr:`poll` (the
+                broadcast continues then).
         """
         return self._polling(self._broadcast(method, args, deadline_s, sticky))
 
     def sleep(self, deadline_s: float) -> None:
-        """Return when every worker sleeps; one that is being started or replaced is waited for.
+        """Put every worker to sleep and wait until all sleep, including workers that are being started.
 
-        While they sleep nothing is started, because a worker that loads a model takes the memory that others use: one
-        that dies then is killed, and its slot waits, without a deadline. A task ends the sleep; the worker that runs it
-        wakes by itself. No-op for a fleet that does not share its devices.
+        During the sleep no worker is started, because loading a model would take device memory that others use: a
+        worker that dies is replaced after :meth:`wake`. A new task ends the sleep and wakes the worker that runs it.
+        No-op unless ``shares_devices``.
 
         Args:
-            deadline_s: a worker that takes longer is replaced.
+            deadline_s: longest wait for each worker; a late worker is replaced.
 
         Raises:
-            WorkerDied, WorkerLate: as :meth:`broadcast`.
-            RuntimeError: tasks are open, which would wake their workers again.
+            WorkerDied, WorkerLate: see :meth:`broadcast`.
+            RuntimeError: tasks are pending, which would wake their workers again.
         """
         if self._shares_devices:
             self._polling(self._sleep(deadline_s))
 
     def wake(self, deadline_s: float) -> None:
-        """Return when every live worker is awake; those that died during :meth:`sleep` are replaced from now on."""
+        """Wake every live worker and wait until all are awake; start to replace workers that died during the sleep."""
         if self._shares_devices:
             self._polling(self._wake(deadline_s))
 
     def close(self) -> None:
-        """Kill every worker and fail what is open; idempotent."""
+        """Kill every worker and fail pending tasks and broadcasts; idempotent."""
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -321,7 +322,7 @@ class Fleet:
     def _polling(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("A future's callback cannot wait for a broadcast: it runs on the fleet's own thread.")
+            raise RuntimeError("Do not wait for a broadcast in a callback of a future: it runs on the fleet's thread.")
         future = self.start(coroutine)
         while not wait([future], timeout=_POLL_S).done:
             self.poll()
@@ -334,13 +335,13 @@ class Fleet:
     def _closed(self) -> WorkerDied:
         return WorkerDied(f"the {self._role} fleet was closed")
 
-    # The fleet's thread. Nothing from here on blocks; each step costs O(capacity + log tasks).
+    # Methods of the fleet's thread: none of them blocks, and each step costs O(capacity + log tasks).
 
     def _live(self) -> None:
         cause = self._closed()
         try:
             self._loop.run_until_complete(self._supervise())
-        except BaseException as error:  # no client may wait for ever, whatever is wrong here
+        except BaseException as error:  # callers must not wait for ever, whatever failed
             logger.exception("The supervisor of the %s fleet failed.", self._role)
             cause = WorkerDied(f"the supervisor of the {self._role} fleet failed: {error!r}")
         self._end(cause)
@@ -360,7 +361,7 @@ class Fleet:
                 keeper.cancel()
 
     async def _drain(self) -> None:
-        await asyncio.sleep(0)  # what was posted becomes a task
+        await asyncio.sleep(0)  # coroutines passed to start() become tasks
         while clients := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(clients)
 
@@ -369,7 +370,7 @@ class Fleet:
         return asyncio.wrap_future(slot.worker.call(method, *args))
 
     def _end(self, cause: WorkerDied) -> None:
-        """Kill every worker, and fail what is open and what comes later."""
+        """Kill every worker, and fail pending and later tasks and broadcasts with ``cause``."""
         if self._dead is not None:
             return
         self._dead = cause
@@ -389,9 +390,9 @@ class Fleet:
     # One slot
 
     async def _keep(self, slot: Slot) -> None:
-        """Have one worker after another in the slot, until too many starts fail."""
+        """Start a worker in the slot, and replace it when it is lost, until too many starts fail."""
         pause_s = 0.0
-        while not self._stop.is_set():  # a task group that fails as it is cancelled raises its failure only
+        while not self._stop.is_set():  # a task group that fails while it is cancelled raises only its failure
             try:
                 await self._bring_up(slot, pause_s)
             except ExceptionGroup as failures:  # whatever a launcher raises is a failed start
@@ -416,7 +417,7 @@ class Fleet:
                 self._lose(slot, why)
 
     async def _bring_up(self, slot: Slot, pause_s: float) -> None:
-        """Start a worker; it is ready when it has what was broadcast before, and has answered a ping."""
+        """Start a worker, call the sticky broadcasts on it, and wait until it has answered them and a ping."""
         old, slot.worker = slot.worker, None
         slot.settled.clear()
         slot.start = Start(self._start_silence_s, self._loop.time() + pause_s)
@@ -433,7 +434,7 @@ class Fleet:
             watch.cancel()
 
     async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
-        """Await what may take long. A worker that comes when it is no longer awaited is killed."""
+        """Await ``function(*args)`` on a new thread; if this is cancelled, kill the worker that it returns later."""
         done: Future[Any] = Future()
 
         def launch() -> None:
@@ -461,11 +462,11 @@ class Fleet:
             raise
 
     async def _watch_start(self, slot: Slot) -> None:
-        """Ping a worker for its idle time as it starts, eight times in the longest silence."""
+        """Request a starting worker's idle time, eight times per ``start_silence_s``; raise if the start has failed."""
         pinged: asyncio.Future[float] | None = None
         while True:
             now_s = self._loop.time()
-            if not self._awake.is_set():  # until the fleet wakes no time counts
+            if not self._awake.is_set():  # the timer starts when the fleet wakes
                 slot.start = Start(self._start_silence_s, now_s)
             if why := slot.start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
                 raise TimeoutError(why)
@@ -474,7 +475,7 @@ class Fleet:
             if pinged is not None:
                 await asyncio.wait([pinged], timeout=self._start_silence_s / 8)
                 if pinged.done():
-                    if pinged.exception() is None:  # a death ends the start by another answer
+                    if pinged.exception() is None:  # if the worker died, another call raises it
                         slot.start.answered(pinged.result(), self._loop.time())
                     pinged = None
             await asyncio.sleep(now_s + self._start_silence_s / 8 - self._loop.time())
@@ -482,7 +483,7 @@ class Fleet:
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
         tries = f"{slot.failed_starts} start{'s' * (slot.failed_starts > 1)}"
-        what = f"{slot.who} is given up after {tries} that failed, {left} left: {error}"
+        what = f"{slot.who} is not started again after {tries} that failed; workers left: {left}. Last error: {error}"
         logger.error("%s", what)
         slot.state = "retired"
         slot.settled.set()
@@ -496,7 +497,7 @@ class Fleet:
             self._end(cause)
 
     def _mark_ready(self, slot: Slot) -> None:
-        """Give a worker tasks, and the broadcasts that no other worker can answer any more."""
+        """Mark a worker ready for tasks, and call pending broadcasts on it that no other worker can answer."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         slot.settled.set()
         logger.info("Worker %s is ready.", slot.who)
@@ -510,7 +511,7 @@ class Fleet:
         self._dispatch()
 
     def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """Run ``function(slot, *args)`` until the worker is replaced, which its WorkerDied or _Unfit brings about."""
+        """Run ``function(slot, *args)`` while the worker is ready; its WorkerDied or _Unfit replaces the worker."""
 
         async def live() -> None:
             try:
@@ -524,7 +525,7 @@ class Fleet:
         slot.life.create_task(live())
 
     async def _watch(self, slot: Slot) -> None:
-        """Ping a ready worker, four times in the longest silence."""
+        """Ping a ready worker four times per ``silence_s``; raise if it should be replaced."""
         answered_s = self._loop.time()
         while True:
             began_s = self._loop.time()
@@ -541,7 +542,7 @@ class Fleet:
             await asyncio.sleep(began_s + self._silence_s / 4 - answered_s)
 
     def _lose(self, slot: Slot, why: WorkerDied | _Unfit) -> None:
-        """Queue the tasks of a lost worker again, where they were, and take it out of broadcasts."""
+        """Requeue the tasks of a lost worker at their old positions, and remove the worker from broadcasts."""
         tasks, slot.tasks = list(slot.tasks.values()), {}
         failed = []
         for task in tasks:
@@ -560,15 +561,15 @@ class Fleet:
             self._conclude(broadcast, str(why))
         self._dispatch()
         for task in failed:
-            what = f"{task.workers_lost} {self._role} workers that died, at last {slot.who}: {why}"
-            lost = TaskLost(f"A task was with {what}")
+            what = f"{task.workers_lost} {self._role} workers died with it, the last was {slot.who}: {why}"
+            lost = TaskLost(f"A task failed: {what}")
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
             task.future.set_exception(lost)
 
     # Tasks
 
     def _offer(self, slot: Slot) -> None:
-        """Put the slot last in the line of those that have as many tasks; in none where it takes none."""
+        """Move the slot to the end of the line for its number of tasks; out of all lines if it cannot take a task."""
         slot.line.pop(slot, None)
         if slot.state == "ready" and len(slot.tasks) < self._capacity:
             slot.line = self._lines[len(slot.tasks)]
@@ -582,7 +583,7 @@ class Fleet:
             self._while_ready(slot, self._run, task)
 
     async def _run(self, slot: Slot, task: Task) -> None:
-        """Have the slot's worker answer a task."""
+        """Run a task on the slot's worker and set its result."""
         answer = self._call(slot, "run", *task.args)
         if self._task_deadline_s is not None:
             await self._in_time(slot, task, answer, self._task_deadline_s)
@@ -601,7 +602,7 @@ class Fleet:
             task.future.set_exception(error)
 
     async def _in_time(self, slot: Slot, task: Task, answer: asyncio.Future[Any], deadline_s: float) -> None:
-        """Return when the answer is there; one that is overdue fails the task and costs the worker."""
+        """Wait for the answer; if the deadline passes, fail the task and raise _Unfit, which replaces the worker."""
         due_s = self._loop.time() + deadline_s
         while not answer.done():
             left_s = due_s - self._loop.time()
@@ -610,7 +611,7 @@ class Fleet:
             if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
                 task.progress, due_s = done, now_s + deadline_s
             if not answer.done() and now_s >= due_s:
-                what = f"{slot.who} was at one task for more than {deadline_s:g} s"
+                what = f"{slot.who} did not finish a task within {deadline_s:g} s"
                 del slot.tasks[task.number]
                 task.future.set_exception(TaskOverdue(what, task.progress))
                 raise _Unfit(what)
@@ -618,7 +619,7 @@ class Fleet:
     # Broadcasts
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
-        """Send to every ready worker; one that is starting gets a sticky broadcast before its first task."""
+        """Call every ready worker, and for a sticky broadcast every starting worker before its first task."""
         self._require_open()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
@@ -652,14 +653,14 @@ class Fleet:
         self._conclude(broadcast, "")
 
     def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Finish a broadcast that waits for no worker; if all were lost, send it to a replacement, up to a limit."""
+        """Complete a broadcast with no pending worker, unless all were lost and a replacement may still answer."""
         count, method = len(self._slots), broadcast.method
         hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
         if broadcast.waiting or (broadcast.needs_another and not hopeless):
             return
         self._broadcasts.remove(broadcast)
         if broadcast.refusals:
-            if self._sticky.get(method) is broadcast.args:  # those that start later get what came before
+            if self._sticky.get(method) is broadcast.args:  # workers that start later get the previous call
                 del self._sticky[method]
                 if broadcast.previous is not None:
                     self._sticky[method] = broadcast.previous
@@ -670,7 +671,7 @@ class Fleet:
             late = f"No {self._role} worker answered {method} within {broadcast.deadline_s:g} s"
             broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))
         else:
-            died = f"{broadcast.deaths} {self._role} workers died at {method}, at last: {why}"
+            died = f"{broadcast.deaths} {self._role} workers died during {method}; last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
 
     # Sleep
@@ -679,7 +680,7 @@ class Fleet:
         if not self._awake.is_set():
             return
         if count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):
-            raise RuntimeError(f"{count} tasks of {self._role} are open while it is to sleep.")
+            raise RuntimeError(f"cannot put the {self._role} workers to sleep: wait for {count} pending tasks first")
         await self._broadcast("sleep", (), deadline_s, sticky=True)
         while starting := [slot for slot in self._slots if slot.state == "starting"]:  # the call above is sticky
             await starting[0].settled.wait()
@@ -704,7 +705,7 @@ async def _settle(future: Future[Result], coroutine: Coroutine[Any, Any, Result]
 
 
 def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
-    """Workers that were replaced and tasks that were queued again since the start, over all fleets."""
+    """Return the numbers of replaced workers and of requeued tasks, summed over all fleets, as metrics."""
     return {
         "workers/restarts": sum(fleet.restarts for fleet in fleets),
         "workers/requeued": sum(fleet.requeued for fleet in fleets),

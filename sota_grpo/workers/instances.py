@@ -1,4 +1,4 @@
-"""Environments with state: one object per sample, in worker processes that may hang and crash. Imports no torch."""
+"""Stateful environments: one object per sample, in worker processes that may hang or crash. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from sota_grpo.workers.base import WorkerSpec, pending_future, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessLauncher
 
-_DESCRIBE_S = 120.0  # longest for the construction of one object and the schemas of its tools (imports transformers)
-_SILENCE_S = 60.0  # longest without an answer to a ping, beyond the deadline of a call
+_DESCRIBE_S = 120.0  # longest time to construct an object and its tools' schemas (imports transformers)
+_SILENCE_S = 60.0  # longest time without an answer to a ping, in addition to the deadline of a call
 
 
 class InstanceLost(RuntimeError):
-    """An environment cannot continue; the message is the reason. Adapters raise it, too."""
+    """An environment failed; the message is the reason. Adapters may raise it too."""
 
 
 @dataclass(frozen=True)
 class InstanceSpec:
-    """How environments are made.
+    """How environment objects are created.
 
     Args:
         kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter,
-            which is called with ``options``. What it returns has ``schemas``, ``reset(**row)``,
-            ``call(name, arguments)``, and perhaps ``get_reward()`` and ``close()``; results may be awaitable.
-        path: of the user's file, or of a pickle of functions and factories that were passed in Python; the user's
-            word for an adapter.
-        names: of the functions in it, or of the one factory; none of a pickle means all.
-        options: of an adapter.
+            which is called with ``options``. The object that it returns has ``schemas``, ``reset(**row)``,
+            ``call(name, arguments)``, and optionally ``get_reward()`` and ``close()``; results may be awaitable.
+        path: path of the user's file, or of a pickle of functions and factories that were passed in Python; for an
+            adapter, the value that the user gave.
+        names: names of the functions in the file, or of its factory; empty for a pickle: all.
+        options: options of an adapter.
     """
 
     kind: str
@@ -48,13 +48,13 @@ class InstanceSpec:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the environment is elsewhere and calls mostly wait: a worker then calls several concurrently."""
+        """Whether the environment is remote: calls mostly wait, so a worker runs several concurrently."""
         return ":" in self.kind
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one tool call as text; that of a tool that raised, or is missing, begins with ``error:``."""
+    """The result of one tool call as text; it begins with ``error:`` if the tool raised or does not exist."""
 
     content: str
     is_error: bool
@@ -62,31 +62,31 @@ class Answer:
 
 @dataclass(frozen=True)
 class Opened:
-    """An environment and the observation that its ``reset`` returned."""
+    """A new environment: its key for later calls, and the observation that ``reset`` returned."""
 
     key: int
     observation: str | None
 
 
 class Instances:
-    """Live environments of one kind, each from :meth:`open` to :meth:`finish` or :meth:`drop`.
+    """The live environments of one spec; an environment lives from :meth:`open` to :meth:`finish` or :meth:`drop`.
 
-    A worker is a process that runs the user's file once, and then calls its environments one after the other, on its
-    main thread (an adapter's concurrently). Workers are added when all have ``per_worker`` environments. A worker that
-    takes longer than ``timeout_s`` for a request, or dies, is replaced, and the futures of its environments fail with
-    :class:`InstanceLost`. They fail with :class:`~.base.WorkerDied` where no worker starts any more, or after
-    :meth:`close`. Methods may be called from any thread; the futures' callbacks must be quick.
+    A worker process runs the user's file once, and then calls its environments one after the other on its main thread
+    (an adapter's concurrently). A worker is added when all have ``per_worker`` environments. A worker that dies, or
+    exceeds ``timeout_s`` for a request, is replaced, and the futures of its environments fail with
+    :class:`InstanceLost`. Futures fail with :class:`~.base.WorkerDied` if workers cannot be started, or after
+    :meth:`close`. Thread-safe; callbacks of the futures must not block.
 
     Args:
-        spec: of the environments.
-        timeout_s: longest for a reset, a tool call or a reward.
-        max_chars: of an observation, or of the answer to one call; the rest is cut with a note.
-        per_worker: most environments of one worker, hence most that one hang can cost.
+        spec: how environments are created.
+        timeout_s: longest time for a reset, a tool call or a reward.
+        max_chars: longest observation or tool result, in characters; longer ones are truncated with a note.
+        per_worker: most environments per worker, which are all lost if it hangs.
 
     Attributes:
-        schemas: of the tools, as chat templates take them, after :meth:`wait_ready`.
-        has_reward: whether there is a ``get_reward``, after :meth:`wait_ready`.
-        workers: fleets of one worker each, because an environment cannot move.
+        schemas: JSON schemas of the tools, as chat templates need them; set by :meth:`wait_ready`.
+        has_reward: whether environments have ``get_reward``; set by :meth:`wait_ready`.
+        workers: fleets of one worker each, because an environment cannot move to another process.
 
     Example::
 
@@ -112,17 +112,17 @@ class Instances:
         self._worker_of: dict[int, Fleet] = {}
 
     def wait_ready(self) -> None:
-        """Return when environments can be opened.
+        """Create one environment to read its tools' schemas, and start the first worker; call this before ``open``.
 
         Raises:
-            UserError: the file or the object cannot be used; the message says why.
+            UserError: the file or the object cannot be used; the message has the cause.
         """
         deadline_s = max(_DESCRIBE_S, self._timeout_s)
         describing = self._started("environment", deadline_s)
         try:
             described = describing.submit("describe", 0).result()
         except (TaskLost, TaskOverdue, InstanceLost) as error:
-            raise UserError(f"{self._spec} cannot be used: {_loss(error, deadline_s)}; mend it there.") from None
+            raise UserError(f"{self._spec} cannot be used: {_loss(error, deadline_s)}; correct it there.") from None
         except UserError as error:
             raise type(error)(str(error)) from None  # without the worker's traceback
         finally:
@@ -132,12 +132,12 @@ class Instances:
             self._add_worker()
 
     def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None = None) -> Future[Opened]:
-        """Make an environment and reset it with ``row``.
+        """Create an environment and call ``reset(**row)``; return a future of its key and observation.
 
         Args:
-            row: its columns.
-            seeds: of the random numbers of Python, NumPy and torch, where they are imported: until the end of the
-                reset, and of the calls from then on; None leaves them to chance.
+            row: columns of the dataset row.
+            seeds: (seed of construction and reset, seed of later calls), for Python's random numbers, and NumPy's and
+                torch's if they are imported; None: not seeded.
         """
         key = next(self._keys)
         with self._lock:
@@ -152,7 +152,7 @@ class Instances:
         return worker.start(opened())
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Call tools, by name and with keyword arguments, one after the other; a deadline each."""
+        """Call tools one after the other, as (name, keyword arguments); each has the deadline ``timeout_s``."""
 
         async def answers(worker: Fleet) -> list[Answer]:
             return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
@@ -160,11 +160,11 @@ class Instances:
         return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
-        """The public attributes of an environment that are JSON; None of what is no environment of a factory."""
+        """Return the JSON-serializable public attributes of a factory's environment; None for other kinds."""
         return self._start(key, lambda worker: self._request(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:
-        """The environment's reward, None where it has none; it is then gone."""
+        """End the environment; return a future of its reward (None if it defines none)."""
 
         async def reward(worker: Fleet) -> float | None:
             value = await self._request(worker, "finish", key)
@@ -174,13 +174,13 @@ class Instances:
         return self._start(key, reward)
 
     def drop(self, key: int) -> None:
-        """Forget an environment; one that is gone may be dropped."""
+        """End an environment without computing its reward; no-op if it has ended."""
         worker = self._worker_of.pop(key, None)
         if worker is not None:
             worker.submit("drop", key)
 
     def close(self) -> None:
-        """End all workers; pending futures fail. Idempotent."""
+        """Kill all workers and fail pending futures; idempotent."""
         with self._lock:
             self._is_closed = True
         for worker in self.workers:
@@ -197,7 +197,7 @@ class Instances:
             1,
             capacity=self._per_worker if self._spec.is_adapter else 1,
             task_deadline_s=deadline_s,
-            silence_s=_SILENCE_S + deadline_s,  # a call may hold the interpreter lock
+            silence_s=_SILENCE_S + deadline_s,  # a call may hold the GIL
             max_attempts=1,
         )
 
@@ -206,21 +206,21 @@ class Instances:
         if worker is not None:
             return worker.start(request(worker))
         lost = pending_future()
-        lost.set_exception(InstanceLost("it was finished or dropped, or is lost with its worker"))
+        lost.set_exception(InstanceLost("it was finished or dropped, or its worker process died"))
         return lost
 
     async def _request(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
         try:
             return await worker.run(kind, key, *content)
         except Exception as error:
-            if isinstance(error, UserError) and not isinstance(error, TaskLost):  # of the file, or no worker is left
+            if isinstance(error, UserError) and not isinstance(error, TaskLost):  # bad file, or no worker left
                 raise
             self.drop(key)
             raise InstanceLost(_loss(error, self._timeout_s)) from None
 
 
 def _loss(error: BaseException, timeout_s: float) -> str:
-    """Why an environment is lost, without the worker's traceback."""
+    """Return why an environment was lost, without the worker's traceback."""
     if isinstance(error, TaskOverdue):
         return f"TimeoutError: no answer within {timeout_s:g} s"
     if isinstance(error, TaskLost):

@@ -1,7 +1,7 @@
-"""Many tensors as few, for transport: states of a learner, sampled groups.
+"""Joins many tensors into few before they are pickled: learner states and sampled groups.
 
-A group is pickled as three joined tensors in place of three for every sample: a group of eight samples is read in
-0.03 ms, not 0.8 ms. Importing this module makes every pickle of a group so, Ray's included.
+A group is pickled as three concatenated tensors instead of three per sample: unpickling a group of eight samples takes
+0.03 ms instead of 0.8 ms. Importing this module registers this for every pickle of a group, including Ray's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sota_grpo.rl.records import GroupOutput, Sample, SamplingSupport
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The place of a tensor."""
+    """Placeholder for the tensor ``name`` in a packed state."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class StatePack:
-    """Nested dicts, lists and tuples with tensors and plain values, the tensors in one buffer.
+    """A nested state of dicts, lists and tuples, with all tensors in one CPU buffer.
 
     >>> StatePack.of({"model": {"w": torch.ones(2)}, "betas": (0.9, 0.99)}).state()
     {'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}
@@ -50,16 +50,16 @@ class StatePack:
         return cls(WeightPack.of(tensors), rest)
 
     def state(self, *, views: bool = False) -> Any:
-        """The packed state; its tensors are copies, or read-only ``views`` of the buffer.
+        """Return the packed state; its tensors are copies, or with ``views`` read-only views of the buffer.
 
-        ``torch.save`` refuses views: one memory under two dtypes.
+        ``torch.save`` refuses views, because tensors of different dtypes share one storage.
         """
         tensors = {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()}
         return tree_map_only(_Tensor, lambda value: tensors[value.name], self.rest)
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
-    """The reduction of ``group`` for :mod:`pickle`: :func:`unpacked` and its arguments.
+    """Return how :mod:`pickle` should store ``group``: (:func:`unpacked`, its arguments).
 
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))
@@ -89,7 +89,7 @@ def unpacked(
     support_arrays: Sequence[tuple[np.ndarray, np.ndarray] | None],
     texts: Sequence[str | None],
 ) -> GroupOutput:
-    """The group; its samples are views of three tensors."""
+    """Rebuild a group from the arguments that :func:`packed` returns; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     mask_tensors = (None if mask is None else torch.tensor(mask) for mask in masks)
     supports = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in support_arrays)

@@ -1,4 +1,4 @@
-"""Workers of this machine: threads of this process, and processes that are called through a socket pair."""
+"""Workers on this machine: threads of this process, and child processes that are called over a socket pair."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _BOOT = (
     "from sota_grpo.orphans import fork_under_subreaper; fork_under_subreaper();"
     "from sota_grpo.workers.processes import serve_child; serve_child(int(sys.argv[3]), int(sys.argv[4]))"
 )
-CLOSING_S = 10.0  # longest wait for threads
-_EXIT_S = 1.0  # from the end of the socket to the end of the process
-_REAP_S = 10.0  # longest wait of kill() for the kernel
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # with which others end a process
-_PID = -1  # in place of a call's number: the value is the process's id
-_STDERR = 2  # descriptor
-_SHOWN_BYTES = 64 << 10  # of what a worker prints within a minute
-_EXPENDABLE = "1000"  # oom_score_adj: the kernel ends such a process first when memory runs out
+CLOSING_S = 10.0  # longest wait of ThreadLauncher.close() for threads
+_EXIT_S = 1.0  # longest wait for a process to end after its socket has closed
+_REAP_S = 10.0  # longest wait of kill() for the process to be reaped
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by others to end a process
+_PID = -1  # call number of the message that has the process id
+_STDERR = 2  # file descriptor
+_SHOWN_BYTES = 64 << 10  # most output of a worker that is shown per minute
+_EXPENDABLE = "1000"  # oom_score_adj: out of memory, the kernel kills such a process first
 
 
 class ThreadWorker:
     """A worker on a thread of this process (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails open calls and has the worker closed after the running one.
+    A thread cannot be killed: :meth:`kill` fails pending calls, and the worker is closed when the running call ends.
     """
 
     pid: int | None = None
@@ -75,10 +75,10 @@ class ThreadWorker:
 
 
 class ThreadLauncher(Launcher):
-    """Starts :class:`ThreadWorker`: for tests, simulations, and workers that only wait for a server.
+    """Starts workers on threads (:class:`ThreadWorker`), for tests, simulations, and workers that wait for a server.
 
-    :meth:`close` waits for the threads, ``CLOSING_S`` in all: one that is in C++ when the interpreter ends would abort
-    the process.
+    :meth:`close` waits for the threads, for ``CLOSING_S`` in total: a thread that runs C++ code when the interpreter
+    exits would abort the process.
 
     >>> launcher = ThreadLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
@@ -89,10 +89,10 @@ class ThreadLauncher(Launcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self._threads: list[threading.Thread] = []  # those of killed workers, too
+        self._threads: list[threading.Thread] = []  # including those of killed workers
 
     def start(self, name: str, spec: WorkerSpec, **placement: Any) -> ThreadWorker:
-        """Start a worker; ``placement`` changes nothing for a thread."""
+        """Start a worker on a new thread; ``placement`` is ignored."""
         worker = ThreadWorker(name, spec)
         self._workers.add(worker)
         self._threads = [*filter(threading.Thread.is_alive, self._threads), worker.thread]
@@ -107,21 +107,21 @@ class ThreadLauncher(Launcher):
 
 
 def pickled(value: Any) -> tuple[bytes, list[Any]]:
-    """A value as bytes and, out of them, its large buffers."""
+    """Pickle ``value``; return (pickle bytes without large buffers, large buffers)."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return body, [buffer.raw() for buffer in buffers]
 
 
 def send(connection: Connection, head: tuple[Any, ...], body: bytes, buffers: Sequence[Any]) -> None:
-    """Send a pickled value under a head, which the other end can read even where it cannot read the value."""
+    """Send ``head`` and a pickled value; the receiver can read the head even if the value cannot be unpickled."""
     connection.send_bytes(pickle.dumps((head, body, [len(buffer) for buffer in buffers])))
     for buffer in buffers:
         connection.send_bytes(buffer)
 
 
 def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-    """The next head, and what unpickles its value."""
+    """Receive the next message; return (head, function that unpickles the value)."""
     head, body, sizes = pickle.loads(connection.recv_bytes())
     buffers = [bytearray(size) for size in sizes]
     for buffer in buffers:
@@ -130,7 +130,7 @@ def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]
 
 
 class Shared:
-    """A value that is pickled once, however often it is sent; at the other end it is the value."""
+    """A value that is pickled only once for any number of calls; the receiver gets the value itself."""
 
     def __init__(self, value: Any) -> None:
         self._body, self._buffers = pickled(value)
@@ -141,21 +141,21 @@ class Shared:
 
 
 class ProcessEndedItself(WorkerDied):
-    """A worker's process ended by its own doing (an exit, a fault), not by SIGKILL or SIGTERM."""
+    """A worker's process exited or crashed by itself, not by an external signal such as SIGKILL or SIGTERM."""
 
 
 class ProcessWorker:
-    """A worker in a process of its own (:class:`~.base.Worker`).
+    """A worker in a child process (:class:`~.base.Worker`).
 
-    One thread writes the calls, so that a stopped process does not block :meth:`call`; one reads the answers. The end
-    of the process fails open calls with its exit code or signal; the process is reaped, and what it has started is
-    killed. What it prints goes to stderr, control characters escaped, at most 64 KiB in a minute. Arguments are pickled
-    by :meth:`call`, large buffers by reference: leave arrays unchanged until the call is answered.
+    One thread writes the calls, so that a stopped process does not block :meth:`call`; another reads the answers. When
+    the process ends, pending calls fail with its exit code or signal, the process is reaped, and its descendants are
+    killed. Its output goes to stderr, control characters escaped, at most 64 KiB per minute. :meth:`call` pickles the
+    arguments but not their large buffers: do not modify arrays until the call is answered.
 
     Args:
-        name, spec, pass_fds: as of :meth:`ProcessLauncher.start`.
-        environment: all variables of the process.
-        spawner: the one thread that starts processes (see :class:`ProcessLauncher`).
+        name, spec, pass_fds: see :meth:`ProcessLauncher.start`.
+        environment: all environment variables of the process.
+        spawner: executor whose only thread starts processes (see :class:`ProcessLauncher`).
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ProcessWorker:
     ) -> None:
         self.name = name
         self._calls = OpenCalls()
-        self._spawner = spawner  # kept: the process dies with the thread that started it
+        self._spawner = spawner  # keeps the thread alive: the process dies with the thread that started it
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", _BOOT, name, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
@@ -182,7 +182,7 @@ class ProcessWorker:
                 start_new_session=True,
                 env=dict(environment),
             ).result()
-        self.pid = self._process.pid  # of its subreaper, until the process that works gives its own
+        self.pid = self._process.pid  # the subreaper's, until the worker process sends its own
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
         self._connection = Connection(os.dup(self._socket.fileno()))
@@ -203,7 +203,7 @@ class ProcessWorker:
             self._reader.join(_REAP_S)
 
     def _end_group(self) -> None:
-        """Have the subreaper end everything, which finds more than the group; then kill the group."""
+        """Let the subreaper kill all descendants, also those outside of the process group; then kill the group."""
         with suppress(ProcessLookupError):  # it has ended and been reaped
             if sys.platform == "linux":
                 os.kill(self._process.pid, signal.SIGTERM)
@@ -216,7 +216,7 @@ class ProcessWorker:
         while (message := self._outbox.get()) is not None:
             try:
                 send(self._connection, *message)
-            except OSError:  # it is gone; the reader says so
+            except OSError:  # the process ended; the reader reports it
                 return
 
     def _read(self) -> None:
@@ -225,10 +225,10 @@ class ProcessWorker:
         try:
             while True:
                 if self._connection not in wait(watched):
-                    # What the process left behind may hold its end of the socket open.
+                    # Descendants of the process may keep its end of the socket open.
                     self._socket.shutdown(socket.SHUT_RDWR)
                 self._resolve(*receive(self._connection))
-        except Exception:  # it has ended, or what it sends is no message
+        except Exception:  # the process ended, or sent an invalid message
             self._reap()
         finally:
             if death is not None:
@@ -241,7 +241,7 @@ class ProcessWorker:
             return
         try:
             value = load()
-        except Exception as error:  # an answer whose class this process lacks is that call's failure, not the worker's
+        except Exception as error:  # this process cannot unpickle it: only this call fails
             succeeded, value = False, error
         self._calls.resolve(number, succeeded, value)
 
@@ -256,16 +256,16 @@ class ProcessWorker:
         self._outbox.put(None)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._writer.join()  # the descriptor may mean another file as soon as it is closed
+        self._writer.join()  # once closed, the descriptor may be reused for another file
         self._socket.close()
         self._connection.close()
 
 
 class ProcessLauncher(Launcher):
-    """Starts :class:`ProcessWorker`.
+    """Starts workers in child processes (:class:`ProcessWorker`).
 
-    One thread starts all processes and lives as long as the launcher: Linux kills them when this process dies, even by
-    SIGKILL and even while they hold the interpreter lock; elsewhere they notice within a second. A process ignores
+    One thread, which lives as long as the launcher, starts all processes. Linux kills them when this process dies, even
+    by SIGKILL and even while they hold the GIL; on other systems they exit within a second. Worker processes ignore
     Ctrl-C. On Linux a worker is two processes, itself and its subreaper
     (:func:`sota_grpo.orphans.fork_under_subreaper`).
 
@@ -289,21 +289,21 @@ class ProcessLauncher(Launcher):
         threads: int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> ProcessWorker:
-        """Start a worker.
+        """Start a worker in a new process.
 
         Args:
-            name: in messages and in ``ps``.
-            spec: what it runs.
-            env: variables set before the process imports anything.
-            threads: of OpenMP, hence of torch; None leaves it to the environment.
-            pass_fds: descriptors that the process inherits.
+            name: name of the worker in messages and in ``ps``.
+            spec: constructs the worker.
+            env: environment variables to add, set before the process imports any module.
+            threads: OpenMP threads, hence torch's; None: not set.
+            pass_fds: file descriptors that the process inherits.
         """
         worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner, pass_fds)
         self._workers.add(worker)
         return worker
 
     def share(self, value: Any) -> Any:
-        """A handle for ``call``: the value is pickled once, and sent with every call."""
+        """Return a handle to pass to ``call``: ``value`` is pickled once, and sent with every call."""
         return Shared(value)
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class ProcessLauncher(Launcher):
 
 
 def _show(name: str, printed: IO[bytes]) -> None:
-    """Copy what a worker prints to stderr, and of a flood only its beginning."""
+    """Copy a worker's output to stderr, at most 64 KiB per minute."""
     begin, count = time.monotonic(), 0
     with printed, suppress(OSError):  # stderr is closed
         while line := printed.readline(4096):
@@ -323,15 +323,15 @@ def _show(name: str, printed: IO[bytes]) -> None:
             if count <= _SHOWN_BYTES:
                 text = readable(line.decode(errors="replace").replace("\r", "\n"))
             elif shown <= _SHOWN_BYTES:
-                text = f"{name} has printed {_SHOWN_BYTES >> 10} KiB within a minute: the rest of it is left out.\n"
+                text = f"{name} printed more than {_SHOWN_BYTES >> 10} KiB within a minute: the rest is not shown.\n"
             os.write(_STDERR, text.encode())
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
-    """Run a worker's process: the worker on the main thread, where it may use signals."""
+    """Main function of a worker's process: run the worker on the main thread, where it may handle signals."""
     collect_garbage_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if isinstance(sys.stdout, TextIOWrapper):  # what is printed is not lost when the process is killed
+    if isinstance(sys.stdout, TextIOWrapper):  # printed lines are not lost when the process is killed
         sys.stdout.reconfigure(line_buffering=True)
     end_group_with(parent_pid)
     with suppress(OSError):  # not Linux
@@ -341,9 +341,9 @@ def serve_child(fd: int, parent_pid: int) -> None:
     def answer(number: int, succeeded: bool, value: Any) -> None:
         try:
             message = pickled(value)
-        except Exception as error:  # a result that cannot be pickled is that call's failure
+        except Exception as error:  # the result cannot be pickled: only this call fails
             succeeded, message = False, pickled(portable(host.name, error))
-        with lock, suppress(OSError):  # the other end is gone: this process is about to end
+        with lock, suppress(OSError):  # the parent ended: this process is about to end
             send(connection, (number, succeeded), *message)
 
     def relay() -> None:

@@ -1,4 +1,4 @@
-"""Workers that are Ray actors, on this machine alone or on a running cluster."""
+"""Workers that are Ray actors, in a local Ray that this process starts or in a running cluster."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from sota_grpo.workers.base import (
 from sota_grpo.workers.processes import pickled
 
 logger = logging.getLogger(__name__)
-Location = tuple[int, str]  # pid, and the machine on which it means something
+Location = tuple[int, str]  # (pid, machine_id())
 _SHARED_MEMORY = Path("/dev/shm")
-_LISTENER_S = 10.0  # longest wait for a cluster's address to accept
-_OBEY_S = 1.0  # longest wait of kill() for Ray
-_GONE_S = 10.0  # longest wait of kill() for the kernel
-# Services of a cluster that this process starts listen on 127.0.0.1 only and require the token: no other user of this
-# machine runs code in it.
+_LISTENER_S = 10.0  # longest wait for a cluster's address to accept a connection
+_OBEY_S = 1.0  # longest wait of kill() for Ray to end the process
+_GONE_S = 10.0  # longest wait of kill() after SIGKILL
+# A local Ray's services listen on 127.0.0.1 only and require a token, so other users of this machine cannot run code in
+# it.
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -60,18 +60,18 @@ _NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driv
 
 
 class Shared:
-    """A reference that is replaced by its value in the worker."""
+    """An argument that is a Ray object reference; the worker receives the referenced value."""
 
     def __init__(self, reference: Any) -> None:
         self.reference = reference
 
 
 class _Hole(int):
-    """Where the shared value of this index goes."""
+    """Placeholder for the shared value with this index in pickled arguments."""
 
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Pickled arguments, their large buffers, and references."""
+    """Return (pickled arguments, their large buffers, object references of shared arguments)."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
     body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
@@ -86,10 +86,10 @@ def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tu
 
 
 class HostActor:
-    """The actor: a host, and calls put in order, on one event loop."""
+    """The actor class: a :class:`~.base.Host`, whose calls are put in order by number on the actor's event loop."""
 
     def __init__(self, name: str, spec: bytes, path: list[str]) -> None:
-        die_with_parent()  # a stopped actor does not notice that Ray's node manager is gone
+        die_with_parent()  # a stopped actor does not notice that Ray's node manager has ended
         sys.path += [entry for entry in path if entry not in sys.path]
         collect_garbage_rarely()
         self._host = Host(name, lambda: pickle.loads(spec))
@@ -113,7 +113,7 @@ class HostActor:
 
 @cache
 def machine_id() -> str:
-    """An identifier that processes share when a pid means the same to them."""
+    """Return an identifier of this boot and pid namespace: processes with the same one share their pids."""
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -122,20 +122,20 @@ def machine_id() -> str:
 class RayWorker:
     """A worker in a Ray actor (:class:`~.base.Worker`).
 
-    Ray starts the calls of an asynchronous actor in any order; so they are numbered, and the actor puts them in order.
-    Arguments are pickled by :meth:`call`; a handle of :meth:`RayLauncher.share` must be an argument by itself. Arrays
-    arrive read-only and uncopied. Ray never restarts the actor.
+    Ray starts the calls of an async actor in any order, so they are numbered, and the actor puts them in order.
+    :meth:`call` pickles the arguments; a handle of :meth:`RayLauncher.share` must not be nested in another argument.
+    The worker receives arrays read-only, without a copy. Ray never restarts the actor.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
-        self.pid: int | None = None  # until the actor has said it
+        self.pid: int | None = None  # known after the first answer
         self._actor = actor
         self._calls = OpenCalls()
         self._lock = threading.Lock()
         self._sent = 0
-        self._process: int | None = None  # a descriptor of the actor's process, where that runs on this machine
-        self.call(IDLE_METHOD)  # its answer, as every answer, has the location
+        self._process: int | None = None  # pidfd of the actor's process, if it runs on this machine
+        self.call(IDLE_METHOD)  # every answer includes the location
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def send(number: int) -> None:
@@ -144,7 +144,7 @@ class RayWorker:
                 with self._lock:
                     answer = self._actor.call.remote(self._sent, method, *packed)
                     self._sent += 1
-            except Exception as error:  # Ray itself is gone or refuses
+            except Exception as error:  # Ray has ended, or raises
                 self._calls.fail(WorkerDied(f"{self.name} cannot be reached: {_one_line(error)}"))
             else:
                 answer.future().add_done_callback(partial(self._answered, number))
@@ -152,17 +152,17 @@ class RayWorker:
         return self._calls.open(send)
 
     def kill(self) -> None:
-        """End the actor's process and free its bundle.
+        """Kill the actor's process, which frees its bundle.
 
-        Ray ends it first, because it reports every other end of a process on the console. On this machine SIGKILL
-        follows, which ends stopped processes, too.
+        ``ray.kill`` is tried first, because Ray prints a message when a process ends otherwise. If the actor is on this
+        machine, SIGKILL follows, which also ends stopped processes.
         """
         import ray
 
         self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) was killed"))
         with self._lock:
             process, self._process = self._process, None
-        with suppress(Exception):  # the actor, or Ray itself, may be gone already
+        with suppress(Exception):  # the actor, or Ray, may have ended
             ray.kill(self._actor)
         if process is not None:
             if not wait([process], _OBEY_S):
@@ -172,7 +172,7 @@ class RayWorker:
             os.close(process)
 
     def _locate(self, location: Location) -> None:
-        """Note the actor's process, which every answer names."""
+        """Store the actor's pid, and on the same machine a pidfd."""
         with self._lock:
             if self.pid is not None or self._calls.dead is not None:
                 return
@@ -189,14 +189,14 @@ class RayWorker:
             location, succeeded, value = answer.result()
             self._locate(location)
             self._calls.resolve(number, succeeded, value)
-        elif isinstance(error, RayTaskError):  # a result that cannot be pickled
+        elif isinstance(error, RayTaskError):  # the result cannot be pickled
             self._calls.resolve(number, False, error.cause or error)
         else:
             self._calls.fail(WorkerDied(f"{self.name} (pid {self.pid}) is gone: {_one_line(error)}"))
 
 
 def cluster_gpus(address: str) -> int:
-    """GPUs of a running cluster; connects to it."""
+    """Connect to the running cluster at ``address``; return its total number of GPUs. Stays connected."""
     ray = _imported_ray(local=False)
     if not ray.is_initialized():
         _connect(ray, address, 0, None)
@@ -204,7 +204,7 @@ def cluster_gpus(address: str) -> int:
 
 
 def cores_per_gpu() -> int:
-    """The fewest cores to a GPU on any node of the cluster that this process is connected to; at least 1."""
+    """Return the smallest number of CPU cores per GPU of the connected cluster's nodes; at least 1."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -213,15 +213,15 @@ def cores_per_gpu() -> int:
 
 
 def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any, float]]:
-    """Call a function of this package once on every node of a running cluster, concurrently.
+    """Call ``task(*args)``, a function of this package, once on every node of a running cluster, concurrently.
 
     Returns:
-        For each node its address, what the function returned or raised (TimeoutError: no answer within
-        ``deadline_s``), and when that arrived here (seconds).
+        A tuple for each node: its address; the function's result, or the exception raised (TimeoutError: no answer
+        within ``deadline_s``); the time of arrival here (seconds since the epoch).
 
     Raises:
         ImportError: Ray is not installed.
-        ConnectionError: no cluster answers at ``address``.
+        ConnectionError: there is no cluster at ``address``.
     """
     ray = _imported_ray(local=False)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -247,7 +247,7 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
             (done,) = ended
             try:
                 answer = ray.get(done)
-            except Exception as error:  # the node's own, or Ray's
+            except Exception as error:  # raised by the task or by Ray
                 answer = error
             answers.append((calls[done], answer, arrived))
         return sorted(answers, key=lambda answer: answer[0])
@@ -257,23 +257,23 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
 
 
 class RayLauncher(Launcher):
-    """Starts :class:`RayWorker` in the bundles of one placement group.
+    """Starts workers as Ray actors (:class:`RayWorker`), one per bundle of one placement group.
 
-    Without an address, a cluster of this machine is started: its services listen on loopback only, and die with this
-    process, even by SIGKILL. The launcher must then be made on the main thread: Linux kills Ray's processes when the
-    thread that started them ends. A process that is connected to Ray already keeps its connection. A running cluster
-    must be able to import this package on every node; :meth:`close` leaves it running.
+    Without an address it starts a local Ray, whose services listen on loopback only and end with this process, even by
+    SIGKILL. Create the launcher on the main thread then: Linux kills Ray's processes when the thread that started them
+    ends. If this process is connected to Ray already, that connection is used. All nodes of a running cluster must be
+    able to import this package; :meth:`close` leaves the cluster running.
 
     Args:
-        bundles: resources of each worker, such as ``{"CPU": 1, "GPU": 1}``. A cluster that is started here declares as
-            many logical CPUs, however few the machine has.
-        address: of a running cluster (``"auto"``, ``"host:6379"``); None starts one.
+        bundles: resources of each worker, such as ``{"CPU": 1, "GPU": 1}``. A local Ray is started with as many logical
+            CPUs as the bundles need, even if the machine has fewer cores.
+        address: address of a running cluster (``"auto"``, ``"host:6379"``); None starts a local Ray.
         strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         deadline_s: longest wait for all bundles.
-        object_store_bytes: of a cluster that is started here; None leaves it to Ray (30 % of the memory).
+        object_store_bytes: object store size of a local Ray; None: Ray's default (30 % of the memory).
 
     Raises:
-        TimeoutError: the cluster did not give the bundles; the message has the request and the resources.
+        TimeoutError: Ray did not allocate the bundles in time; the message has the request and the resources.
     """
 
     def __init__(
@@ -294,15 +294,15 @@ class RayLauncher(Launcher):
             before = set(descendants())
             _connect(ray, address, math.ceil(sum(bundle.get("CPU", 0) for bundle in bundles)), object_store_bytes)
             if address is None:
-                # The agents of Ray's node manager outlive a killed driver by a minute.
+                # Else the agents of Ray's node manager run for a minute after the driver is killed.
                 self._guardian = guard(new.pid for new in set(descendants()) - before)
         self._group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._group.wait(deadline_s):
             there = f"the cluster has {_counts(ray.cluster_resources())}, free {_counts(ray.available_resources())}"
             self.close()
             raise TimeoutError(
-                f"Ray did not give {list(map(dict, bundles))} ({strategy}) within {deadline_s:g} s; {there}. "
-                "Configure fewer devices, add nodes, or wait until others are done."
+                f"Ray did not allocate {list(map(dict, bundles))} ({strategy}) within {deadline_s:g} s; {there}. "
+                "Use fewer devices, add nodes, or wait until other jobs have ended."
             )
 
     def start(
@@ -315,15 +315,15 @@ class RayLauncher(Launcher):
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> RayWorker:
-        """Start a worker in a bundle, where it waits until an earlier one has freed its GPUs.
+        """Start a worker in a bundle; its actor starts when an earlier worker has freed the bundle's GPUs.
 
         Args:
-            name: in messages.
-            spec: what it runs.
-            bundle: index.
-            num_gpus: GPUs of the bundle that the actor sees.
-            env: variables set before its process starts.
-            threads: of OpenMP, hence of torch; None leaves it to Ray.
+            name: name of the worker in messages.
+            spec: constructs the worker.
+            bundle: index of the bundle.
+            num_gpus: number of the bundle's GPUs that the actor sees.
+            env: environment variables, set before its process starts.
+            threads: OpenMP threads, hence torch's; None: Ray's default.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -337,20 +337,20 @@ class RayLauncher(Launcher):
         return worker
 
     def share(self, value: Any) -> Any:
-        """A handle for ``call``: the value is in Ray's object store, and is sent to each node once."""
+        """Put ``value`` into Ray's object store, which sends it to each node once; return a handle for ``call``."""
         import ray
 
         return Shared(ray.put(value))
 
     def close(self) -> None:
-        """End the workers that are left, and the cluster if it was started here."""
+        """Kill the running workers, and stop the local Ray if this launcher started it; idempotent."""
         import ray
 
         if self._closed:
             return
         self._closed = True
         super().close()
-        with suppress(Exception):  # the cluster may be gone
+        with suppress(Exception):  # the cluster may have ended
             ray.util.remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
@@ -360,14 +360,14 @@ class RayLauncher(Launcher):
 
 
 class AddressWorker:
-    """Gives a rendezvous address of its machine, and its GPUs."""
+    """Worker that returns a rendezvous address on its machine, and its visible GPUs."""
 
     def devices(self) -> str:
-        """``CUDA_VISIBLE_DEVICES`` of this process, as Ray set it."""
+        """Return ``CUDA_VISIBLE_DEVICES`` of this process, which Ray sets; empty if unset."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def address(self) -> str:
-        """This machine's address and a port that is free now."""
+        """Return ``HOST:PORT``: this machine's address and a port that is free at the moment."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -378,37 +378,37 @@ class AddressWorker:
 
 @cache
 def _actor_class(role: str) -> Any:
-    """The actor under the name that ``ps`` shows: ``ray::rollout``."""
+    """Return the actor class under a name that ``ps`` shows, such as ``ray::rollout``."""
     import ray
 
     return ray.remote(type(role, (HostActor,), {}))
 
 
 def _imported_ray(local: bool) -> Any:
-    """Import Ray, which reads then whether to listen on loopback only."""
+    """Set Ray's environment variables (token; ``local``: loopback only), which it reads at import; return ``ray``."""
     if local:
         os.environ.update(_LOCAL_ENVIRONMENT)
         if not os.environ.get(_TOKEN) and not os.environ.get(_TOKEN_FILE):
-            os.environ[_TOKEN] = secrets.token_hex(32)  # in no file: Ray's own is readable to all
+            os.environ[_TOKEN] = secrets.token_hex(32)  # not in a file: Ray's own token file is readable by all users
     elif _token_held() and _MODE not in os.environ:
-        os.environ[_MODE] = "token"  # a cluster without a token accepts it
+        os.environ[_MODE] = "token"  # a cluster that requires no token accepts it too
     import ray
     from ray._private import ray_constants
     from ray._raylet import Config  # type: ignore[attr-defined]
 
-    if not ray.is_initialized():  # something else may have imported Ray before
+    if not ray.is_initialized():  # Ray may have been imported before, with other variables
         ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER and not local
         Config.initialize("")
     return ray
 
 
 def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: int | None) -> None:
-    """Call ``ray.init`` but keep SIGTERM; Ray's processes, in this process group, ignore a terminal's SIGHUP."""
+    """Call ``ray.init``; keep this process's SIGTERM handler, and let Ray's processes ignore a terminal's SIGHUP."""
     options: dict[str, Any] = {"address": address or "local"}
     _require_cluster(address)
     if address is None:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("A local Ray dies with the thread that starts it: make the RayLauncher on the main one.")
+            raise RuntimeError("A local Ray ends with the thread that started it: use RayLauncher on the main thread.")
         options |= {"num_cpus": max(num_cpus, 1), "object_store_memory": object_store_bytes}
         options |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS, "_node_ip_address": "127.0.0.1"}
         if "RAY_TMPDIR" not in os.environ:
@@ -424,9 +424,9 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
             signal.signal(signal.SIGTERM, on_sigterm)
             signal.signal(signal.SIGHUP, on_hangup)
     if address is None and free is not None and (store := ray.cluster_resources().get("object_store_memory", 0)) > free:
-        logger.warning(  # Ray's own logger is silenced here
-            "%s has %.2f GiB free and Ray's object store takes %.1f GiB, so it is on the disk and everything that "
-            "workers exchange passes through it: start the container with --shm-size=%dg (or --ipc=host).",
+        logger.warning(  # Ray's own warning is silenced
+            "%s has %.2f GiB free, but Ray's object store takes %.1f GiB: it is on disk, which slows down all data "
+            "that workers exchange. Start the container with --shm-size=%dg (or --ipc=host).",
             _SHARED_MEMORY,
             free / 2**30,
             store / 2**30,
@@ -435,10 +435,10 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
 
 
 def _require_cluster(address: str | None) -> None:
-    """Fail at once where Ray would try for minutes.
+    """Check the cluster's address and token at once; Ray would retry for minutes.
 
     Raises:
-        ConnectionError: nothing listens at ``address``.
+        ConnectionError: no process listens at ``address``.
         UserError: the cluster requires another token.
     """
     from ray._private.services import canonicalize_bootstrap_address
@@ -457,17 +457,17 @@ def _require_cluster(address: str | None) -> None:
         GcsClient(address=address)
     except AuthenticationError as error:
         held = _token_held()
-        has = f"the one of this machine ({held}) is another" if held else "this machine has none"
+        has = f"the token of this machine ({held}) differs" if held else "this machine has none"
         raise UserError(
-            f"The Ray cluster at {address} requires its token, and {has}: copy ~/.ray/auth_token of its head here, or "
+            f"The Ray cluster at {address} requires its token, but {has}: copy ~/.ray/auth_token of the head node, or "
             f"export {_TOKEN} and {_MODE}=token."
         ) from error
-    except Exception as error:  # ray.init tries longer, and reports it
-        logger.debug("The first look at %s failed.", address, exc_info=error)
+    except Exception as error:  # ray.init retries, and raises it
+        logger.debug("The first connection to %s failed.", address, exc_info=error)
 
 
 def _token_held() -> str:
-    """The variable or file with this machine's token, which Ray would send; empty where there is none."""
+    """Return the variable or file with this machine's Ray token; empty if there is none."""
     if os.environ.get(_TOKEN):
         return _TOKEN
     file = Path(os.environ.get(_TOKEN_FILE) or "~/.ray/auth_token").expanduser()
@@ -480,7 +480,7 @@ def _counts(resources: Mapping[str, float]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """Ray's message without its list of common causes.
+    """Return Ray's message in one line, without its list of common causes.
 
     >>> _one_line(RuntimeError("The actor died.\\n  pid: 1\\nThe actor is dead because it left. Some common causes: a"))
     'The actor is dead because it left.'

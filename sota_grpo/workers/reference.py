@@ -1,4 +1,4 @@
-"""The frozen reference as a worker: packed rows in, log-probabilities out."""
+"""The frozen reference model in worker processes: computes the log-probs of rows."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.fleet import Fleet
 
 _READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
-MAX_ATTEMPTS = 3  # rows that three workers died of will cost a fourth one its life too
+MAX_ATTEMPTS = 3  # if three workers died with the same rows, a fourth would too
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReferenceWorker:
-    """Answers rows with the log-probabilities of a frozen model.
+    """Worker that computes the log-probs of rows under a frozen model.
 
     Args:
-        model: is frozen.
+        model: the reference model; this freezes it.
         temperature: the policy's sampling temperature.
-        precision: autocast, ``fp32``, ``bf16`` or ``fp16``; that of the policy makes the KL of equal weights 0.
-        token_budget: packed tokens of one forward pass; padded ones for a model that cannot be packed.
+        precision: autocast ``fp32``, ``bf16`` or ``fp16``; use the policy's, so that equal weights have a KL of 0.
+        token_budget: packed tokens per forward pass (padded tokens if the model cannot be packed).
         pad_token_id: any id of the vocabulary.
-        shared_prompt, fused: as in :class:`~sota_grpo.policy.causal.CausalPolicy`.
-        gives_back: releases cached CUDA memory after each call, for colocated engines.
+        shared_prompt, fused: see :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        gives_back: release cached CUDA memory after each call, for colocated engines.
 
     Raises:
-        ValueError: an unknown precision.
+        ValueError: unknown precision.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class ReferenceWorker:
         gives_back: bool = False,
     ) -> None:
         if precision not in _AUTOCAST:
-            raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(_AUTOCAST)}")
+            raise ValueError(f"precision={precision!r} is unknown; use one of {', '.join(_AUTOCAST)}")
         self._device_type = next(model.parameters()).device.type
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id, self._gives_back = token_budget, pad_token_id, gives_back
-        self._since: float | None = None  # when the running call, or its last forward pass, was seen to progress
+        self._since: float | None = None  # when the running call started or last finished a forward pass
 
     def ping(self) -> float:
-        """Seconds for which the running forward pass has taken."""
+        """Return the seconds since the running call started or last finished a forward pass; 0 when idle."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     def run(self, rows: RowTable) -> list[np.ndarray]:
-        """Log-probabilities of every row, f32 ``[T_i]``, 0 off its assistant mask."""
+        """Return log-probs of every row, float32 ``[T_i]``; 0 off its assistant mask."""
         self._since = time.monotonic()
         try:
             log_probs = reference_log_probs(
@@ -101,12 +101,13 @@ def reference_worker(
     num_threads: int | None = None,
     **options: Any,
 ) -> ReferenceWorker:
-    """Load the model and serve it: the factory of a :class:`~sota_grpo.workers.base.WorkerSpec`.
+    """Worker factory: load the reference model in this process and return a :class:`ReferenceWorker` for it.
 
     Args:
-        model_name: as :func:`sota_grpo.policy.load.load_model` takes it; so are the next five.
-        num_threads: CPU threads of this process; None leaves them.
-        options: of :class:`ReferenceWorker`.
+        model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device: arguments of
+            :func:`sota_grpo.policy.load.load_model`.
+        num_threads: torch's CPU threads in this process; None: not set.
+        options: keyword arguments of :class:`ReferenceWorker`.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -122,30 +123,29 @@ def reference_worker(
 
 
 class ReferenceService:
-    """Client of a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
+    """Computes reference log-probs with a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
 
-    It completes whole groups in the background (:meth:`submit`), or splits padded rows over the workers and waits (a
-    call, as any :class:`sota_grpo.policy.causal.ReferencePolicy`). Log-probabilities equal those of a reference in
-    this process, to the rounding of another padding. A worker that dies or falls silent is replaced and its rows are
-    answered by another.
+    :meth:`submit` adds the log-probs to the rows of a group in the background. Calling the object (as a
+    :class:`sota_grpo.policy.causal.ReferencePolicy`) splits padded rows over the workers and waits. Log-probs equal
+    those of a local reference up to rounding, because padding differs. A dead or hanging worker is replaced.
 
     Args:
-        fleet: of reference workers; closed with the service.
-        num_workers: parts of a call.
-        in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; with one, groups come with their reward.
+        fleet: the reference workers; :meth:`close` closes them.
+        num_workers: number of slices into which a call splits its rows.
+        in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; if set, submitted rows must have rewards.
 
     """
 
-    shared_prompt = True  # a worker splits its rows as its model permits
+    shared_prompt = True  # each worker splits its rows as its own model requires
 
     def __init__(self, fleet: Fleet, *, num_workers: int, in_reward_coeff: float | None = None) -> None:
         self.fleet, self._num_workers, self._in_reward_coeff = fleet, num_workers, in_reward_coeff
 
     def submit(self, rows: RowTable) -> Future[RowTable]:
-        """The same rows, once what :class:`sota_grpo.rl.transforms.ReferenceKL` writes is written in them, in place.
+        """Compute the columns of :class:`sota_grpo.rl.transforms.ReferenceKL` and write them into ``rows``, in place.
 
-        Rows that have their reference log-probs already pass unchanged. The future fails with ValueError when the
-        model gives a log-prob that is not finite.
+        Return a future of ``rows``. Rows that have reference log-probs are not changed. The future fails with
+        ValueError if a log-prob is NaN or infinite.
         """
 
         async def complete() -> RowTable:
@@ -160,7 +160,7 @@ class ReferenceService:
         return done
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return log-probabilities [N, T] on the device of the rows."""
+        """Return log-probs ``[N, T]`` of padded rows, on the device of the rows."""
         tokens, real = rows.get(keys.FULL_TOKENS), rows.get(keys.ATTENTION_MASK).bool()
         ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
         cut: list[dict[Any, torch.Tensor]] = [
@@ -170,7 +170,7 @@ class ReferenceService:
         if (support := support_of(rows)) is not None:
             for row, end, ids, counts in zip(cut, ends.tolist(), *support):
                 row |= {keys.SUPPORT_IDS: ids[: int(counts.sum())], keys.SUPPORT_COUNTS: counts[:end]}
-        count = min(self._num_workers, len(cut))  # every n-th row, so that rows sorted by length give equal parts
+        count = min(self._num_workers, len(cut))  # every n-th row: equal slices even if rows are sorted by length
         answers = [self.fleet.submit(RowTable.of(cut[first::count])) for first in range(count)]
         log_probs = torch.zeros(tokens.shape)
         for first, answer in enumerate(answers):

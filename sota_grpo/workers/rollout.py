@@ -1,4 +1,4 @@
-"""Rollout workers: an engine as a worker, and many of them behind the protocol of one engine."""
+"""Rollout workers: :class:`RolloutWorker` runs one engine; :class:`FleetEngine` makes many look like one engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import sota_grpo.workers.packing  # noqa: F401  (groups are pickled as three tensors from here on)
+import sota_grpo.workers.packing  # noqa: F401  (registers a compact pickle of groups)
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, Streams, Task, response_rooms, result
 from sota_grpo.policy.end_tokens import response_text
@@ -26,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """An engine as a worker: its host does all calls that have come, in their order, between two steps.
+    """A worker that runs one engine; between two engine steps its host runs all pending calls, in order.
 
-    So weights are loaded in the middle of running groups, after one step at most, and requests that came together begin
-    together. What a call raises as ``ValueError`` is its caller's; any other exception of the engine breaks the worker:
-    every open future and every later call fails with :class:`WorkerDied` and the cause, and the engine is closed.
+    So new weights are loaded within one step, while groups are being sampled, and requests that arrive together start
+    together. A call's ``ValueError`` is returned to the caller. Any other exception of the engine breaks the worker:
+    all pending futures and later calls fail with :class:`WorkerDied` and the cause, and the engine is closed.
 
     Args:
-        engine: owned by this.
-        tokenizer: decodes the responses (``Sample.text``); None leaves that to the caller.
+        engine: the engine, which this worker closes.
+        tokenizer: decodes responses to ``Sample.text``; None: ``text`` stays None.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> worker = RolloutWorker(ScriptedEngine(lambda request, sample, version: [5, 6]))
@@ -48,10 +48,10 @@ class RolloutWorker:
 
     def __init__(self, engine: SteppingEngine, tokenizer: Any = None):
         self._engine, self._tokenizer = engine, tokenizer
-        self._end: Future[NoReturn] = pending_future()  # why no call is answered any more
+        self._end: Future[NoReturn] = pending_future()  # its exception is that of every later call
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Sample one group; ``ValueError`` where its prompt leaves no room for a response."""
+        """Sample one group; the future fails with ValueError if the prompt leaves no room for a response."""
         return Task(self._sample(request, sampling))
 
     async def _sample(self, request: GroupRequest, sampling: Sampling) -> GroupOutput:
@@ -60,34 +60,34 @@ class RolloutWorker:
             group = await result(submitted)
         except ValueError:
             raise
-        except Exception:  # the engine lost it, as it failed or was closed
+        except Exception:  # the engine failed or was closed
             return await result(self._end)
         if self._tokenizer is None:
             return group
         try:
             texts = [response_text(self._tokenizer, sample.token_ids) for sample in group.samples]
-        except Exception:  # the driver decodes what has no text, and there the error ends the run
+        except Exception:  # the driver decodes samples without text, and there the error ends the run
             return group
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
 
     def advance(self) -> bool:
-        """Make one step of the engine; False where nothing is in flight."""
+        """Run one engine step; return False if no group is in progress."""
         try:
             return not self._end.done() and self._engine.advance()
-        except BaseException as error:  # the host would end; the callers see it through their futures
+        except BaseException as error:  # raising would end the host; callers get the error from their futures
             self._break(error)
             return False
 
     def set_base(self, pack: WeightPack) -> None:
-        """Keep the weights that adapters are merged into from now on (a view of memory that workers may share)."""
+        """Set the base weights, into which later adapters are merged; a view of memory that workers may share."""
         self._engine.base = pack.tensors
 
     def update_weights(self, pack: WeightPack, version: int) -> int:
-        """Push weights under the running groups; returns the version that the engine serves from the next token on.
+        """Load new weights while groups are running; return the version that samples the next token.
 
         Args:
-            pack: all weights, or an adapter on the weights of :meth:`set_base`.
-            version: of the weights.
+            pack: all weights, or an adapter for the base weights of :meth:`set_base`.
+            version: version number of the weights.
         """
 
         def push() -> int:
@@ -98,23 +98,23 @@ class RolloutWorker:
         return self._do(push)
 
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype in which pushed weights may come (:class:`~sota_grpo.engines.Engine`)."""
+        """Return the dtype to which weights may be cast before sending; see :class:`~sota_grpo.engines.Engine`."""
         return self._engine.weight_dtype
 
     def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """:meth:`~sota_grpo.engines.Engine.weight_sums`."""
+        """Return a checksum per weight of the engine, or None; see :class:`~sota_grpo.engines.Engine`."""
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
-        """:meth:`~sota_grpo.engines.Engine.sleep`, with nothing in flight."""
+        """Free the engine's device memory until :meth:`wake`; no group may be in progress."""
         self._do(self._engine.sleep)
 
     def wake(self) -> None:
-        """:meth:`~sota_grpo.engines.Engine.wake`."""
+        """Undo :meth:`sleep`."""
         self._do(self._engine.wake)
 
     def close(self) -> None:
-        """Close the engine; open futures fail. Idempotent."""
+        """Close the engine and fail pending futures; idempotent."""
         if not self._end.done():
             self._finish(WorkerDied("This rollout worker is closed."))
 
@@ -140,19 +140,19 @@ class RolloutWorker:
         self._end.set_exception(why)
         try:
             self._engine.close()
-        except Exception:  # an engine that has failed may fail again, and its caller knows the first cause
+        except Exception:  # a failed engine may fail again; callers get the first error
             _log.exception("The %s engine could not be closed.", self._engine.name)
 
 
 def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> RolloutWorker:
-    """Build a rollout worker, whose engine loads its model by itself.
+    """Worker factory: build the engine, which loads its model, and return a rollout worker.
 
     Args:
-        options: of the engine.
-        num_threads: CPU threads of this process, for torch; None leaves them.
+        options: options of the engine.
+        num_threads: torch's CPU threads in this process; None: not set.
 
     Raises:
-        UserError: the engine or the model is not there.
+        UserError: the engine is not installed, or the model does not exist.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -161,20 +161,19 @@ def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> Ro
 
 
 class FleetEngine(Streams):
-    """The rollout workers as one engine.
+    """Engine interface over a fleet of rollout workers: each group is sampled by the least loaded one.
 
-    Contract. Consumes: requests, one group at a time. Produces: groups, from any worker that had room. Waits for:
-    workers, as long as each shows progress. When a worker dies or is silent, the fleet replaces it, gives the new one
-    the newest weights, and samples its groups again; a push returns when every live worker serves the version. A group
-    whose stream is dropped is still sampled to its end.
+    A worker that dies or makes no progress is replaced; the replacement gets the newest weights, and the lost groups
+    are sampled again. :meth:`update_weights` returns when every live worker serves the version. A group whose stream is
+    dropped is still sampled to its end.
 
     Args:
-        fleet: of :class:`RolloutWorker`.
-        name: of the engines.
-        max_model_len: context in tokens.
-        share: :meth:`~sota_grpo.workers.base.Launcher.share`.
-        deadline_s: longest wait of a push for one worker.
-        base: the weights under an adapter, packed once, where the learner publishes its adapter only.
+        fleet: a fleet of :class:`RolloutWorker`.
+        name: name of the workers' engine.
+        max_model_len: context length in tokens.
+        share: :meth:`~sota_grpo.workers.base.Launcher.share` of the workers' launcher.
+        deadline_s: longest wait for one worker in :meth:`update_weights`, :meth:`sleep` and :meth:`wake`.
+        base: returns the packed base weights, if the learner sends only its adapter; called once.
     """
 
     def __init__(
@@ -196,34 +195,34 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """A future of the group, sampled by the newest weights at each token."""
+        """Queue one group; return its future. Each token is sampled with the newest weights at that time."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Push to every worker, under running groups; returns when each one's next token comes from the new weights.
+        """Send weights to every worker while groups are running; return when every next token is sampled with them.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
         """
         if not isinstance(weights, WeightPack):
             weights = WeightPack.of(weights)
-        if weights.scales and self.base is not None:  # sticky: a worker that starts later gets it before its adapter
+        if weights.scales and self.base is not None:  # sticky: a later worker gets the base before the adapter
             base, self.base = self._share(self.base()), None
             self._broadcast("set_base", base)
         served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served) - {version}):
-            raise RuntimeError(f"Rollout workers serve versions {wrong} after a push of {version}.")
+            raise RuntimeError(f"After an update to weight version {version}, rollout workers serve {wrong}.")
         self.version = version
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype of all the engines' matrices, for pushed weights; None where they have several."""
+        """The dtype to which weights may be cast before they are sent; None if the engines' dtypes differ."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Checksum] | None:
-        """The checksums of all workers; of a weight in which they differ, one that no tensor has."""
+        """Return the workers' checksums; a weight on which workers differ gets an invalid checksum. None: unknown."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if not answers or None in answers:
             return None
@@ -235,7 +234,7 @@ class FleetEngine(Streams):
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
-        """Return when every engine sleeps; no-op where they have their own devices."""
+        """Put every engine to sleep and wait; no-op if engines have their own devices."""
         self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
@@ -243,5 +242,5 @@ class FleetEngine(Streams):
         self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:
-        """End the workers; idempotent."""
+        """Kill the workers; idempotent."""
         self.fleet.close()

@@ -318,7 +318,7 @@ def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(
 def test_a_step_that_is_not_finite_stops_both_ranks_with_unchanged_weights(pair: Pair) -> None:
     two, rows = pair.learner(), ragged_rows(5)
     row_list(rows)[3].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
-    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt and in those of the other ranks"):
+    with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt and in the files of the other ranks"):
         two.update(rows)
     assert_equal_weights(two, pair.one(), rtol=0.0, atol=0.0)
     dumps = [torch.load(pair.folder / f"non_finite_step_0{rank}.pt")["batch"] for rank in ("", ".rank_1")]

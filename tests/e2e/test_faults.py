@@ -140,7 +140,7 @@ def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prom
         hit(victim, signal.SIGKILL)
         assert run.wait(400) == 1, console(run_dir)
     last = console(run_dir).splitlines()[-1]
-    assert "The learner ended, because its rank" in last
+    assert "The learner stopped: its rank" in last
     assert "train.resume=auto continues from the last checkpoint" in last
 
     with started(run_dir, *options) as run:  # on one rank now

@@ -444,10 +444,10 @@ def test_a_cluster_that_requires_another_token_is_named_at_once(
     if held:
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("of another cluster")
-    has = rf"the one of this machine \({tmp_path}/.ray/auth_token\) is another" if held else "this machine has none"
+    has = rf"the token of this machine \({tmp_path}/.ray/auth_token\) differs" if held else "this machine has none"
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        with pytest.raises(UserError, match=rf"cluster at {address} requires its token, and {has}: copy"):
+        with pytest.raises(UserError, match=rf"cluster at {address} requires its token, but {has}: copy"):
             ray_cluster.each_node(address, lambda: None, deadline_s=1.0)
     assert os.environ.get("RAY_AUTH_MODE") == ("token" if held else None)
     raylet.Config.initialize("")

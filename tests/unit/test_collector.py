@@ -210,11 +210,11 @@ def test_iterating_over_the_buffer_ends_where_the_collector_does() -> None:
 
 def test_the_age_counts_pushes_so_there_is_one_for_each_batch() -> None:
     collector = started()
-    with pytest.raises(RuntimeError, match="push once per batch"):
+    with pytest.raises(RuntimeError, match="update once per batch"):
         collector.update_policy_weights_(MODEL)
     collector.replay_buffer.sample()
     collector.update_policy_weights_(MODEL)
-    with pytest.raises(RuntimeError, match="push once per batch"):
+    with pytest.raises(RuntimeError, match="update once per batch"):
         collector.update_policy_weights_(MODEL)
     with pytest.raises(RuntimeError, match="called before"):
         collector.start()
@@ -274,7 +274,7 @@ def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
     assert seen == [4, 5, 6, 7, 8, 9, 10, 11]
     while len(collector.replay_buffer) < 8:
         time.sleep(0.001)
-    with pytest.raises(RuntimeError, match=r"version 0 at version 2.*NewestFirst chose its group too late"):
+    with pytest.raises(RuntimeError, match=r"version 0 in training at version 2.*NewestFirst chose its group too late"):
         collector.replay_buffer.sample()
     collector.shutdown()
 
@@ -304,7 +304,7 @@ def test_a_state_needs_the_weights_of_its_moment() -> None:
         first.update_policy_weights_(MODEL)
     state = first.state_dict()
     second.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="saved at policy version 2, and the engine serves 0"):
+    with pytest.raises(RuntimeError, match="saved at policy version 2, but the engine serves version 0"):
         second.next_batch()
     second.update_policy_weights_(MODEL, version=state["policy_version"])
     assert column(second.next_batch(), keys.GROUP_ID)[::4] == [8, 9, 10, 11]

@@ -108,7 +108,7 @@ def test_another_temperature_in_the_engine_is_found_and_named(half: str | None, 
     components.rows = components.sample()
     check = gate.engine_and_trainer_have_one_temperature(components)
     assert not check.passed
-    assert float(check.sentence.split()[3]) == pytest.approx(0.8, abs=0.03)
+    assert float(check.sentence.split()[4]) == pytest.approx(0.8, abs=0.03)
     assert not gate.engine_and_trainer_agree(components).passed
     assert not gate.first_ratio_is_one(components).passed
 
@@ -242,7 +242,8 @@ def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
     components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
     monkeypatch.setattr(components, "sample", None)
     assert (
-        "; not verified: that longer ones than the 85 tokens" in gate.responses_end_and_are_graded(components).sentence
+        "; not verified: that responses longer than the checks' 85 tokens"
+        in gate.responses_end_and_are_graded(components).sentence
     )
 
 
@@ -266,11 +267,11 @@ def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
     check = gate.responses_end_and_are_graded(components)
     assert check.passed
-    assert check.sentence.endswith("6 are graded; the grader failed at 2 of 8, the first time: OSError: gone")
+    assert check.sentence.endswith("6 are graded; the grader failed on 2 of 8, first error: OSError: gone")
     components.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
     check = gate.responses_end_and_are_graded(components)
     assert check.passed is False
-    assert "the grader failed at every response of b, the first time: OSError: gone" in check.sentence
+    assert "the grader failed on every response of b, first error: OSError: gone" in check.sentence
 
 
 def test_a_check_over_nothing_is_not_passed(components: Components) -> None:
@@ -319,7 +320,7 @@ def test_scores_of_other_rows_are_found(components: Components) -> None:
         components.rows.set(keys.REWARD, rewards.roll(by, 0))
         check = gate.rewards_and_advantages_belong_to_their_responses(components)
         assert check.passed is False
-        assert "when they are graded again; response" in check.sentence
+        assert "when graded again; row" in check.sentence
 
 
 def test_a_reward_that_is_another_each_time_is_no_fault(components: Components) -> None:
@@ -497,7 +498,7 @@ def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: st
     """In half precision as well, where its effect is within the rounding."""
     check = pushed_weights_landed(without(make_components(tmp_path, **HALF.get(half, {})), *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these were not applied: {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; the engine did not load {STALE[stale][0]}")
 
 
 def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
@@ -513,8 +514,8 @@ def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path
         return sums | {turned: sums[turned]._replace(by_row=0)}
 
     for ending, sentence in (
-        (told, f"not verified: {turned}, {unknown}, which the engine holds in another form"),
-        (lambda: None, f"not verified: single tensors, which {engine.name} does not read back"),
+        (told, f"not verified: {turned}, {unknown}, which the engine renames or reorders"),
+        (lambda: None, f"not verified: single tensors, because {engine.name} reports no checksums"),
     ):
         engine.weight_sums = ending
         check = pushed_weights_landed(components)
@@ -527,7 +528,7 @@ def test_in_float32_what_was_not_applied_is_named_without_checksums(stale: str, 
     components.rollouts.engine.weight_sums = lambda: None
     check = pushed_weights_landed(without(components, *STALE[stale]))
     assert check.passed is False
-    assert check.sentence.endswith(f"; these were not applied: {', '.join(STALE[stale])}")
+    assert check.sentence.endswith(f"; the engine did not load {', '.join(STALE[stale])}")
 
 
 def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +568,7 @@ def test_a_task_that_knows_no_gold_answers_passes_and_says_so(components: Compon
     check = gate.gold_answers_earn_the_full_reward(components)
     assert check.passed
     assert check.name == "responses can be graded"
-    assert check.sentence == "not checked against gold answers, of which the task knows none"
+    assert check.sentence == "not checked against gold answers, because the task has none"
 
 
 class NeedsEverySibling:
@@ -589,7 +590,7 @@ def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Com
     graded_by(components, components.task.score)
     check = gate.gold_answers_earn_the_full_reward(components)
     assert check.passed == (not more)
-    assert ("failed at" in check.sentence) == bool(more)
+    assert ("failed on" in check.sentence) == bool(more)
 
 
 @pytest.mark.parametrize("share_device", [True, False])
@@ -623,7 +624,7 @@ def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components
         return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
     checks: list[gate.Check] = []
-    with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains all the same"):
+    with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
         gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]
     assert [one.passed for one in checks] == made
@@ -644,7 +645,7 @@ def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(component
     components.task.score = lambda text, example: Score({"correct": -1.0}, False)
     graded_by(components, components.task.score)
     components.transforms = [GroupAdvantage(scale="group_mean")]
-    with pytest.raises(UserError, match=r"sampled before training cannot be trained on: .*no reward may be negative"):
+    with pytest.raises(UserError, match=r"sampled by the checks cannot be trained on: .*no reward may be negative"):
         run_gate(components, "warn", [gate.every_sampled_token_is_trained])
 
 
@@ -666,7 +667,7 @@ def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(compone
     graded_by(components, broken)
     check = gate.gold_answers_earn_the_full_reward(components)
     assert not check.passed
-    assert check.sentence.endswith("the grader failed at 4 of 4 texts, the first: OSError: no judge")
+    assert check.sentence.endswith("the grader failed on 4 of 4 texts, first error: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 

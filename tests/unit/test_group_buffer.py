@@ -106,7 +106,7 @@ def test_without_a_collector_iterating_ends_with_the_last_whole_batch() -> None:
         buffer.extend(group(group_id, size=1))
     assert len({one for rows in buffer for one in ids(rows)}) == 4
     assert len(buffer) == 1
-    with pytest.raises(RuntimeError, match="2 groups were requested and the buffer holds 1 finished"):
+    with pytest.raises(RuntimeError, match="2 groups were requested, but the buffer holds 1 finished"):
         buffer.sample()
     buffer.empty()
     with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):

@@ -164,7 +164,7 @@ def test_coroutines_share_one_loop_that_continues(steady: Instances) -> None:
     ("row", "expected"),
     [
         ({"mood": "raise no"}, "reset raised ValueError: no"),
-        ({"mood": "list"}, "reset returned a list; it returns a str or None"),
+        ({"mood": "list"}, "reset returned a list, but must return a str or None"),
         ({"start": threading.Lock()}, "TypeError: cannot pickle"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_hang_costs_the_environments_of_its_worker_only(make: Callable[..., In
     behind, spared = (instances.call(key, [("add", {"number": 1})]) for key in (sibling, other))
     assert spared.result(WAIT_S) == [Answer("1", False)]
     assert reason(lost) == LATE
-    assert reason(behind) == "it is lost with its worker"
+    assert reason(behind) == "its worker process died or was replaced"
     later = opened(instances, start=5)
     assert [instances.finish(key).result(WAIT_S) for key in (later, other)] == [5, 1]
     assert "finished" in reason(instances.finish(sibling))

@@ -126,7 +126,7 @@ def test_an_evaluation_ends_and_says_what_failed(
     engine = make_saying(env, say)
     actual = Evaluator(Rollouts(env, engine), env.task.heldout[:6], max_tokens=64, avg_at_k=0, seed=SEED).measure()
     assert actual["eval/accuracy"] == 4 / 6
-    assert "failed at 2 of 6 responses of this evaluation" in caplog.text
+    assert "failed on 2 of 6 responses of this evaluation" in caplog.text
     assert pool.fleet.restarts == 2
 
 
@@ -140,7 +140,7 @@ def test_the_gate_refuses_a_grader_that_hangs_at_gold_answers(env: TaskEnv, tmp_
         gold_response=lambda example: "hang",
         score=task.score,
     )
-    sentence = r"0 of 4 gold answers .* failed at 4 of 8 texts, the first: TimeoutError: no score within 0\.5 s"
+    sentence = r"0 of 4 gold answers .* failed on 4 of 8 texts, first error: TimeoutError: no score within 0\.5 s"
     with pytest.raises(CheckError, match=sentence):
         run_gate(components, "strict", [gate.gold_answers_earn_the_full_reward])
 
@@ -226,4 +226,4 @@ def test_a_graders_flood_is_cut_and_its_control_characters_are_escaped(capfd: py
     assert output.startswith("\\x1b[2Jxxx")
     assert "\x1b" not in output
     assert 60_000 < len(output) < 66_000
-    assert output.splitlines()[-1] == "reward-0 has printed 64 KiB within a minute: the rest of it is left out."
+    assert output.splitlines()[-1] == "reward-0 printed more than 64 KiB within a minute: the rest is not shown."

@@ -194,7 +194,7 @@ def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(tmp_pat
     run_dir = started(tmp_path / "run")
     with opened(run_dir, "auto"):
         for own, resume in ((run_dir, "auto"), (run_dir, None), (tmp_path / "fresh", str(run_dir))):
-            with pytest.raises(UserError, match="Another process is at work"):
+            with pytest.raises(UserError, match="Another process uses"):
                 opened(own, resume)
     opened(run_dir, "auto").close()
 
@@ -211,7 +211,7 @@ def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
-        with pytest.raises(UserError, match="Another process is at work"):
+        with pytest.raises(UserError, match="Another process uses"):
             opened(tmp_path / "run", "auto")
         process.kill()
         process.wait()
@@ -253,7 +253,7 @@ def test_a_run_under_a_schedule_becomes_longer_where_it_is_named(tmp_path: Path)
             assert (place.path, place.finished, place.shorter) == (run_dir, False, STEPS)
     with opened(fresh, "auto", longer, 2 * STEPS) as place:
         assert (place.path, place.shorter) == (fresh, None)  # it is no run of this config
-    with pytest.raises(RunRefused, match=r"another config: train\.epochs"):
+    with pytest.raises(RunRefused, match=r"another config\. Different: train\.epochs"):
         opened(fresh, str(run_dir), with_option("train", "epochs", 2, longer), 2 * STEPS)
 
 
@@ -270,7 +270,7 @@ def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path:
 
 def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
     run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with pytest.raises(UserError, match="started for 4 steps and this command has 3"):
+    with pytest.raises(UserError, match="started for 4 steps, but this command sets 3"):
         opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
     fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
     with opened(fresh, "auto", num_steps=STEPS - 1) as place:
@@ -293,9 +293,9 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with opened(run_dir, None) as place:
         place.start("seed: 1\ntrain: {epochs: 1, total_dialog_turns: 64}\nlogging: {level: warning}\n")
-    with pytest.raises(RunRefused, match=r"with another config: seed, train\.epochs; give the same options"):
+    with pytest.raises(RunRefused, match=r"another config\. Different: seed, train\.epochs\. Give the options of"):
         opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
-    with pytest.raises(RunRefused, match="another config: a file that it names, or what was passed, is another"):
+    with pytest.raises(RunRefused, match="Different: the content of a file, or a Python input"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
 
 
@@ -306,5 +306,5 @@ def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path
         place.start("seed: 1\n")
     with opened(run_dir, "auto") as place:
         place.require_models(models | {"ref_model.name": "bb"})  # was not known
-        with pytest.raises(RunRefused, match=r"other files of model.name: its digest was aa and is cc; give it back"):
+        with pytest.raises(RunRefused, match=r"other files of model.name .digest aa, now cc.; restore"):
             place.require_models({"model.name": "cc"})

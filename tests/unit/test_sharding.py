@@ -270,7 +270,7 @@ def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled_and_howev
     assert [len(pings) for pings in ranks.pings] == [4, 3]
     ranks.pings[0][3].set_result(0.0)
     ranks.poll(6209.0)  # rank 1 has owed an answer since 5609: 600 s, no longer
-    with pytest.raises(LearnerDied, match=r"rank 1 .*does not answer, for 600 s"):
+    with pytest.raises(LearnerDied, match=r"rank 1 .*does not answer for 600 s"):
         ranks.poll(6209.1)
 
 

@@ -33,7 +33,7 @@ def test_rays_store_on_the_disk_is_reported(
     ray = Mock()
     ray.cluster_resources.return_value = {"object_store_memory": 7.1 * 2**30}
     ray_cluster._connect(ray, None, 1, None)
-    assert "has 0.06 GiB free and Ray's object store takes 7.1 GiB" in caplog.text
+    assert "has 0.06 GiB free, but Ray's object store takes 7.1 GiB" in caplog.text
     assert "--shm-size=8g" in caplog.text
     caplog.clear()
     free_bytes.free = 8 << 30

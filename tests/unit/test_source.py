@@ -344,7 +344,7 @@ def test_a_token_above_the_age_is_refused() -> None:
         rig.desk.finish_any()
         rig.source.handle_events()
     rig.engine.version = 0
-    with pytest.raises(RuntimeError, match="policy version -1 at version 0"):
+    with pytest.raises(RuntimeError, match="policy version -1 in training at version 0"):
         rig.source.next_batch()
 
 
