@@ -63,13 +63,40 @@ class ReadableFormatter(logging.Formatter):
         return readable(super().format(record))
 
 
-def console_handler(stream: TextIO | None = None) -> logging.Handler:
-    """Return a log handler that prints messages to ``stream`` (stderr), except those marked ``file_only``."""
-    console = logging.StreamHandler(stream)
-    console.setLevel(logging.INFO)
-    console.addFilter(lambda record: not getattr(record, "file_only", False))
-    console.setFormatter(ReadableFormatter("%(message)s"))
-    return console
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
+    """Return ``text`` for ``stream``: on a terminal on a clean line, in an ANSI colour unless ``NO_COLOR`` is set."""
+    if not is_terminal(stream):
+        return text
+    return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Prints the log records of this package, except those marked ``file_only``; warnings are yellow, errors red.
+
+    On a terminal the next record overwrites a ``redrawn`` one. Without ``stream`` each record goes to the present
+    ``sys.stderr``, which the live progress line replaces so that records are printed above it.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._is_stderr = stream is None
+        self.setLevel(logging.INFO)
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
+        self.setFormatter(ReadableFormatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr if self._is_stderr else self.stream
+        self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else None
+        return shown(super().format(record), self.stream, colour)
 
 
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:

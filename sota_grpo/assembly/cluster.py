@@ -126,7 +126,7 @@ class Cluster:
         if len(names) != len(self._plan.placement.inference):
             raise RunFailed(
                 f"Ray assigned {len(self._plan.placement.inference)} GPUs to the engines, but CUDA_VISIBLE_DEVICES is "
-                f"{found}; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
+                f"{reported}; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started."
             )
         return dict(zip(self._plan.placement.inference, names))
 

@@ -70,7 +70,7 @@ _OF_LEARNER = ("weights", "gradients", "optimizer", "activations", "logits", "re
 ASSUMED_GIB = 80  # memory of a GPU that is not on this machine
 ASSUMED_PROMPT = 512  # tokens of the longest prompt if the tokenizer or the data is not on this machine
 _MOST_CHANGES = 3  # options that a proposal may change
-KEPT_BYTES = 76  # per token of the sampling support: index, logit, softmax, entropy (60 if entropy has no gradient)
+SUPPORT_BYTES = 76  # per token of the sampling support: index, logit, softmax, entropy (60 if entropy has no gradient)
 COMPILED = 0.6  # fraction of eager layers' saved float32 bytes under autocast: five H100 peaks within 6 %
 SLOT_BYTES = 150  # per padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
 VLLM_PASS_TOKENS = 8192  # most tokens of one vLLM forward pass (max_num_batched_tokens), its default
@@ -91,8 +91,10 @@ class Learning:
     shard_gradients: bool = False  # reduce-scatter gradients after each micro-batch; else each rank holds all
     on_cpu: bool = True  # the chunks of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
-    kept: int = 0  # most tokens kept by top-k / top-p at a position; 0: sampling is not truncated
-    kept_tiles: int = 0  # most bytes of logits saved for the backward pass: sota_grpo.functional.log_probs.kept_limit
+    support: int = 0  # most tokens kept by top-k / top-p at a position; 0: sampling is not truncated
+    saved_bytes: int = (
+        0  # most bytes of logits saved for the backward pass: sota_grpo.functional.log_probs.max_saved_bytes
+    )
     quantized: bool = False  # the layers' matrices are frozen in 4 bits, with an adapter
     compiled: bool = False  # layers are compiled (GPU only)
     optimizer: str = "adamw"
@@ -641,7 +643,9 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
-            problem = f"--prompt-tokens {prompt_tokens} leaves no room for a response in a context of {context}; lower it."
+            problem = (
+                f"--prompt-tokens {prompt_tokens} leaves no room for a response in a context of {context}; lower it."
+            )
             raise UserError(problem)
         return prompt_tokens, "as --prompt-tokens says", count
     try:

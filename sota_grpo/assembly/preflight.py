@@ -77,7 +77,7 @@ def _require_files(config: Config) -> None:
     for option, value in (*named, ("train.sampler", config.train.sampler or "")):
         place = file_reference(value)
         if place is not None and not place[0].is_file():
-            raise UserError(f"env.transforms: there is no file {place[0]} (relative to {Path.cwd()}).")
+            raise UserError(f"{option}: there is no file {place[0]} (relative to {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)
     if rubric is not None and not rubric.expanduser().is_file():
         raise UserError(f"reward.judge.rubric: there is no file {rubric} (relative to {Path.cwd()}).")

@@ -180,34 +180,6 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
         yield graded_row(evaluator.rollouts.env.task, row, response.score)
 
 
-@contextmanager
-def _progress(evaluator: Evaluator) -> Iterator[Callable[[bool, Sequence[Response]], None]]:
-    """Give a function that shows progress on stderr: a bar on a terminal, else a line every 10 seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from sota_grpo.recording.progress import is_terminal
-
-    total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
-    plain, printed_at, done = not is_terminal(sys.stderr), time.monotonic(), 0
-    right: dict[bool, list[bool]] = {True: [], False: []}  # greedy responses, and samples
-
-    def graded(greedy: bool, responses: Sequence[Response]) -> None:
-        nonlocal printed_at, done
-        done += 1
-        right[greedy] += [response.score.success for response in responses]
-        text = f"{'greedy' if greedy else 'samples'} {sum(right[greedy]) / len(right[greedy]):.1%} right"
-        bar.update(task, completed=done, description=text)
-        if plain and time.monotonic() - printed_at >= _PLAIN_LINE_S:
-            printed_at = time.monotonic()
-            print(f"{done}/{total}  {text}", file=sys.stderr, flush=True)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=plain) as bar:
-        task = bar.add_task("", total=total)
-        yield graded
-
-
 def show(result: dict[str, Any], stream: Any) -> None:
     """Print the result of an evaluation to ``stream`` as tables."""
     from rich.console import Console

@@ -275,7 +275,6 @@ class TrainModelConfig:
     fsdp_size: int | None = opt(None, "devices per FSDP shard group; fewer than all: HSDP; null: all", above=0)
     torch_dtype: str = opt("auto", "dtype of the weights; auto is float32", DTYPES)
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass: less memory, slower")
-    log_probs: str = opt("tiled", "kernel of the log-probs: built-in, or liger-kernel's", ("tiled", "liger"))
     compile: bool | None = opt(None, "compile the decoder's layers, for packed rows; null: on CUDA")
     shard_gradients: bool = opt(False, "reduce-scatter gradients per micro-batch: less memory, more traffic")
     lora: LoraConfig = section(LoraConfig, "low-rank adapters")

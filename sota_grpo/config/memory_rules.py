@@ -130,8 +130,6 @@ def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
         return
     if config.optimizer.name == "muon":
         yield f"optimizer.name=muon orthogonalises whole matrices, but {option} shards them; use adamw."
-    if learner.log_probs == "liger":
-        yield f"train_model.log_probs=liger needs the whole head, but {option} shards it; use tiled."
     if config.train.precision == "fp16" and learner.lora.enabled:
         text = "train.precision=fp16 scales the loss by the overflows of one device's columns of an adapter"
         yield f"{text}, but {option} shards them; use train.precision=bf16."

@@ -106,9 +106,6 @@ def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
             f"{support} truncate the distribution, but engine={name} does not return the tokens they keep, so every "
             f"importance ratio would be biased; use one of {others}, or top_p=1.0, top_k=0 and min_p=0.0."
         )
-    if most_kept(config) and config.train_model.log_probs == "liger":
-        text = "train_model.log_probs=liger computes the whole vocabulary"
-        yield f"{text}, but {support} truncate it; use train_model.log_probs=tiled."
     if sampling.top_k == 1:
         yield f"{support} keep one token, so all responses of a group are the same; use top_k=0."
     if (fault := temperature_fault(name, sampling.temperature)) is not None:
