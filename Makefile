@@ -28,7 +28,7 @@ GSM8K ?= train.jsonl
 CONSTRAINTS ?= constraints/vllm-cpu.txt
 NEWEST ?= .venv-newest
 LIMIT ?=
-# the files that depend most on torch and transformers
+# the files that depend most on torch and transformers; contract/test_workers.py tests processes and Ray
 RISKY = chat_tokens check checkpoint collate collector constraints distillation end_tokens engines env_rows functional_* fused gate \
   golden_trace group_* kept_tokens kernels learner liger lora new_surrogate objectives optimizers passed_on policy quantization \
   row_table server_engines sharding shards shared_prompt smollm2 source steps text tiny trainable transforms untrusted_tensors \
@@ -88,7 +88,7 @@ test-newest:
 	$(MAKE) --no-print-directory newest VENV=$(NEWEST) CONSTRAINTS=constraints/newest.txt
 
 newest: $(VENV)/.newest
-	$(PYTEST) -m "not slow" tests/contract $(wildcard $(RISKY:%=tests/unit/test_%.py)) $(LIMIT)
+	$(PYTEST) -m "not slow" --ignore tests/contract/test_workers.py tests/contract $(wildcard $(RISKY:%=tests/unit/test_%.py)) $(LIMIT)
 
 slow: $(VENV)/.test
 	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
