@@ -112,8 +112,7 @@ _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "
 _REFUSED = {  # prefix of vLLM's arguments: why they are refused
     **dict.fromkeys(
         ("speculative_", "spec_"),
-        "a step would sample several tokens, whose seeds and weight versions are unknown, and fly keeps tokens "
-        "that the policy rejects",
+        "a step would give several tokens of unknown seeds and versions, and fly keeps tokens that the policy rejects",
     ),
     **dict.fromkeys(
         ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),

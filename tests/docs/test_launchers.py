@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from sota_grpo.config.validators import validate
+from tests.config.test_config import composed
 from tests.docs.markdown import ROOT, Block, Command, commands
 from tests.docs.rules import is_training
 from tests.docs.workshop import Workshop
@@ -97,6 +100,13 @@ def test_versions_are_those_of_the_project() -> None:
     image = f"sota-grpo:{PROJECT['version']}"
     assert {container(pod)["image"] for pod in PODS.values()} == {image}
     assert set(re.findall(r"sota-grpo:[\d.]+", DOCKERFILE)) == {image}
+
+
+def test_a_release_trains_with_options_that_fit() -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["build"]["steps"]
+    (words,) = [shlex.split(step["run"]) for step in steps if "sota-grpo" in step.get("run", "")]
+    name = words[words.index("--config-name") + 1]
+    validate(composed(name, *(word for word in words if "=" in word)))
 
 
 @pytest.mark.parametrize("text", [DOCKERFILE, SKY["setup"]], ids=["Dockerfile", "sky.yaml"])
