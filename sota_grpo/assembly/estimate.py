@@ -93,9 +93,7 @@ class Learning:
     on_cpu: bool = True  # the tiles of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
     support: int = 0  # most tokens of a sampling support, where sampling is truncated
-    saved_bytes: int = (
-        0  # most bytes of logits kept for the backward pass: sota_grpo.functional.log_probs.max_saved_bytes
-    )
+    saved_bytes: int = 0  # most bytes of logits for the backward: sota_grpo.functional.log_probs.max_saved_bytes
     quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
     compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"
