@@ -91,12 +91,10 @@ class Learning:
     shard_gradients: bool = False  # reduce-scatter gradients after each micro-batch; else each rank holds all
     on_cpu: bool = True  # the chunks of logits are small
     repeats_keys: bool = False  # attention saves keys and values per query head (padded rows; CUDA in float32)
-    support: int = 0  # most tokens kept by top-k / top-p at a position; 0: sampling is not truncated
-    saved_bytes: int = (
-        0  # most bytes of logits saved for the backward pass: sota_grpo.functional.log_probs.max_saved_bytes
-    )
-    quantized: bool = False  # the layers' matrices are frozen in 4 bits, with an adapter
-    compiled: bool = False  # layers are compiled (GPU only)
+    support: int = 0  # most tokens of a sampling support, where sampling is truncated
+    saved_bytes: int = 0  # most bytes of logits for the backward: sota_grpo.functional.log_probs.max_saved_bytes
+    quantized: bool = False  # the matrices of layers are in 4 bits, under an adapter
+    compiled: bool = False  # layers are compiled, on a GPU
     optimizer: str = "adamw"
 
     @property
