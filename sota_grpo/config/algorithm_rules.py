@@ -146,10 +146,10 @@ def has_no_ratio(config: Config) -> bool:
 
 
 def an_objective_without_a_ratio_is_on_policy(config: Config) -> Iterator[str]:
-    """Refuse off-policy training with an objective without an importance ratio.
+    """Refuse off-policy training, or an ``algorithm.ratio`` of sequences, if the objective has no importance ratio.
 
-    After the first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that. A correction
-    does not: it weighs from the behaviour policy to the policy *before* the first step.
+    After the first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that.
+    ``algorithm.correction`` corrects only what is off-policy *before* that step.
     """
     train, size, ratio, objective = (
         *(config.train, responses_per_step(config), config.algorithm.ratio),

@@ -156,10 +156,10 @@ class RepeatedPrompts(GroupCache):
 class SharedPrompts(GroupCache):
     """KV cache with one copy of each prompt, which all rows of its group read.
 
-    The prompts are padded on the right, ``[groups, heads, P, width]``. The sampled tokens of all rows have one length
-    and need neither padding nor mask. For the attention over the prompts, the queries of each group are put into one
-    matrix. Worked example with one head: ``a0 a1 a2`` are the rows of one group, ``b0`` is the last unfinished row of
-    another group; the rows are spread over a batch of two, and the outputs are collected::
+    The prompts are padded on the right, ``[groups, heads, P, width]``. All rows have sampled equally many tokens, which
+    need neither padding nor mask. For the attention over the prompts, :meth:`spread` puts the queries of each group
+    into one matrix; :meth:`collect` takes the outputs apart. Worked example with one head: ``a0 a1 a2`` are the queries
+    of one group, ``b0`` is that of the last unfinished row of another, ``-`` is zeros::
 
         rows  a0 a1 a2 b0   --spread-->   [[a0, a1, a2], [b0, -, -]]   --collect-->   a0 a1 a2 b0
 

@@ -298,11 +298,11 @@ class Dialog:
         self._parts: list[Sample] = []
 
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
-        """Add a turn of the policy, then its answer; or end the dialog.
+        """Add the policy's turn and the episode's answer to it; end the dialog if there is no answer or none fits.
 
         Args:
             said: the policy's turn.
-            ends: called once no further turn will follow, before ``record`` is complete.
+            ends: called when the dialog ends, before the wait for ``record``.
         """
         self.add_turn(said)
         unanswered: torch.Tensor | None = self.last

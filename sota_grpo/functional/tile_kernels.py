@@ -76,12 +76,12 @@ def scan(
     with_entropy: bool,
     weights: Tensor | None = None,
 ) -> None:
-    """Add a tile ``raw [r, c]`` (float32, contiguous; ``z = factor raw``) to the online softmax of its rows, in place.
+    """Add a tile ``raw [r, c]`` (float32, contiguous) of logits ``factor raw`` to its rows' online softmax, in place.
 
     ``index [r, 1]`` is the column of the target, outside ``[0, c)`` if another tile has it. ``top, target, mass,
-    moment`` are float32 ``[r, 1]``: the largest logit so far and, relative to it, the target's logit, ``sum 2^z`` and
-    ``sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` is filled with ``2^(z - top)`` for the new
-    ``top``, and with 0 at the target.
+    moment`` are float32 ``[r, 1]``: the largest logit so far and, with ``z = factor raw - top``, the target's ``z``,
+    ``sum 2^z`` and ``sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` is filled with ``2^z``, and with
+    0 at the target.
     """
     rows, columns = raw.shape
     with _current(raw):

@@ -59,7 +59,7 @@ class Trained:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of elements of each tensor, except biases and norms."""
+        """Number of elements of each tensor; biases and norms are left out."""
         return [rows * columns for rows, columns in self.matrices] + list(self.others)
 
     @property

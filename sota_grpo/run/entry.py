@@ -140,7 +140,7 @@ def with_mode(arguments: Sequence[str], mode: str) -> list[str]:
 
 
 def sweep_callback() -> Any:
-    """Return a Hydra callback that saves the config of a sweep, for a process that only waits for submitted runs."""
+    """Return a Hydra callback that keeps a sweep's config in ``_sweep``, for a process that only submits runs."""
     from hydra.experimental.callback import Callback
 
     class KeepSweep(Callback):

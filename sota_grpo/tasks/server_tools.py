@@ -127,7 +127,7 @@ class McpTools:
             cause = _cause(error)
             if isinstance(cause, mcp.MCPError) and cause.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolFailed(joined(str(cause))) from error
-            raise InstanceLost(f"the connection to the MCP server failed ({sentence(cause)})") from error
+            raise InstanceLost(f"the MCP server failed in a tool call ({sentence(cause)})") from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))

@@ -149,7 +149,7 @@ class Evaluator:
         temperature: float = 1.0,
         on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
     ) -> dict[str, Any]:
-        """Measure greedy accuracy, and with ``avg_at_k`` samples per problem avg@k and pass@1 to pass@k.
+        """Measure greedy accuracy, and of ``avg_at_k`` samples per problem avg@k and pass@1, 2, 4, ..., k.
 
         Args:
             temperature: of the ``avg_at_k`` samples.

@@ -182,7 +182,7 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Sample and grade responses to the first training prompts; return rows. ``salt`` changes the seeds."""
+        """Return graded rows of at least the first ``self.num_prompts`` prompts; ``salt`` changes the seeds."""
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [

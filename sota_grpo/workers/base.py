@@ -320,7 +320,7 @@ class Activity:
         self._seen: dict[int, tuple[float, int]] | None = None
 
     def idle_s(self) -> float:
-        """Return the seconds since a call found activity since the call before; 0 at the first call."""
+        """Return the seconds since the last call that noticed activity; 0 at the first call."""
         with self._lock:
             now = time.monotonic()
             elapsed_s = now - self._looked_at

@@ -157,7 +157,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     "every_reward_function_has_a_weight": [
         ("reward.path=r.py reward.name=builtin", "leave both out"),
         ("reward.name=fn", "reward.path=FILE"),
-        ("reward.path=r.py reward.name=[a,a]", "different ones"),
+        ("reward.path=r.py reward.name=[a,a]", "give different names"),
         ("reward.path=r.py reward.name=7", "reward.name=7 is not the name"),
     ],
     "tools_have_turns_to_answer_in": [

@@ -320,7 +320,7 @@ def ends_with(text: str, end_phrase: str) -> bool:
 
 
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
-    """Return whether ``capital_relation`` ``capital_frequency`` tokens of NLTK are all in capital letters."""
+    """Return whether ``capital_relation`` ``capital_frequency`` words (NLTK's) are in capital letters."""
     capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
