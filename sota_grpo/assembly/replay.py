@@ -313,7 +313,9 @@ def _require_stored(step: Step, changed: Config) -> None:
         readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}
         names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
         reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]
-        raise UserError(f"{reader} needs the reference's log-probs, but {has} none: the run had no reference.")
+        raise UserError(
+            f"{reader} needs the reference's log-probs, but {has} none (the run had no reference); replay without it."
+        )
 
 
 def _notes(step: Step, others: Sequence[Replay]) -> list[str]:

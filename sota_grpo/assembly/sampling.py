@@ -156,7 +156,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` graded by the environment (plus ``reward.path``), or if that gives no reward as it was."""
+    """Return ``task`` with its environment's reward, its own if that has none, or both with ``reward.path``."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:

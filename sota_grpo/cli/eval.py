@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate the model or run; return 0."""
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
-        raise UserError(f"--out and --responses are both {options.out}; use different files.")
+        raise UserError(f"--out and --responses both write {options.out}; give two files.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
     from sota_grpo.assembly.evaluation import find_target, open_evaluator

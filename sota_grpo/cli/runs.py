@@ -179,7 +179,7 @@ def sweep(options: argparse.Namespace) -> int:
 
     folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))
     if not folders:
-        raise UserError(f"There is no sweep in {FOLDER}/; give the directory of a sweep.")
+        raise UserError(f"There is no sweep in {FOLDER}/, the default; give the directory of a sweep.")
     table = read_sweep(Path(folders[-1]), options.sort, ascending=options.ascending)
     names = table.measured()
     if options.sort and options.sort not in names:

@@ -116,7 +116,7 @@ class ScriptedEngine(SteppingEngine):
 
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
-    """Build the engine with the vocabulary size and context length in the model's config; no weights are loaded."""
+    """Build a :class:`ScriptedEngine` from ``options``; of the model only the config is read, no weights."""
     from transformers import AutoConfig
 
     if options.model:

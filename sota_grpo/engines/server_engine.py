@@ -258,8 +258,8 @@ class ServerEngine(SteppingEngine):
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
         """Return the server's environment variables that are added to those of this process.
 
-        On a CPU they set this process's number of threads; switch off compilation (vLLM would compile for 7 seconds a
-        function that only counts ranks); and avoid an extra process, which saves 10 seconds of the start and 0.6 GB.
+        On a CPU they set this process's number of threads; switch off compilation (7 seconds, for ranks of log-probs
+        that are not read); and avoid an extra process, which saves 10 seconds of the start and 0.6 GB.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -445,7 +445,7 @@ class ServerEngine(SteppingEngine):
             raise ServerError(f"The server ended a sample with finish_reason={reason}; expected stop or length.")
         versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != len(tokens):
-            raise ServerError(f"The server returned weight labels for {len(versions)} of {len(tokens)} tokens.")
+            raise ServerError(f"The server returned weight versions for {len(versions)} of {len(tokens)} tokens.")
         token_ids, log_probs = zip(*tokens)
         if not all(math.isfinite(log_prob) and log_prob > _NO_LOG_PROB for log_prob in log_probs):
             raise ServerError("The server returned a sampled token whose log-prob is missing or not finite.")

@@ -162,8 +162,8 @@ class GroupDecoder:
     Worked example: prompts ``[7]`` and ``[8, 9]`` with two samples each make four rows. The first input of a row is the
     prompt's last token; the tokens before that are computed once per prompt::
 
-        prefill   [], [8]      rows 0, 1 = samples 0, 1 of group 0      first tokens  7  7
-                               rows 2, 3 = samples 0, 1 of group 1                    9  9
+        prefill [] and [8]     rows 0, 1: samples 0, 1 of group 0, first input 7
+                               rows 2, 3: samples 0, 1 of group 1, first input 9
 
     Args:
         rooms: maximum response tokens of each group.

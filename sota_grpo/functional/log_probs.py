@@ -73,9 +73,9 @@ class LogitTiles:
         self.narrow_buffer = hidden.new_empty(num_rows * num_columns if narrow_bytes else 0)
 
     def raw(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """Return ``x = hidden weight^T + bias`` ``[r, c]``, or with a softcap ``c`` ``sigmoid(2 x / c)``, in buffer 0.
+        """Return ``x = hidden weight^T + bias`` ``[r, c]``, or with softcap ``s`` ``sigmoid(2 x / s)``, in buffer 0.
 
-        ``c tanh(x / c) = 2 c sigmoid(2 x / c) - c``, and a softmax ignores the constant.
+        ``factor`` times it is logits up to a constant: ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
         """
         shape = (len(hidden), len(weight))
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)
@@ -98,7 +98,7 @@ class LogitTiles:
         return self.buffers[i, : tile.numel()].view_as(tile)
 
     def narrow(self, tile: Tensor) -> Tensor:
-        """Return a buffer for ``tile`` in the dtype of matrix products; ``tile`` itself if that is its dtype."""
+        """Return scratch memory like ``tile`` in the matrix products' dtype; ``tile`` itself if it has that."""
         return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile)
 
     @staticmethod

@@ -157,10 +157,10 @@ class Tables:
 
 
 def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
-    """Return the work tables for ``length`` packed tokens.
+    """Return the CUDA kernels' :class:`Tables` of ``length`` packed tokens.
 
-    For one prompt of 130 tokens with responses of 3 and 4 tokens, ``starts`` is 0 (130 times), 130 (3 times) and 133 (4
-    times). Queries of both responses share a tile and attend to the prompt's keys [0, 130) too.
+    For a prompt of 130 tokens with responses of 3 and 4, ``starts`` is 130 times 0, 3 times 130, 4 times 133.
+    Queries of both responses share a tile and attend to the prompt's keys [0, 130) too.
 
     >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
     >>> starts, query_tiles, key_tiles, joins = tables.split()
@@ -441,7 +441,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Operator for :func:`sota_grpo.policy.attention_kernels.forward`; 0: no ``softcap``, no ``window``."""
+    """Operator that calls ``attention_kernels.forward``; a ``softcap`` or ``window`` of 0 means none."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

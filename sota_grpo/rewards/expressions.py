@@ -31,7 +31,7 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Parse numbers, ``+ - * /``, signs and round brackets, with the usual precedence; division is exact.
+    """Return the exact value and the numbers of a formula with ``+ - * /``, signs and round brackets.
 
     Unicode signs for minus, times and divided by are accepted. Decimals are exact (``0.1`` is 1/10). Powers, names,
     thousands commas and equal signs are errors.

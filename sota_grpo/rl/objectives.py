@@ -433,7 +433,10 @@ class GRPOLoss(LossModule):
         chosen = self.surrogate
         if chosen.reads("entropy"):
             if tokens.entropy is None:
-                raise ValueError("the objective reads the entropy, but actor_network does not write 'entropy'.")
+                raise ValueError(
+                    "the objective reads the entropy; let actor_network write 'entropy', or, with a TorchRL wrapper, "
+                    "pass entropy_bonus=True."
+                )
             terms["entropy"] = tokens.entropy.detach()
         if chosen.reads("ref_log_prob"):
             terms["ref_log_prob"] = self._reference("the objective reads ref_log_prob", tokens)

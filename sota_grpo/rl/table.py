@@ -321,14 +321,17 @@ def _read_column(saved: Mapping[str, Any], num_rows: int) -> Column:
     indices = saved["rows"].tolist()
     rows = None if len(indices) == num_rows else indices
     if any(not 0 <= index < num_rows for index in indices) or any(one >= other for one, other in pairwise(indices)):
-        raise ValueError(f"{saved['path']} has invalid row numbers for {num_rows} rows: corrupt state")
+        raise ValueError(f"corrupt state: column {saved['path']} lists invalid rows of {num_rows}")
     if "plain" in saved:
         if len(saved["plain"]) != len(indices):
-            raise ValueError(f"{saved['path']} has {len(saved['plain'])} values for {len(indices)} rows: corrupt state")
+            raise ValueError(
+                f"corrupt state: column {saved['path']} has {len(saved['plain'])} values for {len(indices)} rows"
+            )
         return Column(saved["plain"], None, rows)
     shapes, values = saved["shapes"].tolist(), saved["values"]
     if len(shapes) != len(indices) or sum(map(prod, shapes)) != len(values):
-        raise ValueError(f"{saved['path']} has {len(values)} values for {len(indices)} rows with {len(shapes)} shapes")
+        values_of = f"{len(values)} values for {len(indices)} rows with {len(shapes)} shapes"
+        raise ValueError(f"corrupt state: column {saved['path']} has {values_of}")
     if shapes and all(shape == shapes[0] for shape in shapes):
         return Column(values.view(len(shapes), *shapes[0]), None, rows)
     return Column(values, [length for (length,) in shapes], rows)

@@ -134,7 +134,7 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
     """Return ``{tool name: parameters}`` of schemas of :func:`function_schemas` or of their ``function`` entries.
 
     Raises:
-        UserError: there is no schema, one has no name or no parameters object, or two have the same name.
+        UserError: there is no schema, one has no name or its parameters are no JSON schema, or two have the same name.
     """
     parameters_of: dict[str, Mapping[str, Any]] = {}
     for number, schema in enumerate(schemas):
@@ -144,7 +144,7 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
             raise UserError(f"the schema of tool {number} is named {name!r:.60}; use letters, digits and underscores")
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
-            raise UserError(f"the schema of the tool {name} has no parameters object; use function_schemas")
+            raise UserError(f"the parameters of the tool {name} are no JSON schema; use function_schemas")
         if name in parameters_of:
             raise UserError(f"two tools are called {name!r}; rename one")
         parameters_of[name] = parameters

@@ -252,7 +252,7 @@ class Jobs:
         return max(self._codes)
 
     def run(self, composed: DictConfig) -> float | None:
-        """Execute one run; return the objective of a sweep (accuracy, else reward), None if it fails or is single."""
+        """Execute one run; return a sweep's objective (accuracy, else reward), None for a failed or single run."""
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 

@@ -340,8 +340,8 @@ class Slots:
         """Restore ``state``; a batch that was taken counts as trained and released.
 
         Raises:
-            UserError: the state has another batch size, or a larger ``max_policy_age``, under which its groups may
-                become too old.
+            UserError: the state's batch size differs, or its ``max_policy_age`` exceeds this one's: its groups may
+                be too old.
         """
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:

@@ -46,7 +46,7 @@ class ToolFailed(Exception):
 class McpTools:
     """A session with an MCP server, which is opened at construction.
 
-    The handshake is that of the protocol before 2026-07-28, with which an HTTP server can keep state per session; a
+    It opens with the ``initialize`` of protocols before 2026-07-28, so that an HTTP server can keep state for it; a
     server that rejects it is used without sessions.
 
     Args:

@@ -150,7 +150,7 @@ class TrainingComponents:
 
     @property
     def measured(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trainer's (log-probs, entropies) at the ``n`` sampled tokens of ``rows``: two ``[n]``, in nats."""
+        """The trainer's log-probs and entropies at the checks' ``n`` sampled tokens: two ``[n]``, in nats, cached."""
         log_probs, entropies = self._measured[0]
         return log_probs, entropies
 

@@ -369,7 +369,7 @@ class Learner:
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """Return the loss's diagnostics (``ess``, ``mismatch_kl``, ...) and ``packed`` (0 or 1), without a step.
+        """Return the loss's diagnostics (``ess``, ...) without a step, and whether rows are ``packed`` (0 or 1).
 
         Advantages are random, truncated rows are included, and adapter dropout is off.
         """
@@ -598,7 +598,7 @@ class Learner:
 
     @property
     def single(self) -> bool:
-        """Whether all parameters are in float32."""
+        """Whether all weights are float32."""
         return all(parameter.dtype == torch.float32 for parameter in self.policy.parameters())
 
     @contextlib.contextmanager

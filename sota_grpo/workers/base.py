@@ -469,8 +469,8 @@ class Start:
 
         Args:
             now_s: current time.
-            starts: timers of all workers that are starting. A worker may wait for another (for a download, at a
-                rendezvous), so its own idle time counts only while all are idle.
+            starts: timers of all workers that are starting. One may wait for another (for a download, at a rendezvous),
+                so idleness is a failure only if all are idle so long.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
         >>> other.answered(idle_s=0.0, now_s=9.0)

@@ -537,7 +537,7 @@ class Fleet:
             if error is not None:
                 raise error if isinstance(error, WorkerDied) else _Unfit(f"its ping failed: {error!r}")
             if ping.result() > self._silence_s:
-                raise _Unfit(f"it has had work and made no progress for {ping.result():.1f} s")
+                raise _Unfit(f"its work has made no progress for {ping.result():.1f} s")
             answered_s = self._loop.time()
             await asyncio.sleep(began_s + self._silence_s / 4 - answered_s)
 

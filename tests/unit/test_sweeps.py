@@ -172,7 +172,9 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^There is no sweep in multirun/; give the directory of a sweep\.$"):
+    with pytest.raises(
+        UserError, match=r"^There is no sweep in multirun/, the default; give the directory of a sweep\.$"
+    ):
         command()
     for day, reward in (("2026-01-01", 0.1), ("2026-01-02", 0.2)):
         accuracy = None if reward > 0.1 else 0.5

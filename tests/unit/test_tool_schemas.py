@@ -145,7 +145,7 @@ def test_schemas_need_neither_torch_nor_transformers() -> None:
         ([], "there are no tools; give"),
         ([{"type": "function"}], "the schema of tool 0 is named None; use"),
         ([{"name": "a b"}], "the schema of tool 0 is named 'a b'; use"),
-        ([{"name": "a", "parameters": [1]}], "the schema of the tool a has no parameters object; use"),
+        ([{"name": "a", "parameters": [1]}], "the parameters of the tool a are no JSON schema; use"),
         ([{"name": "a"}, {"type": "function", "function": {"name": "a"}}], "two tools are called 'a'; rename"),
     ],
 )

@@ -183,10 +183,10 @@ class JudgeClient:
     - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
     - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
-    After that, the question is the cause if the judge has answered other questions since, or answers a minimal request
-    now: the verdict is an error. Otherwise the judge is unavailable: after ``gone_s`` without any answer all futures
-    fail with :class:`JudgeGone`, which ends the run, so that an outage is never trained on. A question that the judge
-    rejects (400, ..) is an error at once; a text without a verdict is an error if a second request returns none either.
+    Then the verdict is an error if the judge works: it has answered another question since the last try or, after
+    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer all
+    futures fail with :class:`JudgeGone`: the run ends, and never trains on an outage. A question that the judge rejects
+    (400, ..) is an error at once; a text without a verdict is an error if a second request returns none either.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``.
