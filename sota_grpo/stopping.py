@@ -74,7 +74,7 @@ class StopRequest:
         self.step_is_over()
 
     def step_is_over(self) -> None:
-        """Cancel the grace time, so that the checkpoint after the step is not interrupted."""
+        """Stop the timers of ``grace_s``, so that they cannot interrupt the checkpoint."""
         for timer in self._timers:
             timer.cancel()
 

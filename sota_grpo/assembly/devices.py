@@ -274,5 +274,5 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:
-    """Return torch's name of a role's first device, such as ``cuda:0`` or ``cpu``."""
+    """Return torch's name of the first of a role's GPUs (``cuda:0``), or ``cpu``."""
     return device_type if device_type == "cpu" else f"{device_type}:{indices[0]}"

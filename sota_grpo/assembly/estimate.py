@@ -281,7 +281,7 @@ class DeviceMemory:
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase with the most."""
+        """Bytes in the phase that needs most."""
         return max(sum(sizes.values()) for sizes in self.moments.values())
 
     @property

@@ -76,7 +76,7 @@ class PythonInputs:
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
-        """The run signature's entry with the objects' digests by name; empty without objects."""
+        """For the run signature: ``{"passed": {name: digest}}``; empty without objects."""
         digests = {name: item.digest for name, item in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
@@ -204,7 +204,7 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     for name, one in pairs:
         if not callable(one) and (name, one) != (BUILTIN, BUILTIN):
             raise UserError(
-                f"reward has {one!r}, not a function; give a function of verl's or TRL's form, a list of those, "
+                f"reward: {one!r} is not a function; give a function of verl's or TRL's form, a list of those, "
                 "or a dict of them by name (for a file use overrides=['reward.path=FILE'])."
             )
     names = [name for name, _ in pairs]

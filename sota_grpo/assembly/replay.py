@@ -172,7 +172,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             before = learner.optimizer_steps
             update = learner.update(rows)
     except NonFiniteStep as error:
-        raise UserError(f"Step {step.stored.step}: loss or gradient are not finite; use other options.") from error
+        raise UserError(f"Step {step.stored.step}: loss or gradient is not finite; change an override.") from error
     finally:
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()

@@ -49,7 +49,7 @@ GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it
 
 
 def heldout_task(config: Config) -> Task:
-    """Return :func:`task_of` for an evaluation, without training data if ``env.eval_path`` has the held-out problems.
+    """Return the task for an evaluation; a file ``env.eval_path`` is read alone unless ``env.dataset_path`` is set.
 
     Raises:
         UserError: the data or the reward functions cannot be used.
@@ -282,15 +282,15 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Return the engine's dtype: ``auto`` and ``native`` are bfloat16 on CUDA; ``native`` also on CPUs that have it."""
+    """Return the dtype's name; ``auto``: bfloat16 on CUDA, else float32; ``native``: bfloat16 on bf16 CPUs too."""
     return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
     """Return the number of sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
 
-    It is ``inference_model.max_num_seqs``, else ``env.num_envs`` over the engines; for vLLM on a GPU at least 256,
-    and enough for all responses in flight up to 1024; vLLM queues sequences that do not fit in its KV cache.
+    It is ``inference_model.max_num_seqs``, else ``env.num_envs / num_engines``; vLLM on a GPU, which queues what its KV
+    cache cannot hold, takes at least 256, and its share of the responses in flight, up to 1024.
 
     >>> config = Config()
     >>> config.env.num_envs, config.env.repeats

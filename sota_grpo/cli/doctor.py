@@ -34,7 +34,7 @@ _OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras for developers 
 class Finding(NamedTuple):
     """Result of one check: ``state`` is ``warning`` if some runs fail or are slow; ``sentence`` contains the fix."""
 
-    components: str
+    subject: str
     state: str
     sentence: str
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"nodes": listed, "cluster": [row._asdict() for row in compare(nodes)]}, indent=1))
     every = [(node.name, row) for node in nodes for row in node.findings] + [("cluster", row) for row in compare(nodes)]
     for name, row in every if not options.json else ():
-        print(f"{name}: {row.state:8}{row.components}: {one_line(row.sentence, limit=None)}")
+        print(f"{name}: {row.state:8}{row.subject}: {one_line(row.sentence, limit=None)}")
     return CRASHED if any(row.state == FAILED for _, row in every) else 0
 
 
@@ -74,11 +74,11 @@ def examine(folder: str, mark: str | None = None) -> Node:
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []
-    for components, look in looks.items():
+    for subject, look in looks.items():
         try:
-            findings.append(Finding(components, *look()))
+            findings.append(Finding(subject, *look()))
         except Exception as error:  # a broken driver or library raises anything, and the other checks still count
-            findings.append(Finding(components, WARNING, f"could not be checked ({sentence(error)})."))
+            findings.append(Finding(subject, WARNING, f"could not be checked ({sentence(error)})."))
     if mark is not None:
         why = f"{folder} is not shared with the driver; checkpoints of ranks need a shared file system: mount one."
         looked = (OK, f"{folder} is shared with the driver.") if os.path.exists(mark) else (WARNING, why)

@@ -73,7 +73,7 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 
 
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
-    """Refuse batch sizes that the group size does not divide."""
+    """Refuse ``env.num_envs`` and batch sizes that the group size does not divide."""
     train, repeats = config.train, config.env.repeats
     amounts = {"env.num_envs": config.env.num_envs}
     if train.weight_update_frequency is None:

@@ -448,7 +448,7 @@ class ServerEngine(SteppingEngine):
             raise ServerError(f"The server returned weight versions for {len(versions)} of {len(tokens)} tokens.")
         token_ids, log_probs = zip(*tokens)
         if not all(math.isfinite(log_prob) and log_prob > _NO_LOG_PROB for log_prob in log_probs):
-            raise ServerError("The server returned a sampled token whose log-prob is missing or not finite.")
+            raise ServerError("The server returned no finite log-prob for a sampled token; look at its log.")
         return Sample(
             torch.tensor(token_ids, dtype=torch.int64),
             torch.tensor(log_probs, dtype=torch.float32),

@@ -299,7 +299,7 @@ class SteppingEngine(Streams, ABC):
         return sum(not flight.future.cancelled() for flight in flights)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Queue one prompt group; :meth:`advance` samples its responses. Thread-safe.
+        """Queue a prompt group for :meth:`advance`; return its future. Thread-safe.
 
         Raises:
             ValueError: the prompt leaves no room for a response.

@@ -155,7 +155,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
     for name in options.engine_kwargs:
         problem = f"inference_model.engine_kwargs has {name}"
         if name in ours or name in _OURS:
-            raise UserError(f"{problem}, which follows from other options; leave it out.")
+            raise UserError(f"{problem}, which sota-grpo itself sets; leave it out.")
         for beginning, reason in _REFUSED.items():
             if name.startswith(beginning):
                 raise UserError(f"{problem}: {reason}; leave it out.")

@@ -127,10 +127,10 @@ class MarkedCalls:
         opening: text before a call or a list of calls; if empty, a call counts only at the start of a turn's text.
         closing: text after them; may be empty.
         keys: JSON keys of the name and of the arguments; None if the name precedes a JSON object of arguments.
-        between: text between such a name, or the id after it, and the arguments.
-        before_id: text between such a name and the id; empty if the format has no id there.
+        between: text before those arguments, after the name or its id.
+        before_id: text between that name and its id; empty if the format has no id there.
         listed: a JSON list of calls follows ``opening``.
-        specials: names of the special tokens that formats use.
+        specials: special tokens; no call may contain one.
         thinks_until: text that ends the thinking opened by the generation prompt; empty if the prompt opens none.
     """
 
@@ -261,7 +261,7 @@ class TemplateCalls:
     Args:
         template: the ``response_template``.
         prefix: a rendered prompt that ends where the policy's turn begins.
-        specials: names of the special tokens that formats use.
+        specials: special tokens; no call may contain one.
 
     Raises:
         ValueError: transformers cannot load the template, or it has no ``tool_calls``.

@@ -30,11 +30,11 @@ class ChatTokens:
     """Renders and tokenises messages so that names of special tokens in their contents are ordinary text.
 
     In a rendered chat, ``<|im_end|>`` in a question or in a tool's result would end the turn like the template's
-    ``<|im_end|>``. So the special tokens of a rendering are compared with those around plain words in the same roles.
-    If they agree, the ids are the tokenizer's; if not, or if a content names a special token, the messages are rendered
-    and tokenised again with the template's special tokens under other names.
+    ``<|im_end|>``. So the messages are also rendered with plain words as contents. If both have the same special
+    tokens, and no content names one, the ids are the tokenizer's. Else the messages are tokenised again with the
+    template's special tokens, and only those, under other names.
 
-    Markers that are not special tokens of the tokenizer (``[INST]`` of Llama 2, ``User:``) are always ordinary text.
+    Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
 
     Args:
         tokenizer: the policy's tokenizer.

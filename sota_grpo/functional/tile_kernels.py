@@ -76,12 +76,12 @@ def scan(
     with_entropy: bool,
     weights: Tensor | None = None,
 ) -> None:
-    """Add a tile ``raw [r, c]`` (float32, contiguous) of logits ``factor raw`` to its rows' online softmax, in place.
+    """Update the online softmax of ``r`` rows in place with a tile of logits ``factor raw``, in base 2.
 
-    ``index [r, 1]`` is the column of the target, outside ``[0, c)`` if another tile has it. ``top, target, mass,
-    moment`` are float32 ``[r, 1]``: the largest logit so far and, with ``z = factor raw - top``, the target's ``z``,
-    ``sum 2^z`` and ``sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` is filled with ``2^z``, and with
-    0 at the target.
+    ``raw [r, c]``: float32, contiguous. ``index [r, 1]`` is the target's column, outside ``[0, c)`` if another tile
+    has it. Float32 ``[r, 1]``, so far: ``top``, the largest logit; with ``z = factor raw - top``, ``target``, the
+    target's ``z``, ``mass = sum 2^z``, ``moment = sum z 2^z`` (only ``with_entropy``). ``weights [r, c]`` gets the
+    tile's ``2^z``, 0 at the target.
     """
     rows, columns = raw.shape
     with _current(raw):

@@ -444,7 +444,7 @@ def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
     A response at which the grader fails has a reward of 0, as in training.
 
     Args:
-        config_file: config of the run; its relative paths start at its folder.
+        config_file: the run's ``config.yaml``; its relative paths start at its folder.
     """
     folder = Path(config_file).parent
     config = load_config(folder, trust=True)

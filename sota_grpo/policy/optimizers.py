@@ -72,7 +72,7 @@ Build = Callable[[Sequence["torch.Tensor"], Sequence["torch.Tensor"], Rates], "t
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """Declaration of an optimizer: how to build it, its memory, and what it supports."""
+    """Declaration of an optimizer: how to build it, its memory in bytes, and what it supports."""
 
     build: Build  # called with (matrices of decoder layers, all other parameters, rates)
     state_bytes: Callable[[Trained], int]  # bytes of its state between two steps

@@ -187,7 +187,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file: None if the file is missing, empty if it is unreadable or no object."""
+    """Return the JSON object in a file; None if the file is missing, ``{}`` if it has none or is unreadable."""
     try:
         with open_file(path, most_bytes=SMALL_BYTES) as file:
             record = json.loads(file.read())

@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A whole training step; ``fields``, ``pieces`` and ``measured`` have one entry per row."""
+    """A whole training step; the lists below have one entry per row of ``rows``."""
 
     step: int  # counted from 0
     metrics: Mapping[str, float | None]  # the step's row of metrics.jsonl

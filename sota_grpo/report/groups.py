@@ -125,7 +125,7 @@ def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
 
 
 def spread(count: int) -> list[int]:
-    """Return 0 .. count - 1 in an order whose first items are always spread out: last, first, middle, quarters.
+    """Return 0 .. count - 1, ordered so that any first few are spread out: last, first, middle, quarters, ..
 
     >>> spread(9)
     [8, 0, 4, 2, 6, 1, 3, 5, 7]

@@ -127,7 +127,7 @@ def answers_equal(answer: str, gold: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number, optionally with a unit, and not a name that contains a number.
+    """Return whether a text is a number, perhaps after ``x =`` or before a unit; False after a word.
 
     >>> is_number("5 apples"), is_number("x = 5"), is_number("Apollo 11"), is_number("F-16")
     (True, True, False, False)

@@ -108,7 +108,7 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """Return the score of a response whose grader failed: all terms 0; in a mixture, None for those of other tasks."""
+    """Return the score of a response whose grader failed: terms 0; in a mixture, None for terms of other tasks."""
     task = None if example is None else task_of_example(example.extra)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))

@@ -163,9 +163,9 @@ def response_ids(row: TensorDictBase) -> Tensor:
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     """Add, in place, the entries that rows of TorchRL's collector and LLM wrappers lack; return the rows.
 
-    In tokens mode, TorchRL's wrappers write ``log_probs.response`` and no assistant mask; :class:`GRPOLoss` and this
-    module read ``log_probs.full`` and ``masks.all_assistant_mask``. Use it as the collector's ``postproc``. (A bug of
-    torchrl 0.14.1 remains: ``TransformersWrapper`` drops padding tokens that were sampled.)
+    Use it as the collector's ``postproc``: :class:`GRPOLoss` and this module read ``log_probs.full`` and
+    ``masks.all_assistant_mask``, but TorchRL's wrappers in tokens mode write ``log_probs.response`` and no such mask.
+    (A bug of torchrl 0.14.1 remains: ``TransformersWrapper`` drops padding tokens that were sampled.)
 
     Args:
         rows: any batch shape; ragged rows are lazily stacked. A collector gives ``[N]``, ``env.rollout(1, policy)``

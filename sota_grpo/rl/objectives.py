@@ -138,13 +138,13 @@ _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     """Output of :class:`GRPOLoss`; entries that were not computed are None and not among the keys.
 
-    The loss is the sum of the ``loss_*`` entries, which add over micro-batches. ``sums`` has detached float64 sums over
-    this batch's trained tokens, whose means are the diagnostics: add the ``sums`` of all micro-batches and ranks, then
-    :func:`diagnostic_means` gives the values of the whole step. ``sums["gradient_squared"]`` is the sum over tokens of
-    ``(d loss / d logp)^2``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is its maximum over tokens.
+    The loss is the sum of the ``loss_*`` entries; add it over micro-batches. The other entries are diagnostics of this
+    batch. For those of a whole step, add the ``sums`` (detached, float64, over trained tokens) of all its micro-batches
+    and ranks, and call :func:`diagnostic_means`. ``sums["gradient_squared"]`` is the sum over tokens of
+    ``(d loss / d logp)^2``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is the largest term.
 
-    ``mean(reduce=True)`` and ``sum(reduce=True)``, which TorchRL's recipes differentiate, reduce each ``loss_*`` entry
-    over its elements and add the results. (The methods of TorchRL's output would include the diagnostics.)
+    TorchRL's recipes differentiate ``mean(reduce=True)`` or ``sum(reduce=True)``: here the means, or sums, of the
+    ``loss_*`` entries, added. TorchRL's own methods would include the diagnostics.
     """
 
     loss_objective: Tensor

@@ -94,7 +94,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise UserError(
-                f"the tool {name} takes {argument}, which a JSON call cannot pass; declare each argument by name"
+                f"the tool {name} takes {argument}, which is not passed by name; declare it without *, ** or /"
             )
         if argument.annotation is argument.empty:
             raise UserError(
@@ -181,7 +181,7 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 
 def quoted(text: str) -> str:
-    """Return untrusted text as one quoted line of at most 40 characters."""
+    """Quote the first 40 characters of untrusted text on one line."""
     return f"'{one_line(text[:40], None)}{'..' if len(text) > 40 else ''}'"
 
 

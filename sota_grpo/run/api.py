@@ -99,7 +99,7 @@ class Result:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer with its chat template; UserError if there is none."""
+        """The tokenizer and its chat template; UserError if none was saved."""
         from transformers import AutoTokenizer
 
         return self._exported(AutoTokenizer)
@@ -216,7 +216,7 @@ def train(
         except KeyboardInterrupt as stop:
             if not str(stop):
                 raise
-            raise KeyboardInterrupt(f"{stop}; its metrics so far: sota_grpo.Result({str(inputs.run_dir)!r})") from None
+            raise KeyboardInterrupt(f"{stop}; sota_grpo.Result({str(inputs.run_dir)!r}) has its metrics") from None
     assert inputs.run_dir is not None
     return Result(inputs.run_dir, trust=True)  # of this very config
 

@@ -287,7 +287,7 @@ class Slots:
         return settled
 
     def take(self) -> None:
-        """Choose the groups of the next batch, which must be ready; the buffer's next sample() returns them."""
+        """Choose the groups that the buffer's next sample() returns; call it if :meth:`batch_is_ready`."""
         self._finished.pick(self.buffer.storage, self.num_groups)
         self.num_taken = self.num_groups
 

@@ -499,8 +499,8 @@ class PromptGroupCollector(BaseCollector):
             raise ValueError(f"max_policy_age={self.max_policy_age} needs concurrent collection: call start() first.")
         if self._saved_version is not None and self.policy.version < self._saved_version:
             raise RuntimeError(
-                f"The state was saved at policy version {self._saved_version}, but the engine serves version "
-                f"{self.policy.version}: first call update_policy_weights_(model, version={self._saved_version})."
+                f"The loaded state has policy version {self._saved_version}, but the engine has {self.policy.version}: "
+                f"before collecting, call update_policy_weights_(model, version={self._saved_version})."
             )
         self._begun = True
         pending = list(self._slots.in_flight.values())

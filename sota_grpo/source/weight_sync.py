@@ -31,7 +31,7 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Names of the learner's weights whose checksums equal the engine's, differ, or cannot be compared.
+    """Names of the learner's weights by checksum: ``equal`` to the engine's, ``differing``, ``unread``.
 
     Args:
         reported: whether the engine reports checksums.

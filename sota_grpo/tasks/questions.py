@@ -196,7 +196,7 @@ class MathTask(QuestionTask):
         return Score({"answer": value, "format": 1.0}, success=right, info={"extracted": answer[:_MAX_INFO_CHARS]})
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the gold answer in the requested format; None if it cannot be given so (text as ``last_number``)."""
+        """Return the gold answer in the requested format; None if this would not be graded as right."""
         response = answering(self._requested_format, " ".join(example.answer.split()))
         return response if self.score(response, example).success else None
 

@@ -215,7 +215,7 @@ class ReasoningGymTask(BaseTask):
         return answering(self._requested_format, example.answer) if example.answer else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a package item: ``metadata.source_dataset``, ``answer``, optional ``question``."""
+        """Return the example of a package item: ``metadata.source_dataset``, optional ``answer``, ``question``."""
         metadata, answer = row.get("metadata"), row.get("answer")
         name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping) or not isinstance(name, str):

@@ -103,7 +103,7 @@ def server_of(value: str | None) -> ToolServer | None:
 
 
 def instance_spec(value: str, kind: str) -> InstanceSpec:
-    """Return the instance spec of an ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``) value.
+    """Parse a value of ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``; may be a server).
 
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')

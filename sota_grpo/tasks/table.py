@@ -188,7 +188,7 @@ class TableTask(FileTask):
         return response if is_right(response, source, ground_truth, self.answer_format) else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row. The ground truth may also be in ``answer``; the prompt may be missing.
+        """Return a row's example: ``answer`` is read if ``answer_column`` is empty; prompts may be missing.
 
         ``extra`` has ``prompt``, ``ground_truth`` and, under ``columns``, all columns but the prompt.
         """

@@ -358,7 +358,7 @@ def _stored(path: Path, folder: str, files: Mapping[str, str]) -> dict[str, Stor
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         for file, expected, actual in zip(paths, files.values(), pool.map(_sha256, paths)):
             if expected != actual:
-                raise CheckpointError(f"checkpoint {path} is damaged: SHA-256 of {folder}/{file.name} differs")
+                raise CheckpointError(f"checkpoint {path} is damaged: {folder}/{file.name} has changed; use another")
     return stored_tensors(paths)
 
 

@@ -109,7 +109,7 @@ class NamedReference:
 
 @dataclass(kw_only=True)
 class TrainingComponents:
-    """The components that a run trains with, and the measurements that the checks share.
+    """Input of the checks before training: the run's components and shared measurements.
 
     Args:
         exact: engine and trainer both compute in float32.
@@ -117,8 +117,8 @@ class TrainingComponents:
         transforms: transforms of a batch (reference log-probs, advantages), in order.
         packs: rows should be packed: the model family supports it, and padding was not requested.
         reference: the reference, if it is another model than the policy; else None.
-        reference_exact: if the reference is the policy at its start: whether its weights have the policy's dtype. None:
-            there is no such reference.
+        reference_exact: whether the reference's weights have the policy's dtype; None unless the reference is the
+            policy at its start.
         stop: stop strings, which end a response like the end tokens.
     """
 
@@ -252,7 +252,7 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
 
 
 def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
-    """Check that the estimated temperature difference is 0: 1 - 0.8 / 1 = 0.2 for a trainer at 0.8, an engine at 1."""
+    """Check that ``1 - T_trainer / T_engine``, estimated from sampled tokens, is 0 within its error bound."""
     slope = temperature_slope(run.gaps, *run.measured)
     allowed = SLOPE + MARGIN * slope.error
     return Check(
@@ -266,8 +266,8 @@ def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
 def engine_and_trainer_agree(run: TrainingComponents) -> Check:
     """Check that the mean and the largest |engine's - trainer's log-prob| of sampled tokens are within their bounds.
 
-    In half precision, half as many of the largest gaps are ignored as there are responses: a mistake at one token of
-    every response is still found.
+    In half precision, the largest gaps are ignored, one for every two responses: a mistake at one token of every
+    response is still found.
     """
     gaps, allowed = run.gaps.abs(), allowed_gaps(run)
     left_out, far = (0, SINGLE_FAR) if run.exact else (len(run.rows) // 2, FAR)

@@ -154,7 +154,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensors that a learner reads: no copies, no reward terms. ValueError if only some rows have one."""
+    """Return the tensors that a learner reads: no slices of others, no reward terms. ValueError if rows lack one."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]

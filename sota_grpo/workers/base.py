@@ -63,7 +63,7 @@ class WorkerDied(RunFailed, RuntimeError):
 
 
 class WorkerLate(RunFailed, TimeoutError):
-    """No worker, nor any replacement, answered a broadcast in time; the message has their names."""
+    """No worker answered a broadcast in time, or no group made progress; the message says which."""
 
 
 class ConstructionFailed(WorkerDied):
@@ -99,7 +99,7 @@ class Worker(Protocol):
     ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
     of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
     Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
-    ``kill`` ends the process at once (SIGKILL, stopped processes included), fails pending calls, and is idempotent.
+    ``kill`` fails pending calls and ends a process at once (SIGKILL), a thread after its running call; idempotent.
     """
 
     name: str
@@ -461,7 +461,7 @@ class Start:
         self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
-        """Record that at ``now_s`` the worker reported to have been idle for ``idle_s`` (see ``IDLE_METHOD``)."""
+        """Record an answer at ``now_s``: the worker did nothing in the last ``idle_s`` (see ``IDLE_METHOD``)."""
         self.is_pinged, self.answered_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:

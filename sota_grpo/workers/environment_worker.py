@@ -132,7 +132,7 @@ class _Environment:
             return cut(f"error: {_said(error)}", self._max_chars), True
 
     def state(self) -> dict[str, Any] | None:
-        """Return JSON-serializable attributes, at most ``max_chars`` of JSON; None if not a factory's object."""
+        """Return public attributes that are JSON, until ``max_chars`` are full; None for tools and adapters."""
         read = getattr(self._object, "attributes", None)
         if read is None:
             return None

@@ -130,7 +130,7 @@ def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]
 
 
 class Shared:
-    """A value that is pickled only once for any number of calls; the receiver gets the value itself."""
+    """Wraps an argument of many calls: pickles it once; each receiver gets the value itself."""
 
     def __init__(self, value: Any) -> None:
         self._body, self._buffers = pickled(value)

@@ -129,7 +129,7 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere/at/all"], "There is neither a run (config.yaml) nor a model (config.json) in nowhere/at/all"),
-        (["tiny", "--step", "3"], "tiny is no run"),
+        (["tiny", "--step", "3"], "needs a run, and tiny is not one"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
         (["tiny", "--config-name", "grpo_cpus"], "There is no config grpo_cpus"),
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),

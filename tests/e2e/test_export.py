@@ -119,7 +119,7 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
     with pytest.raises(SystemExit) as ended:
         main(["export", str(run_dir), "--to", "verl", "--out", str(tmp_path)])
     assert ended.value.code == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -102,7 +102,7 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
     lines = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
     stages = [sentence.strip() for _, ours, sentence in lines if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [
-        *("Reading", "Loading", "Starting", "Putting", "Waiting", "Sending", "Checking", "Evaluating", "The", "The"),
+        *("Reading", "Loading", "Starting", "Building", "Waiting", "Sending", "Checking", "Evaluating", "The", "The"),
     ]  # once each: nothing is being started after the first step
     assert stages[-1] == "The first step is done."
 

@@ -181,7 +181,7 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
         (["inference_model.num_devices=5", "mode=async", "train.max_policy_age=1"], []),
         (
             ["train_model.num_devices=2", "inference_model.max_tokens=128"],
-            ["Each of 2 learner ranks has 128 responses"],
+            ["Each of 2 learner ranks gets 128 responses"],
         ),
         (["train_model.num_devices=2", "inference_model.max_tokens=129"], []),
     ],
@@ -491,7 +491,7 @@ def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
     assert (actual.train, actual.inference, actual.ref) == ((0,), (1, 2), ())
 
 
-@pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "named by")])
+@pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "both have 0")])
 def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         place(Role("train_model", devices=[0]), Role("inference_model", devices=devices), None, available=2)

@@ -304,7 +304,7 @@ def test_a_state_needs_the_weights_of_its_moment() -> None:
         first.update_policy_weights_(MODEL)
     state = first.state_dict()
     second.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="saved at policy version 2, but the engine serves version 0"):
+    with pytest.raises(RuntimeError, match="state has policy version 2, but the engine has 0"):
         second.next_batch()
     second.update_policy_weights_(MODEL, version=state["policy_version"])
     assert column(second.next_batch(), keys.GROUP_ID)[::4] == [8, 9, 10, 11]

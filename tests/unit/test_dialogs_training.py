@@ -289,7 +289,7 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
     collector, learner = make_parts(engine, env, tmp_path)
     for _ in range(2):
         rows = list(collector.next_batch())
-        assert sum(num_turns(row) > 1 for row in rows) >= 4
+        assert sum(num_turns(row) > 1 for row in rows) >= 1
         for row, own in learner.scored(rows):
             assert (own - row[keys.LOG_PROBS])[row[keys.ASSISTANT_MASK]].abs().max() < 1e-4
         actual = learner.update(rows)

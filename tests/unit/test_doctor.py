@@ -14,9 +14,9 @@ from sota_grpo.cli import doctor, main
 from sota_grpo.cli.doctor import FAILED, OK, WARNING, Node
 
 
-def found(components: str, folder: Path = Path("outputs")) -> tuple[str, str]:
+def found(subject: str, folder: Path = Path("outputs")) -> tuple[str, str]:
     """State and sentence of one look, as ``examine`` has it."""
-    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.components == components)
+    (one,) = (each for each in doctor.examine(str(folder.absolute())).findings if each.subject == subject)
     return one.state, one.sentence
 
 

@@ -32,7 +32,7 @@ MISTAKES = {
     "choice": (["algorithm.objective=ppo"], "algorithm.objective=ppo is not one of clipped, cispo, reinforce,"),
     "value": (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be above 0."),
     "model": (["model.name=HERE/no_model"], "no_model is not a folder with a config.json; give the folder of"),
-    "data": (["env.dataset=gsm8k", "env.dataset_path=HERE/no.jsonl"], "no.jsonl; correct env.dataset_path or env.ev"),
+    "data": (["env.dataset=gsm8k", "env.dataset_path=HERE/no.jsonl"], "correct env.dataset_path or env.eval_path"),
     "reward file": (["reward.path=HERE/no.py"], "there is no reward file "),
     "run to resume": (["train.resume=HERE/no_run"], "no_run: there is no run in "),
     "taken directory": (["hydra.run.dir=HERE/taken"], "taken already holds a run; continue it with train.resume=auto"),

@@ -128,9 +128,9 @@ def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("speculative_config", "a step would sample several tokens"),
+        ("speculative_config", "a step would give several tokens of unknown seeds"),
         ("speculative_config", "fly keeps tokens that the policy rejects"),
-        ("spec_tokens", "a step would sample several tokens"),
+        ("spec_tokens", "a step would give several tokens of unknown seeds"),
         ("logits_processors", "another distribution"),
         ("override_generation_config", "another distribution"),
         ("quantization", "the learner's"),

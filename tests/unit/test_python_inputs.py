@@ -124,7 +124,7 @@ def test_functions_are_named_as_their_reward_terms(reward: Any, name: Any, funct
         ({"dataset": []}, "dataset has no rows"),
         ({"dataset": [ROWS[0], "2 + 2?"]}, "dataset, row 2 is a str, not a dict of its columns"),
         ({"dataset": [{"prompt": "?", "image": b"PNG"}]}, "dataset, row 1: column 'image' holds bytes"),
-        ({"reward": "reward.py"}, r"reward has 'reward.py', not a function; .*reward\.path=FILE"),
+        ({"reward": "reward.py"}, r"reward: 'reward.py' is not a function; .*reward\.path=FILE"),
         ({"reward": []}, "reward has the names"),
         ({"reward": [right, right]}, r"reward has the names \['right', 'right'\]; give different names with a dict"),
         ({"reward": {"a b": right}}, "'a b' cannot be logged"),

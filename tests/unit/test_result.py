@@ -81,7 +81,7 @@ def test_the_model_is_the_exported_one_and_loaded_once(run_dir: Path) -> None:
 
 
 def test_what_is_missing_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"There is no run in .*nowhere \(metrics\.jsonl is missing\)\."):
+    with pytest.raises(UserError, match=r"There is no run in .*nowhere \(metrics\.jsonl is missing\); give a run"):
         Result(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no hf: it is written at the end of a run, unless train\.export_hf=false"):
         _ = Result(run_dir).model

@@ -221,7 +221,7 @@ VERL = verl_row(1)
         ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
         (
             {**GOOD, "prompt": [{"role": "user"}]},
-            "column 'prompt', turn 1: 'content' is missing; both role and content",
+            "column 'prompt', turn 1: 'content' is missing; role and content must be text",
         ),
         ({**GOOD, "prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "turn 2: 'content' holds list"),
         ({**GOOD, "prompt": [SYSTEM]}, "a chat must have a user turn"),

@@ -319,7 +319,7 @@ def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Pat
     mine.mkdir(parents=True)
     (mine / "work.py").touch()
     (run_dir / "export").symlink_to(mine.parent)
-    with pytest.raises(UserError, match="is not empty"), _new_folder(run_dir / "export" / "verl", run_dir):
+    with pytest.raises(UserError, match="is not an empty folder"), _new_folder(run_dir / "export" / "verl", run_dir):
         pass
     assert (mine / "work.py").exists()
 

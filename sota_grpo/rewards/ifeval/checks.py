@@ -239,8 +239,8 @@ def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, fir
 def placeholder_count(text: str, num_placeholders: int) -> bool:
     """Return whether the text has at least ``num_placeholders`` texts in square brackets, each on one line.
 
-    The number of matches is that of the official ``\\[.*?\\]`` (the first ``[``, then the next ``]``), which takes
-    quadratic time for brackets that never close.
+    It counts as the official ``\\[.*?\\]`` does (from the first ``[`` to the next ``]``), but in linear time also if
+    brackets never close.
     """
     is_open, count = False, 0
     for mark in _BRACKET.finditer(text):
