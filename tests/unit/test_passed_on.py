@@ -121,7 +121,7 @@ def test_vllm_is_given_what_is_no_option_here() -> None:
 def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
     plain = EngineOptions("m", eos_token_ids=[1], tensor_parallel_size=2)
     for name in engine_arguments(plain, on_cpu=on_cpu):
-        with pytest.raises(UserError, match=f"has {name}, which follows from"):
+        with pytest.raises(UserError, match=f"has {name}, which sota-grpo itself sets"):
             refuse_arguments(replace(plain, tensor_parallel_size=1, engine_kwargs={name: 1}), on_cpu=on_cpu)
 
 
