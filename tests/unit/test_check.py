@@ -59,6 +59,6 @@ def test_a_config_that_cannot_run_is_a_mistake_and_no_failed_check() -> None:
 
 def test_the_directory_of_a_run_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="has a run, whose gate.json"):
+    with pytest.raises(UserError, match=r"has a run, whose gate\.json"):
         check(compose("grpo_cpu"), run_dir=tmp_path)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "run.json"]
