@@ -30,8 +30,8 @@ NEWEST ?= .venv-newest
 LIMIT ?=
 # the files that depend most on torch and transformers; contract/test_workers.py tests processes and Ray
 RISKY = chat_tokens check checkpoint collate collector constraints distillation end_tokens engines env_rows functional_* fused gate \
-  golden_trace group_* kept_tokens kernels learner liger lora new_surrogate objectives optimizers passed_on policy quantization \
-  row_table server_engines sharding shards shared_prompt smollm2 source steps text tiny trainable transforms untrusted_tensors \
+  golden_trace group_* kernels learner lora new_surrogate objectives optimizers passed_on policy quantization \
+  row_table sampling_support server_engines sharding shards shared_prompt smollm2 source steps text tiny trainable transforms untrusted_tensors \
   user_transforms weight_pack
 
 .PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick notebook site clean

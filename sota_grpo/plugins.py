@@ -23,10 +23,10 @@ Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
-    """A mapping from names to built-in values (``own``) and to entry points of ``group``, imported at first access.
+    """A mapping from names to built-in values (``builtin``) and to entry points of ``group``, imported at first access.
 
     Args:
-        own: {name: value}; a value ``"module:name"`` is imported at first access.
+        builtin: {name: value}; a value ``"module:name"`` is imported at first access.
     """
 
     def __init__(self, group: str, builtin: Mapping[str, Value | str]) -> None:

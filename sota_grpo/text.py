@@ -91,8 +91,9 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr if self._is_stderr else self.stream
-        self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
-        super().emit(record)
+        if self.stream is not None:  # a process without a console
+            self.terminator = "\r" if getattr(record, "redrawn", False) and is_terminal(self.stream) else "\n"
+            super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else None
@@ -142,9 +143,10 @@ class Output:
             self._stream.flush()
         except OSError as error:
             cause = error.strerror or type(error).__name__
-            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, cause)
             with suppress(OSError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())  # what is still buffered goes there, too
+            # only now: the console's handler may write to this stream
+            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, cause)
         return len(text)
 
     def flush(self) -> None:

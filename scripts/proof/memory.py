@@ -17,7 +17,7 @@ from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, Parts, RunMemory, learner_memory
+from sota_grpo.assembly.estimate import GIB, ByteCounts, Learning, Machine, MicroBatch, RunMemory, learner_memory
 from sota_grpo.functional.log_probs import max_saved_bytes
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights
@@ -31,7 +31,7 @@ def case_of(options: Options, shape: str, **how: Any) -> Case:
     return Case(shape="tiny" if options.small else shape, device=options.device, precision=precision, **how)
 
 
-def predicted_learner(case: Case) -> Parts:
+def predicted_learner(case: Case) -> ByteCounts:
     """What ``estimate`` says of the learner of this case: one micro-batch, every row of full length."""
     family, sizes = SHAPES[case.shape]
     rows = make_rows(case)

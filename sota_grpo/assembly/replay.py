@@ -151,7 +151,6 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
     """
     rows, origin, threads = scored_rows(step, config), step.stored.origin, torch.get_num_threads()
     options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
-    options["train_model.log_probs"] = "tiled"
     if config.model.attn_implementation not in (None, "sdpa", "eager"):  # kernels of GPUs
         options["model.attn_implementation"] = "sdpa"
     config = with_options(config, options)

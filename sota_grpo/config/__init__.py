@@ -363,7 +363,7 @@ class TrainConfig:
         None, "mode=async: optimizer steps between weight syncs; null: those of a whole batch", above=0
     )
     sampler: str | None = opt(
-        None, "mode=async: TorchRL sampler that chooses the groups of a batch, FILE.py:NAME; null: the oldest groups"
+        None, "mode=async: TorchRL sampler that chooses different groups for a batch, FILE.py:NAME; null: the oldest"
     )
     grace_s: float = opt(25.0, "seconds after SIGTERM or SIGHUP until the unfinished step is abandoned")
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: one at the end")

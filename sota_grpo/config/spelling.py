@@ -216,7 +216,7 @@ responses are sampled from the policy's own distribution, which it would change 
 responses are sampled from the policy's own distribution, which it would change < vllm_structured_outputs_regex
 the engine batches an evaluation by itself < per_device_eval_batch_size
 every dropout of the model is off < disable_dropout
-logits are always computed in chunks, with the loss's softmax < use_liger_kernel use_liger_loss
+logits are always computed in chunks, with the loss's softmax < use_liger_kernel use_liger_loss log_probs
 the head multiplies in the dtype of train.precision, and all that follows is float32 < cast_lm_head_to_fp32
 it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_pos
 it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_neg

@@ -125,7 +125,7 @@ _DECLARED = (
     Metric(
         "eval/first_turn_accuracy",
         "last",
-        "Greedy accuracy if answers that were right only in the second turn (env.reasoning) count as wrong.",
+        "Greedy accuracy if answers that were right only after another turn (env.reasoning) count as wrong.",
         "fraction",
     ),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "fraction"),

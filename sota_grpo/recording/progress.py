@@ -120,7 +120,8 @@ class Progress:
             from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=self._stream, highlight=False)  # prints the log above the line, while there is one
+            # prints the log, and what user code prints, above the line, while there is one
+            console = Console(file=self._stream, highlight=False, markup=False, emoji=False)
             out, err = map(is_terminal, (sys.stdout, sys.stderr))
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=out, redirect_stderr=err)
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None

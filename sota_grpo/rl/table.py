@@ -210,7 +210,7 @@ class RowTable(Sequence[Row]):
         if lengths is None:
             return values
         if len(set(lengths)) > 1:
-            raise ValueError(f"{key} has a different length in each row; use flat, parts or columns.")
+            raise ValueError(f"{key} has a different length in each row; use flat, cells or columns.")
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:

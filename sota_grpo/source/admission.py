@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sota_grpo import keys
 from sota_grpo.envs.prompts import PromptStream
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional import max_groups_admitted, zero_advantage_mask
 from sota_grpo.rl.collate import graded_rows
 from sota_grpo.rl.records import Example
@@ -190,15 +190,18 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
         sampler: the user's sampler, if it chose the groups.
 
     Raises:
-        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``.
+        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``; RunFailed if
+            ``sampler`` chose its group.
     """
     oldest = int(rows.get(keys.POLICY_VERSION).min())
     if not 0 <= version - oldest <= max_policy_age:
-        fix = "" if sampler is None else f" {type(sampler).__name__} chose its group too late: prefer older ones."
-        raise RuntimeError(
+        fault = (
             f"The batch has a token of policy version {oldest} in training at version {version}, but "
-            f"train.max_policy_age={max_policy_age}.{fix}"
+            f"train.max_policy_age={max_policy_age}."
         )
+        if sampler is None:
+            raise RuntimeError(fault)
+        raise RunFailed(f"{fault} The sampler {type(sampler).__name__} chose its group too late: prefer older ones.")
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:

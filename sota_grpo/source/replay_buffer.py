@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
+from sota_grpo.errors import RunFailed
 from sota_grpo.rl.table import RowTable
 
 
@@ -97,8 +98,8 @@ class OldestGroups(Sampler):
         """Choose the groups that the next :meth:`sample` returns; a collector calls this under its lock.
 
         Raises:
-            RuntimeError: fewer than ``num_groups`` are finished, or ``sampler`` did not choose ``num_groups`` different
-                ones.
+            RuntimeError: fewer than ``num_groups`` are finished.
+            RunFailed: ``sampler`` raised, or did not choose ``num_groups`` different ones.
         """
         if num_groups > len(self):
             holds = (
@@ -109,11 +110,13 @@ class OldestGroups(Sampler):
         if self.sampler is not None:
             view = GroupStorage(len(oldest))
             view._storage = [storage._storage[index] for index in oldest]
-            chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
+            named = f"The sampler {type(self.sampler).__name__}"
+            try:
+                chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
+            except Exception as error:  # of the user's program
+                raise RunFailed(f"{named} failed: {type(error).__name__}: {error}.") from error
             if len(set(chosen)) != num_groups or len(chosen) != num_groups:
-                raise RuntimeError(
-                    f"{type(self.sampler).__name__} chose the groups {chosen}; choose {num_groups} different ones."
-                )
+                raise RunFailed(f"{named} chose the groups {chosen}; choose {num_groups} different ones.")
             oldest = [oldest[index] for index in chosen]
         self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # by group id
         self.taken = {}

@@ -320,7 +320,9 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
-        sentence += ", though this model supports packing (the log has the reason); use model.attn_implementation=sdpa"
+        sentence += (
+            ", though this model supports packing (the log has the reason); model.attn_implementation=sdpa accepts it"
+        )
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
 

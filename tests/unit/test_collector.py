@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
+from sota_grpo.errors import RunFailed
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
 from sota_grpo.rl.table import row_list
@@ -274,7 +275,7 @@ def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
     assert seen == [4, 5, 6, 7, 8, 9, 10, 11]
     while len(collector.replay_buffer) < 8:
         time.sleep(0.001)
-    with pytest.raises(RuntimeError, match=r"version 0 in training at version 2.*NewestFirst chose its group too late"):
+    with pytest.raises(RunFailed, match=r"version 0 in training at version 2.*NewestFirst chose its group too late"):
         collector.replay_buffer.sample()
     collector.shutdown()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections import Counter
 
 import pytest
 import torch
-from torchrl.data.replay_buffers.samplers import RandomSampler
+from torchrl.data.replay_buffers.samplers import RandomSampler, SamplerWithoutReplacement
 
 from sota_grpo import keys
+from sota_grpo.errors import RunFailed
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Row, RowTable
@@ -131,9 +133,20 @@ def test_a_sampler_of_the_user_chooses_and_each_group_comes_once() -> None:
     twice = GroupReplayBuffer(4, 2, sampler=BestGroups())
     twice.sampler.sampler.sample = lambda storage, batch_size: (torch.tensor([0, 0]), {})
     twice.extend(RowTable.cat([group(0), group(1)]))
-    with pytest.raises(RuntimeError, match="2 different"):
+    with pytest.raises(RunFailed, match="2 different"):
         twice.sample()
     assert len(twice) == 2, "what a mistaken sampler chose stays"
+
+
+def test_torchrls_sampler_without_replacement_gives_each_group_once() -> None:
+    buffer = GroupReplayBuffer(6, 2, as_table=True, sampler=SamplerWithoutReplacement(drop_last=True))
+    arriving, seen = iter(range(12)), []
+    for held in (3, 5, 6, 4, 2, 2):  # any number of finished groups
+        while len(buffer) < held:
+            buffer.extend(group(next(arriving)))
+        seen += ids(buffer.sample())
+    seen += [one for batch in buffer for one in ids(batch)]
+    assert set(Counter(seen).values()) == {3}  # rows of a group
 
 
 def test_a_sample_that_fails_takes_no_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -111,6 +112,46 @@ def test_a_terminal_shows_a_bar_and_one_line_redrawn_below_the_log_and_is_given_
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is visible again
     say("the end")
     assert screen(terminal.getvalue())[1:] == [last, "the end", ""]
+
+
+def test_a_terminal_that_is_lost_while_the_line_is_live_ends_nothing(monkeypatch: Any) -> None:
+    """The warning of the loss is printed to stderr, which the live line then is: once, and not within itself."""
+    leader, follower = os.openpty()
+    terminal = os.fdopen(follower, "w")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    records: list[str] = []
+    package, console = logging.getLogger("sota_grpo"), ConsoleHandler()
+    console.addFilter(lambda record: records.append(record.getMessage()) is None)
+    package.addHandler(console)
+    try:
+        with Progress(9) as progress:
+            progress.update(1, SHOWN)
+            os.close(leader)
+            package.warning("a sentence")
+            progress.update(2, SHOWN)
+    finally:
+        package.removeHandler(console)
+    assert [record.partition(" (")[0].rpartition(" ")[2] for record in records] == ["sentence", "written"]
+    terminal.close()
+
+
+def test_what_is_printed_above_the_line_is_text(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    with Progress(9) as progress:
+        progress.update(1, SHOWN)
+        print("[/x] :smile:", end="", flush=True)  # no markup of the library that draws the line
+        progress.update(2, SHOWN)
+    assert "[/x] :smile:" in terminal.getvalue()
+
+
+def test_a_process_without_stderr_logs_nothing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    console = ConsoleHandler()
+    record = logging.makeLogRecord({"msg": "so far", "redrawn": True, "levelno": logging.INFO})
+    console.emit(record)
 
 
 def test_a_line_too_long_for_a_terminal_is_cut_and_its_bar_shrinks(monkeypatch: Any) -> None:
