@@ -390,7 +390,7 @@ class TurnOrder:
         self._lock = threading.RLock()  # cancel may be called at any point
 
     def expect(self) -> int:
-        """Reserve and return the number of a turn that may follow; called by the thread that drives the engine."""
+        """Reserve a place for a turn that may follow; return its number. Called by the engine's driving thread."""
         number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:

@@ -221,7 +221,7 @@ class ToolCallReader:
             try:
                 yield TemplateCalls(template, prompt, specials)
             except Exception as error:  # the template is untrusted
-                logger.warning("The tokenizer's response_template is ignored (not loaded): %s", first_line(error))
+                logger.warning("The tokenizer's response_template fails to load; ignored: %s", first_line(error))
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
         form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:

@@ -143,9 +143,9 @@ def spread(count: int) -> list[int]:
 
 
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
-    """Return one group for the page, from rows of ``rollouts.jsonl`` or of a stored step.
+    """Return the report page's data of a group, from ``rollouts.jsonl`` or a stored step.
 
-    ``whole``: the rows are all responses of the group, not only the best and the worst; ``estimator``: of the KL.
+    ``whole``: the rows are the whole group, not only its best and worst response; ``estimator``: KL estimator.
     """
     first = rows[0]
     prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None

@@ -749,7 +749,7 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
     except OSError as error:
-        raise RunFailed(f"{path} cannot be written ({error.strerror}); free space there and start again.") from error
+        raise RunFailed(f"{path} cannot be written ({error.strerror}); mend the cause and start again.") from error
 
 
 def graded_rows(run: TrainingComponents) -> RowTable:

@@ -533,7 +533,7 @@ class Learner:
     def fitting_scores(
         self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
     ) -> Sequence[tuple[list[int], bool]]:
-        """Return ``scoring``, forward-only micro-batches, split again as in :meth:`fitting`."""
+        """Return ``scoring`` (forward-only micro-batches), split again if :meth:`halve` ran."""
         chosen = [index for micro, _ in scoring for index in micro]
         return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
 

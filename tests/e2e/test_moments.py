@@ -15,7 +15,7 @@ OPTIONS = (*SMALL, "engine=transformers", "check.mode=warn", "train.checkpoint_f
 FULL = (  # files in the order in which a run opens them; steps done before; exit code; the sentence
     (r"/\.hydra$", 1, 0, 2, "set hydra.run.dir."),
     (r"training\.log", 1, 0, 2, "choose a writable run directory"),
-    (r"gate\.json", 1, 0, 1, "free space there and start again"),
+    (r"gate\.json", 1, 0, 1, "mend the cause and start again"),
     (r"rollouts\.jsonl", 1, 0, 2, "choose a writable run directory"),
     (r"metrics\.jsonl", 1, 0, 2, "choose a writable run directory"),
     (r"/\.config\.yaml", 1, 0, 2, "set hydra.run.dir"),
