@@ -185,8 +185,8 @@ def mean_ratio(gap: Tensor) -> Estimate:
     """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``, and its standard error.
 
     It estimates the trainer's probability mass on tokens the engine can sample: 1, unless some are excluded (top-p
-    leaves about ``p``) or it samples otherwise than it reports. ``gap [n]`` is the trainer's minus the engine's log-prob
-    of each token, in nats.
+    leaves about ``p``) or it samples otherwise than it reports. ``gap [n]`` is the trainer's minus the engine's
+    log-prob of each token, in nats.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9
