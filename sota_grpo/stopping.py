@@ -97,6 +97,6 @@ class StopRequest:
         self._timers.append(timer)
 
     def _interrupt(self) -> None:
-        logger.warning("The current step takes longer than train.grace_s=%g; it is interrupted.", self._grace_s)
+        logger.warning("The step still runs train.grace_s=%g after the signal; it is interrupted.", self._grace_s)
         self._after(_LAST_S, lambda: os._exit(128 + signal.SIGTERM))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # reaches a blocking call too

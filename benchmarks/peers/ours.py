@@ -83,6 +83,7 @@ def make_config(folder: Folder, engine: str) -> Config:
     config.inference_model.max_tokens = case.response
     config.inference_model.max_model_len = CONTEXT
     config.policy.kl_coef = KL_COEF
+    config.algorithm.dual_clip = None  # the others do not bound the ratio of a negative advantage
     config.optimizer.lr, config.optimizer.clip_grad_norm = LEARNING_RATE, CLIP_NORM
     config.train.dialog_turns_per_batch = config.train.optim_batch_size = case.rows
     config.train.total_dialog_turns = 1000 * case.rows

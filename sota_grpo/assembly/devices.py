@@ -157,7 +157,7 @@ def resolve_device(config: Config) -> str:
     """Return ``cuda`` or ``cpu``, the device type of the run.
 
     Raises:
-        UserError: the model's folder does not exist, or there is no GPU but ``device=cuda`` or a model of the hub.
+        UserError: the model's folder is missing; or no GPU is here, which ``device=cuda`` or a hub model needs.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":

@@ -170,7 +170,7 @@ def take(
 
 def _require_unset(value: Any, option: str, argument: str) -> None:
     if value is not None and not _is_python_input(value):
-        raise UserError(f"{argument} is passed, but {option}={value} is set too; leave one of them out.")
+        raise UserError(f"{argument} is passed, but {option}={value} is set too; drop one.")
 
 
 def _is_python_input(path: str | None) -> bool:

@@ -390,7 +390,7 @@ class TurnOrder:
         self._lock = threading.RLock()  # cancel may be called at any point
 
     def expect(self) -> int:
-        """Reserve a place for a turn that may follow; return its number. Called by the engine's driving thread."""
+        """Reserve and return a number for a turn, to enqueue or drop later; called by the engine's thread."""
         number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:

@@ -299,7 +299,7 @@ def _whose_gap(run: TrainingComponents) -> str:
 def first_ratio_is_one(run: TrainingComponents) -> Check:
     """Check that before any update the mean ratio and the effective sample size are 1, and in float32 nothing clips.
 
-    Gaps of a small mean square ``v`` give an effective sample size of ``1 - v`` and a mismatch KL of ``v / 2``.
+    Log-prob gaps of small mean square ``v`` lower the effective sample size to ``1 - v``; the KL is ``v / 2``.
     """
     diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
     ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))

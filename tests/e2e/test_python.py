@@ -80,7 +80,7 @@ def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path,
     os.kill(process, signal.SIGINT)
     done = fork_server.finish()
     assert done.code != 0
-    sentence = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; has its metrics"
+    sentence = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; sota_grpo.Result("
     assert sentence in done.stderr
     assert started
     require_gone(set(started))

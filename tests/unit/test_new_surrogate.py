@@ -141,7 +141,7 @@ def test_a_surrogate_may_read_the_entropy_without_its_gradient() -> None:
     torch.testing.assert_close(actor.log_probs.grad, slopes)
     assert actor.entropy.grad is None
     loss.actor_network.forward = lambda td: td.set(keys.LOG_PROBS, actor.log_probs[:, : td[keys.LOG_PROBS].shape[1]])
-    with pytest.raises(ValueError, match="reads the entropy, but actor_network does not write"):
+    with pytest.raises(ValueError, match="reads the entropy; let actor_network write"):
         loss(pad_rows(rows, pad_token_id=0))
 
 
