@@ -165,7 +165,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Return keyword arguments for :func:`sota_grpo.workers.reference.reference_worker`."""
+    """Return options for :func:`~.reference.reference_worker`, without model and padding."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),

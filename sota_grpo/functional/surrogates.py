@@ -309,7 +309,7 @@ def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tenso
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Return GSPO's log-ratio of the whole response for each token, with a gradient by that token's log-prob.
+    """Return per token the row's mean log-ratio (GSPO), with gradient 1 by that token's ``log_prob`` only.
 
     ``log s_it = sg(log s_i) + log_prob_t - sg(log_prob_t)``, ``log s_i = mean_t (log_prob_t - old_log_prob_t)`` over
     the row's tokens in ``mask``; 0 without a gradient for all other tokens. If the tokens of a row have one advantage

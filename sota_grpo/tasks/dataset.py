@@ -359,7 +359,7 @@ class FileTask(BaseTask):
         return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, split: str = "train") -> list[Example]:
-        """Return the examples of a file or of a hub dataset; raise ``DatasetError`` that names an unreadable row."""
+        """Return the examples of a file or hub dataset; ``DatasetError`` at a bad row (hub: over ``max_broken``)."""
         rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
         for number, row in enumerate(rows, start=1):
             try:

@@ -48,7 +48,7 @@ class InstanceSpec:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the environment is remote: calls mostly wait, so a worker runs several concurrently."""
+        """Whether ``kind`` is an adapter: calls mostly wait, so a worker runs several concurrently."""
         return ":" in self.kind
 
 
