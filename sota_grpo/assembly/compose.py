@@ -258,7 +258,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError if there are ``acts``, phrases of :func:`needs_consent` to which the user has not consented."""
+    """Raise UserError if ``acts`` is not empty: what the run would do without consent (see :func:`needs_consent`)."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 

@@ -328,7 +328,7 @@ class RunMemory:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """The memory of each device; on a CPU one entry, which all processes share."""
+        """What the run needs of each device's memory; on a CPU one entry for all."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]

@@ -307,7 +307,7 @@ def kl_in_reward(config: Config) -> float | None:
 
 
 def make_overlong(config: Config) -> list[tuple[str, Any]]:
-    """Return the (phase, transform) pair of the overlong penalty in a list, empty if it is off."""
+    """Return ``[("score", transform)]`` for the overlong penalty, ``[]`` if it is off."""
     buffer = config.algorithm.overlong_buffer
     return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 

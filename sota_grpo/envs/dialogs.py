@@ -149,7 +149,7 @@ class ToolResponder:
     async def begin(self, request: GroupRequest, index: int) -> Episode:
         """Open and reset an instance; return the episode of the dialog.
 
-        All samples of a group reset with the same seed, so that they start in the same state; later seeds differ.
+        The samples of a group reset with one seed, to start in the same state; their later calls differ in seed.
         """
         example = request.example
         assert example is not None
@@ -399,7 +399,7 @@ class TurnOrder:
         return number
 
     def enqueue(self, number: int, submit: Callable[[], None]) -> None:
-        """Call ``submit``, which must not raise, for this turn: now without ``may_start``, else in :meth:`release`."""
+        """Submit this turn: call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`."""
         if self._may_start is None:
             submit()
             return

@@ -64,7 +64,7 @@ class Piece:
         return range(first, first + rows), range(left, left + columns)
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
-        """Return the indices in this slice of the given rows and columns of the whole tensor."""
+        """Return slices of this piece that hold ``rows``, ``columns`` of the whole tensor."""
         cuts = [slice(cut.start - box.start, cut.stop - box.start) for cut, box in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 

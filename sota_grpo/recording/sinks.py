@@ -66,7 +66,7 @@ class CopySink:
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Copy the metrics of one step, without those that are None."""
+        """Send the step's metrics to the sink, except those of None."""
         values = {name: value for name, value in metrics.items() if value is not None}
         self._attempt(lambda: self._write(step, values))
 
