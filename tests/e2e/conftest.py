@@ -110,7 +110,8 @@ def wait_for(moment: Callable[[], bool], deadline_s: float = 500.0) -> None:
 
 
 def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    whole = (run_dir / "metrics.jsonl").read_text().rpartition("\n")[0]  # a run may be writing its next line
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def of_machine(name: str) -> bool:
