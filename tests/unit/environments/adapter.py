@@ -1,4 +1,4 @@
-"""An adapter: what is between an instance and a client of somebody else's, all of it asynchronous."""
+"""An adapter between an instance and the client of another library, whose methods are asynchronous."""
 
 from __future__ import annotations
 
