@@ -12,15 +12,17 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from sota_grpo.errors import UserError
 from sota_grpo.text import sentence
 
+T = TypeVar("T")
 _SOCKET_PATH_BYTES = 103  # longest path of a Unix socket on macOS; 107 on Linux
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
@@ -141,6 +143,53 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
         line = error_line(path, fault)
         location = "" if line is None else f", line {line}"
         raise error(f"{path}{location}: it cannot be imported ({sentence(fault)}); correct the file.") from fault
+
+
+def file_reference(value: str) -> tuple[Path, str] | None:
+    """Return (file, function name) of ``FILE.py:FUNCTION``; None for any other value."""
+    file, mark, function = value.rpartition(".py:")
+    return (Path(f"{file}.py").expanduser(), function) if mark else None
+
+
+def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
+    """Load the objects that an option names as ``FILE.py:NAME``; each file is executed once.
+
+    Args:
+        name: the option, such as ``env.transforms``.
+        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that returns one when called
+            without arguments.
+
+    Returns:
+        ``(OPTION=VALUE, instance)`` of each value.
+
+    Raises:
+        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
+    """
+    modules: dict[Path, dict[str, Any]] = {}
+    loaded = []
+    for value in named:
+        path, attribute = file_reference(value) or (Path(value), "")
+        option = f"{name}={value}"
+        if path not in modules:
+            modules[path] = load_python(path, option, UserError)
+        if attribute not in modules[path]:
+            raise UserError(f"{option}: the file does not define {attribute}; correct the name.")
+        made = modules[path][attribute]
+        if not isinstance(made, base) and callable(made):
+            try:
+                made = made()
+            except Exception as error:
+                line = error_line(path, error)
+                location = "" if line is None else f" (line {line})"
+                fault = f"{type(error).__name__}: {error}."
+                raise UserError(f"{option}: calling {attribute} failed{location}: {fault}") from error
+        if not isinstance(made, base):
+            raise UserError(
+                f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
+                "or a function without parameters that returns one."
+            )
+        loaded.append((option, made))
+    return loaded
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:

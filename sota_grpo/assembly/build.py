@@ -60,6 +60,7 @@ from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.errors import UserError
+from sota_grpo.files import load_instances
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import KNOWN_TO_PACK
 from sota_grpo.policy.load import from_pretrained, load_tokenizer, resolve_model_path
@@ -69,7 +70,7 @@ from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.rl.task import Task
-from sota_grpo.rl.user_transforms import UserTransforms, load_instances
+from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync

@@ -10,15 +10,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.config import Config, register, rubric_file
+from sota_grpo.config import IN_FILES, Config, register, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import flat, no_option, walk
 from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
-from sota_grpo.rl.custom_objectives import IN_FILES, file_reference
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain

@@ -14,13 +14,13 @@ from sota_grpo.config.mixture import mean_responses_per_step, task_configs, task
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.optimizers import require_installed, require_package
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
 from sota_grpo.rewards import functions
-from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import dataset
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free

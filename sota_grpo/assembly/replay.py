@@ -28,9 +28,9 @@ from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.spelling import walk, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
-from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable

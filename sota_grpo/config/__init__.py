@@ -454,6 +454,13 @@ def reward_names(config: Config) -> list[str]:
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
 
 
+#: Options whose value may be ``FILE.py:NAME``.
+IN_FILES = (
+    *("algorithm.objective", "algorithm.baseline", "train.sampler"),
+    *("env.dataset", "env.tools", "env.environment", "env.transforms"),
+)
+
+
 def rubric_file(rubric: str | None) -> Path | None:
     """Return ``reward.judge.rubric`` as a path if it is a file name; None if it is the text of a rubric.
 

@@ -35,9 +35,9 @@ from sota_grpo.config.mixture import (
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
-from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of

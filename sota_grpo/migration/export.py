@@ -32,14 +32,13 @@ from sota_grpo.config import Config, model_name, responses_per_step
 from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import UserError
-from sota_grpo.files import atomic_folder
+from sota_grpo.files import atomic_folder, file_reference
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
 

@@ -28,9 +28,10 @@ from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import quoted, walk
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference
 from sota_grpo.functional.surrogates import SURROGATES
 from sota_grpo.rewards.grading import guarded_scores
-from sota_grpo.rl.custom_objectives import file_reference, surrogate
+from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.records import Example, total_reward
 from sota_grpo.rl.task import Task
 

@@ -14,17 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import error_line, run_python
+from sota_grpo.files import error_line, file_reference, run_python
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Options whose value may be ``FILE.py:NAME``.
-IN_FILES = (
-    *("algorithm.objective", "algorithm.baseline", "train.sampler"),
-    *("env.dataset", "env.tools", "env.environment", "env.transforms"),
-)
 #: Allowed parameters of a surrogate.
 TERMS = (*TENSORS, *OPTIONS)
 #: Allowed parameters of an advantage estimator (see :func:`estimator`).
@@ -33,12 +28,6 @@ ESTIMATOR_TERMS = ("rewards", "group_ids", "lengths", "terms")
 
 class ObjectiveError(UserError, ValueError):
     """An objective or an advantage estimator does not exist or cannot be used; the message says what to change."""
-
-
-def file_reference(value: str) -> tuple[Path, str] | None:
-    """Return (file, function name) of ``FILE.py:FUNCTION``; None for any other value."""
-    file, mark, function = value.rpartition(".py:")
-    return (Path(f"{file}.py").expanduser(), function) if mark else None
 
 
 def surrogate(objective: str | Callable[..., Any]) -> Surrogate:

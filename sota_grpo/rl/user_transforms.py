@@ -1,69 +1,22 @@
-"""``env.transforms``: TorchRL transforms of the user, applied to each prompt group after grading.
-
-:func:`load_instances` also loads the replay buffer's sampler (``train.sampler``).
-"""
+"""``env.transforms``: TorchRL transforms of the user, applied to each prompt group after grading."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.files import error_line, load_python
-from sota_grpo.rl.custom_objectives import file_reference
+from sota_grpo.errors import RunFailed
+from sota_grpo.files import error_line, file_reference
 from sota_grpo.rl.table import Column, Key, RowTable
 
 #: Entries that a transform must not change, in addition to those under ``tokens``, ``log_probs`` and ``kept``.
 FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
 _FIXED_GROUPS = ("tokens", "log_probs", "kept")
-T = TypeVar("T")
-
-
-def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
-    """Load the objects that an option names as ``FILE.py:NAME``; each file is executed once.
-
-    Args:
-        name: the option, such as ``env.transforms``.
-        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that returns one when called
-            without arguments.
-
-    Returns:
-        ``(OPTION=VALUE, instance)`` of each value.
-
-    Raises:
-        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
-    """
-    modules: dict[Path, dict[str, Any]] = {}
-    loaded = []
-    for value in named:
-        path, attribute = file_reference(value) or (Path(value), "")
-        option = f"{name}={value}"
-        if path not in modules:
-            modules[path] = load_python(path, option, UserError)
-        if attribute not in modules[path]:
-            raise UserError(f"{option}: the file does not define {attribute}; correct the name.")
-        made = modules[path][attribute]
-        if not isinstance(made, base) and callable(made):
-            try:
-                made = made()
-            except Exception as error:
-                line = error_line(path, error)
-                location = "" if line is None else f" (line {line})"
-                fault = f"{type(error).__name__}: {error}."
-                raise UserError(f"{option}: calling {attribute} failed{location}: {fault}") from error
-        if not isinstance(made, base):
-            raise UserError(
-                f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
-                "or a function without parameters that returns one."
-            )
-        loaded.append((option, made))
-    return loaded
 
 
 class UserTransforms:
@@ -74,7 +27,7 @@ class UserTransforms:
     add entries.
 
     Args:
-        transforms: result of :func:`load_instances`.
+        transforms: result of :func:`sota_grpo.files.load_instances`.
 
     Raises:
         RunFailed: a transform raises, changes tokens, log-probs, group ids or the number of rows, adds tokens to the

@@ -74,28 +74,28 @@ class Run:
         self.gc_thresholds = gc.get_threshold()
         self.components: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.components.learner.settings.micro_batch_tokens})
-        of_run = self.components.learner, self.run_dir, self.components.tokenizer
-        self.stored = StoredSteps(*of_run, device=device, enabled=config.logging.store_steps)
+        components = self.components.learner, self.run_dir, self.components.tokenizer
+        self.stored = StoredSteps(*components, device=device, enabled=config.logging.store_steps)
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
         """Run the start-up checks, train, evaluate and export; return the number of completed training steps."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
-        of_run = self.components
+        components = self.components
         starting("Sending the weights to the engine")
-        of_run.weight_sync.send(version=of_run.learner.version)
+        components.weight_sync.send(version=components.learner.version)
         began = time.perf_counter()
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         until_now = {"time/start_s": began - self.began, "time/checks_s": time.perf_counter() - began}
-        progress = Progress(self.total, by_reward=of_run.evaluator.success_above is not None)
+        progress = Progress(self.total, by_reward=components.evaluator.success_above is not None)
         # contexts end in reverse order: signal handling ends first, so no grace time ends while a checkpoint is written
         with (
             RunLog(
                 self.run_dir,
                 sinks=make_sinks(self.config, self.run_dir),
                 num_examine=self.config.logging.num_examine,
-                term_weights=of_run.task.term_weights,
+                term_weights=components.task.term_weights,
             ) as self.run_log,
             self.saves,
             self.stop,
@@ -107,14 +107,16 @@ class Run:
             self.run_log.rewind(first)
             # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            publish_seconds = lambda: of_run.weight_sync.seconds  # noqa: E731
-            self.log = StepLog(self.run_log, progress, self.stored, of_run.tokenizer, of_run.task, publish_seconds)
+            publish_seconds = lambda: components.weight_sync.seconds  # noqa: E731
+            self.log = StepLog(
+                self.run_log, progress, self.stored, components.tokenizer, components.task, publish_seconds
+            )
             try:
                 with progress:
                     done = run(
                         self._batches(),
                         self.stored,
-                        of_run.collector,
+                        components.collector,
                         self.log,
                         first_step=first,
                         num_steps=self.total,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import load_python
+from sota_grpo.files import file_reference, load_python
 from sota_grpo.plugins import Registry
-from sota_grpo.rl.custom_objectives import file_reference
 from sota_grpo.rl.task import Task
 
 _OWN = {

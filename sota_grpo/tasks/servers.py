@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.errors import UserError
-from sota_grpo.rl.custom_objectives import file_reference
+from sota_grpo.files import file_reference
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceSpec
 

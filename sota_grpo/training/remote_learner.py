@@ -363,7 +363,7 @@ class RemoteLearner:
             worker.kill()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call ``method`` with these arguments on every rank; see :meth:`_call_each`."""
+        """Call ``method`` with these arguments on every rank; see :meth:`_call_with`."""
         return self._call_with(method, [args] * len(self.workers))
 
     def _call_with(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:

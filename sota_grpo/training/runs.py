@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from sota_grpo.config import rubric_file
+from sota_grpo.config import IN_FILES, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.spelling import flat
 from sota_grpo.errors import UserError
-from sota_grpo.files import drop_leftovers, write_text
+from sota_grpo.files import drop_leftovers, file_reference, write_text
 from sota_grpo.recording.machine import starts_of, this_start
 from sota_grpo.recording.run_files import (
     CHECKPOINTS,
@@ -31,7 +31,6 @@ from sota_grpo.recording.run_files import (
     read_config,
     read_record,
 )
-from sota_grpo.rl.custom_objectives import IN_FILES, file_reference
 from sota_grpo.untrusted import require_plain
 
 #: Config sections and options that a resumed run may change, because they do not affect results.

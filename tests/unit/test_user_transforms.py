@@ -15,10 +15,11 @@ from sota_grpo import keys
 from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.files import load_instances
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.rl.user_transforms import UserTransforms, load_instances
+from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.runs import signature
