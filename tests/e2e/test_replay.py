@@ -62,7 +62,7 @@ def test_a_resumed_run_stores_again_what_it_does_again(tmp_path: Path, grpo, rep
     assert all(word in table.stdout for word in ("dapo", "grad_norm", "cosine of gradients"))
     refused = replay(str(run_dir), "--step", "7")
     assert refused.code == 2
-    assert "steps that can be replayed: 0, 1, 2, 3, 4 (logging.store" in refused.stderr
+    assert "steps that can be replayed: 0, 1, 2, 3, 4. To replay all" in refused.stderr
 
 
 @pytest.mark.slow
