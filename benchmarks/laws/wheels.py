@@ -99,7 +99,7 @@ def members(file: Path, *names: str, **imports: Any) -> SimpleNamespace:
     other. ``NotInstalled`` if the file has no such member: then it is another version.
     """
     space: dict[str, Any] = {"torch": torch, "Tensor": torch.Tensor, "nn": torch.nn, "F": torch.nn.functional}
-    space |= {"__name__": file.stem, **imports}
+    space |= {"__name__": __name__, **imports}
     tree = ast.parse(file.read_text())
     for name in names:
         _run([_member(tree, name, file)], file, space)
