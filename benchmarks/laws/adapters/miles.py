@@ -68,7 +68,8 @@ def make(folder: Path) -> Adapter:
 
     def advantages(rewards: Tensor, group_size: int) -> Tensor:
         args = SimpleNamespace(
-            advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True,
+            advantage_estimator="grpo", rewards_normalization=True,
+            grpo_std_normalization=group_size > 1,  # utils/arguments.py:2153
             n_samples_per_prompt=group_size, rollout_batch_size=len(rewards) // group_size,
         )  # fmt: skip
         this = SimpleNamespace(args=args, custom_reward_post_process_func=None)
