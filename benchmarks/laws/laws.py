@@ -21,6 +21,7 @@ HOLDS, FAILS, REFUSES, ABSENT, UNJUDGED = "holds", "does not hold", "refuses", "
 CLOSE = 1e-5  # relative to the largest entry
 MASKED = (0, 2)  # row and slot of a token inside a response that a tool inserted
 PADDED = (3, 4)  # a slot behind the end of a response
+SIDES = {"old": (False, True), "current": (True, False), "both": (True, True)}  # current and old log-probs
 
 
 class Outcome(NamedTuple):
@@ -144,7 +145,7 @@ def clip(adapter: Adapter) -> Outcome:
     """The clipped surrogate has PPO's closed form, loss and gradient."""
     given, objective = rows(), has(adapter, "clipped")
     ratio = (given.log_prob - given.old).exp()[given.mask]
-    assert ratio.min() < 1 - CLIP and ratio.max() > 1 + CLIP, "the rows would not tell the clips apart"
+    assert ratio.min() < 1 - CLIP < 1 + CLIP < ratio.max(), "the rows would not tell the clips apart"
     return equal(adapter, given, *by_token(given, adapter.weighting[objective], clipped()), objective)
 
 
@@ -283,26 +284,23 @@ def with_slots(value: float, *, current: bool, old: bool) -> Rows:
 @law
 def masked_garbage(adapter: Adapter) -> Outcome:
     """A masked slot with a finite gap of 1000 nats changes neither loss nor gradient."""
-    return unchanged(
-        adapter,
-        {"old at -1000": with_slots(-1000.0, current=False, old=True), "current at -1000": with_slots(-1000.0, current=True, old=False)},
-    )  # fmt: skip
+    cases = {"old at -1000": (False, True), "current at -1000": (True, False)}
+    return _with_slots(adapter, -1000.0, cases)
 
 
 @law
 def masked_inf(adapter: Adapter) -> Outcome:
     """A masked slot of -inf changes neither loss nor gradient."""
-    return _not_finite(adapter, -math.inf)
+    return _with_slots(adapter, -math.inf, SIDES)
 
 
 @law
 def masked_nan(adapter: Adapter) -> Outcome:
     """A masked slot of NaN changes neither loss nor gradient."""
-    return _not_finite(adapter, math.nan)
+    return _with_slots(adapter, math.nan, SIDES)
 
 
-def _not_finite(adapter: Adapter, value: float) -> Outcome:
-    cases = {"old": (False, True), "current": (True, False), "both": (True, True)}
+def _with_slots(adapter: Adapter, value: float, cases: dict[str, tuple[bool, bool]]) -> Outcome:
     return unchanged(
         adapter, {name: with_slots(value, current=current, old=old) for name, (current, old) in cases.items()}
     )
@@ -363,7 +361,9 @@ def _needs_kl(adapter: Adapter) -> None:
 def _split(adapter: Adapter, given: Rows, split: list[int]) -> Outcome:
     whole, parts = (evaluate(adapter, given, adapter.default, part)[1] for part in ([4], split))
     scale = float(parts.norm() / whole.norm())
-    return verdict(error(parts, whole) < CLOSE, f"gradient off by {error(parts, whole):.1e}, its norm {scale:.3f} times")
+    return verdict(
+        error(parts, whole) < CLOSE, f"gradient off by {error(parts, whole):.1e}, its norm {scale:.3f} times"
+    )
 
 
 @law
@@ -403,7 +403,9 @@ def _far(adapter: Adapter, gap: float) -> Outcome:
     loss, gradient = evaluate(adapter, _with_far_token(gap), adapter.default)
     squared = gradient.square()
     share = float(squared[1, 5] / squared.sum()) if gradient.isfinite().all() else math.nan
-    return verdict(math.isfinite(loss) and share <= 0.1, f"{100 * share:.0f} % of the squared gradient, loss {loss:.2g}")
+    return verdict(
+        math.isfinite(loss) and share <= 0.1, f"{100 * share:.0f} % of the squared gradient, loss {loss:.2g}"
+    )
 
 
 @law
@@ -454,13 +456,13 @@ def advantage_form(adapter: Adapter) -> Outcome:
 @law
 def equal_rewards(adapter: Adapter) -> Outcome:
     """Equal rewards give advantage 0, to a millionth, whatever the reward and the group's size."""
-    worst = (0.0, 0.0, 0)
+    largest = {False: (0.0, ""), True: (0.0, "")}  # by whether the reward is at most 1
     for reward in (0.7, 9.9, 99.9, 0.1, 1 / 3):
         for size in (3, 5, 8, 22):
-            found = _advantages(adapter, [reward] * size + [0.0, 1.0] * size, size)[:size]
-            value = float(found.abs().max())
-            worst = max(worst, (math.inf if math.isnan(value) else value, reward, size))
-    return verdict(worst[0] <= 1e-6, f"largest {worst[0]:.2g}, {worst[2]} rewards of {worst[1]:.3g}" if worst[0] else "0")
+            found = float(_advantages(adapter, [reward] * size + [0.0, 1.0] * size, size)[:size].abs().max())
+            found = math.inf if math.isnan(found) else found
+            largest[reward <= 1] = max(largest[reward <= 1], (found, f"{found:.2g} for {size} rewards of {reward:.3g}"))
+    return verdict(max(largest.values())[0] <= 1e-6, " and ".join(text for _, text in largest.values() if text) or "0")
 
 
 @law

@@ -6,7 +6,6 @@ stand-ins for what else they read. No line of another trainer's code is in this 
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

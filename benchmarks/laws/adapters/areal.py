@@ -20,6 +20,13 @@ from torch import Tensor
 from benchmarks.laws.adapter import CLIP, DUAL_CLIP, Adapter, Rows
 from benchmarks.laws.wheels import members, root
 
+_FAR = (
+    "A ratio with a negative advantage has no upper bound by default; c_clip=3 is the option that bounds it. By "
+    "default the old log-probs are the inference engine's, so a stale or faulty one is met in the first step on a "
+    "batch; with use_decoupled_loss or recompute_logprob the ratio starts at 1. An infinite gradient norm skips the "
+    "step."
+)
+
 
 def make(folder: Path) -> Adapter:
     package = root("areal", folder) / "areal"
@@ -38,7 +45,13 @@ def make(folder: Path) -> Adapter:
         _log_proximal_approximation_stats=MagicMock(),
     )
     data = members(
-        package / "utils/data.py", "Normalization", "KLEstimator", Any=Any, np=np, dist=torch.distributed, NormConfig=Any
+        package / "utils/data.py",
+        "Normalization",
+        "KLEstimator",
+        Any=Any,
+        np=np,
+        dist=torch.distributed,
+        NormConfig=Any,
     )
 
     def step(rows: Rows, objective: str, split: Sequence[int]) -> Tensor:
@@ -88,4 +101,14 @@ def make(folder: Path) -> Adapter:
         kl={"k1": kl("k1"), "k2": kl("k2"), "k3": kl("k3")},
         advantages=advantages,
         absent={"cispo": "it has no CISPO", "kl_in_loss": "its KL is a part of the reward"},
+        notes={
+            "masked_nan": "The ratio of a masked slot is selected away after the exponential, so the loss is right "
+            "but the gradient at a slot with a current log-prob of NaN is NaN. It is met only if the model itself "
+            "gives NaN for a prompt's or a tool's token. Old log-probs that are not finite, in any slot, are refused "
+            "with a message.",
+            "far_token": _FAR,
+            "overflow": _FAR,
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
+            "of the step. The engine then skips the step, since the gradient's norm is not finite.",
+        },
     )

@@ -16,6 +16,13 @@ from torch import Tensor
 from benchmarks.laws.adapter import CLIP, Adapter, Rows
 from benchmarks.laws.wheels import members, root
 
+_FAR = (
+    "A ratio with a negative advantage has no upper bound: compute_policy_loss has eps_clip_c, the loss function "
+    "does not pass it on. By default the old log-probs are recomputed, so the ratio of the first step is 1; with "
+    "use_rollout_logprobs a stale or faulty log-prob of the engine is met in it. Steps of a gradient norm that is "
+    "not finite are skipped."
+)
+
 
 def make(folder: Path) -> Adapter:
     package = root("miles", folder) / "miles"
@@ -86,4 +93,15 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k3",
         advantages=advantages,
         absent={"dual_clip": "its loss does not pass a dual clip on (loss.py:681)", "cispo": "it has no CISPO"},
+        notes={
+            "far_token": _FAR,
+            "overflow": _FAR,
+            "equal_rewards": "Equal float32 rewards can have a mean that differs from them by rounding and a "
+            "standard deviation of exactly 0, and the difference is divided by 1e-6. It is met with rewards that are "
+            "no sums of powers of 2 (0.1, 0.7, a model's score); 0 and 1 are exact. Its filter "
+            "check_reward_nonzero_std avoids it.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are. The loss replaces "
+            "advantages that are not finite by 0, so the other responses of that group are lost for the step, and "
+            "nothing else.",
+        },
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -24,10 +24,21 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"level": "sequence"},
 }
 
+_MASKED = (
+    "The loss is multiplied by the mask, and inf or NaN times 0 is NaN. In its own loop old and current log-probs "
+    "come from the same model over the same tokens, so a masked slot is as finite and as near as any other. It is "
+    "met if a plugin fills masked slots of the old log-probs with a sentinel such as -inf, NaN or -1e4."
+)
+_FAR = (
+    "A ratio with a negative advantage has no upper bound by default; delta is the option that bounds it. In the "
+    "first use of a batch the ratio is 1, since the old log-probs are the trainer's own, so it is met with several "
+    "updates per batch."
+)
+
 
 def make(folder: Path) -> Adapter:
     package = root("ms_swift", folder) / "swift"
-    typing = {"Any": Any, "Dict": Dict, "List": List, "Optional": Optional, "Tuple": Tuple}
+    typing = {"Any": Any, "Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
     trainer = members(
         package / "rlhf_trainers/grpo_trainer.py",
         *("WINDOW_NORMALIZED_LOSS_TYPES", "GRPOTrainer._compute_loss_and_metrics"),
@@ -80,5 +91,18 @@ def make(folder: Path) -> Adapter:
         absent={
             "kl": "its KL in the loss is k3",
             "uneven_split": "all micro-batches have per_device_train_batch_size responses",
+        },
+        notes={
+            "kl_pull": "k3 is clamped at 10, where its gradient is 0: beyond d = -2.6 and d = +11. It is met with "
+            "beta above 0 by tokens far from the reference. No option of the loss avoids it; kl_in_reward moves the "
+            "KL to the reward.",
+            "masked_garbage": _MASKED,
+            "masked_inf": _MASKED,
+            "masked_nan": _MASKED,
+            "far_token": _FAR,
+            "overflow": _FAR,
+            "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
+            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact. dynamic_sample, which "
+            "draws groups without variance again, or scale_rewards=none avoids it.",
         },
     )

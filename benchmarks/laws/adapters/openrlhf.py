@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Optional, Tuple, Union
+from typing import Optional, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.laws.adapter import CLIP, DUAL_CLIP, Adapter, Rows
 from benchmarks.laws.wheels import members, root
@@ -25,13 +25,20 @@ OBJECTIVES = {
     "gspo": {"policy_loss_type": "gspo"},
 }
 
+_MASKED = (
+    "The actor multiplies log-probs by the mask, which makes every finite value 0; but inf or NaN times 0 is NaN. It "
+    "is met only if a model's own log-probs of padding are not finite, since the old ones come from the same model."
+)
+
 
 def make(folder: Path) -> Adapter:
     package = root("openrlhf", folder) / "openrlhf"
-    typing = {"Optional": Optional, "Tuple": Tuple, "Union": Union}
+    typing = {"Optional": Optional, "Tuple": tuple, "Union": Union}
     names = ("KL_IS_WEIGHT_CLIP", "compute_approx_kl", "compute_reward", "masked_mean")
     utils = members(package / "models/utils.py", *names, **typing)
-    losses = members(package / "models/loss.py", "aggregate_loss", "PolicyLoss", masked_mean=utils.masked_mean, **typing)
+    losses = members(
+        package / "models/loss.py", "aggregate_loss", "PolicyLoss", masked_mean=utils.masked_mean, **typing
+    )
     scaling = members(
         package / "utils/loss_utils.py",
         *("_optimizer_step_loss_norm", "iter_grad_accum_global_norm"),
@@ -90,4 +97,17 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k3",
         advantages=advantages,
         absent={"cispo": "it has no CISPO"},
+        notes={
+            "kl_pull": "k2 and k3 are clamped at 10, where their gradient is 0: k3 beyond d = -2.6 and d = +11. It "
+            "is met with kl.use_loss by tokens far from the reference. kl.unbiased_gradient, off by default, avoids "
+            "it.",
+            "masked_inf": _MASKED,
+            "masked_nan": _MASKED,
+            "equal_rewards": "Equal float32 rewards can have a mean that differs from them by rounding and a "
+            "standard deviation of exactly 0, and the difference is divided by 1e-9. It is met with the estimator "
+            "group_norm and rewards that are no sums of powers of 2 (0.1, 0.7, a model's score); 0 and 1 are exact. "
+            "Dynamic filtering of groups, or the estimators rloo, reinforce_baseline and dr_grpo, avoid it.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
+            "of the step. No check of the reward was found before it.",
+        },
     )

@@ -24,6 +24,12 @@ FUNCTIONS = {
     "gspo": ("gspo_policy_loss", "gspo"),
 }
 
+_MASKED = (
+    "The loss is multiplied by the mask, and NaN times 0 is NaN; the KL is selected by the mask. Infinite gaps are "
+    "clamped to 20 nats, so only -inf in both log-probs, or NaN, gets through. Old and current log-probs come from "
+    "the same model over the same tokens, so it is met only if that gives such a value for a masked slot."
+)
+
 
 class _Names:
     """Any name of an enum."""
@@ -89,4 +95,19 @@ def make(folder: Path) -> Adapter:
         kl={"k1": kl("k1"), "k2": kl("k2"), "k3": kl("k3")},
         kl_in_loss="k3",
         advantages=advantages,
+        notes={
+            "kl_pull": "k3, the default of kl_estimator_type, is clamped at 10, where its gradient is 0: beyond d = "
+            "-2.6 and d = +11. It is met by tokens far from the reference; the KL is in the loss by default. k2 "
+            "avoids it.",
+            "masked_inf": _MASKED,
+            "masked_nan": _MASKED,
+            "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
+            "from 0 by rounding, which is divided by std + 1e-6. Rewards of 0 and 1 are exact; fractions and model "
+            "scores are met. zero_variance_filter, off by default, or grpo_norm_by_std=False avoids it.",
+            "group_of_one": "The code sets the mean to 0 and the standard deviation to 1, so with "
+            "n_samples_per_prompt=1 the advantage is the reward: REINFORCE without a baseline, as in verl, from "
+            "which it comes. Its RLOO gives 0.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
+            "of the step. The FSDP strategy then skips the step, since the gradient's norm is not finite.",
+        },
     )

@@ -17,6 +17,16 @@ from torch import Tensor, nn
 from benchmarks.laws.adapter import CISPO_CLIP, CLIP, Adapter, Rows, kl_of_step
 from benchmarks.laws.wheels import NotInstalled
 
+_SPLIT = (
+    "The loss is a mean over the tokens of a micro-batch, and micro-batches are averaged with equal weights, so a "
+    "token of a micro-batch with few tokens weighs more. It is met with gradient_accumulation_steps above 1."
+)
+_FAR = (
+    "A ratio with a negative advantage has no upper bound. The denominator is the inference engine's log-prob, so a "
+    "stale or faulty one is met in the first step on a batch. kl_mask_threshold masks far tokens, if it is set; the "
+    "trainer's stepper skips a step whose loss is not finite."
+)
+
 
 class Given(nn.Module):
     """An actor whose distribution of the batch has the rows' mask and log-probs."""
@@ -73,4 +83,22 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k3",
         advantages=advantages,
         absent={"dual_clip": "it has no dual clip", "gspo": "it has no GSPO", "kl": "its KL in the loss is k3"},
+        unjudged={"uneven_split": "its replay buffer gives batches of one size; see equal_split"},
+        notes={
+            "cispo": "CISPOLoss differentiates the clipped ratio itself: a token beyond the clip has no gradient, "
+            "where the paper's weight is detached and the gradient is that of the log-prob. It is met by every "
+            "clipped token of CISPO.",
+            "padding_kl": "The KL to the reference is a mean over all slots of the padded batch, masked ones "
+            "included as 0, so its weight falls with padding and prompt. It is met with kl_to_ref_coeff or "
+            "kl_to_inference_coeff; the surrogate itself is averaged over trained tokens.",
+            "equal_split": _SPLIT,
+            "kl_split": _SPLIT,
+            "far_token": _FAR,
+            "overflow": _FAR,
+            "equal_rewards": "Mean and standard deviation of equal float32 returns can differ from the return and "
+            "from 0 by rounding, which is divided by the standard deviation, at least 1e-6. Returns of 0 and 1 are "
+            "exact. keep_return_bounds drops groups at both ends only, so it does not avoid this.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are. The trainer's stepper "
+            "skips a step whose loss is not finite, with a warning.",
+        },
     )

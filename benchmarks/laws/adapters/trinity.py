@@ -10,7 +10,7 @@ from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from benchmarks.laws.wheels import members, root
 
 def make(folder: Path) -> Adapter:
     package = root("trinity", folder) / "trinity/algorithm"
-    typing = {"Any": Any, "Dict": Dict, "List": List, "Optional": Optional, "Tuple": Tuple}
+    typing = {"Any": Any, "Dict": dict, "List": list, "Optional": Optional, "Tuple": tuple}
     bases = {"ABC": ABC, "ABCMeta": ABCMeta, "abstractmethod": abstractmethod, "inspect": inspect}
     mapper = members(package / "key_mapper.py", "KeyMapper", "ALL_MAPPERS", **typing)
     utils = members(package / "utils.py", "masked_sum", "masked_mean", "aggregate_loss")
@@ -42,7 +42,11 @@ def make(folder: Path) -> Adapter:
     }
     kls = members(package / "kl_fn/kl_fn.py", "KLFn", "K1Fn", "K2Fn", "K3Fn", "LowVarKLFn", **bases, **tools)
     grouped = members(
-        package / "advantage_fn/grpo_advantage.py", "GRPOGroupedAdvantage", GroupAdvantage=object, Experience=Any, **typing
+        package / "advantage_fn/grpo_advantage.py",
+        "GRPOGroupedAdvantage",
+        GroupAdvantage=object,
+        Experience=Any,
+        **typing,
     )
 
     def step(rows: Rows, objective: str, split: Sequence[int]) -> Tensor:
@@ -74,5 +78,13 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k2",
         advantages=advantages,
         absent={"clipped": "its dual clip, c = 3, is always on: see the law dual_clip"},
+        notes={
+            "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
+            "from 0 by rounding, which is divided by std + 1e-6. Rewards of 0 and 1 are exact. std_threshold, unset "
+            "by default, skips groups without variance.",
+            "group_of_one": "The code sets the mean to 0 and the standard deviation to 1, so with repeat_times=1 the "
+            "advantage is the reward: REINFORCE without a baseline. With std_threshold such a group is dropped.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss.",
+        },
         unjudged={"equal_split": unjudged, "uneven_split": unjudged, "kl_split": unjudged},
     )

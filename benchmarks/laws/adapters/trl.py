@@ -1,7 +1,7 @@
 """TRL: ``GRPOTrainer._compute_loss`` and the advantages of ``_generate_and_score_completions``, with given log-probs.
 
 Settings are the defaults of ``GRPOConfig`` (loss type ``dapo``, no vLLM) but for CISPO and GSPO, which take the loss
-types that TRL's paper index gives them. In 1.16 the loss divides by the accumulation itself (grpo_trainer.py:3153-3174).
+types that TRL's paper index gives them. The loss divides by the accumulation itself (grpo_trainer.py:3153-3174).
 """
 
 from __future__ import annotations
@@ -25,6 +25,19 @@ OBJECTIVES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1 + CISPO_CLIP},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
+
+_MASKED = (
+    "The loss is multiplied by the mask, and inf or NaN times 0 is NaN. In its own loop old and current log-probs "
+    "come from the same model over the same tokens, so a masked slot is as finite and as near as any other, and the "
+    "engine's log-probs, which may be missing, are treated apart. It is met if a subclass or a custom rollout fills "
+    "masked slots of the old log-probs with a sentinel such as -inf, NaN or -1e4."
+)
+_FAR = (
+    "A ratio with a negative advantage has no upper bound by default; delta=3 is the option that bounds it. In the "
+    "first use of a batch the ratio is 1, since the old log-probs are the trainer's own, and the gap to the engine is "
+    "corrected apart with vLLM. So it is met with several updates per batch (num_iterations, steps_per_generation) "
+    "after the policy has moved by tens of nats at one token."
+)
 
 
 def make(folder: Path) -> Adapter:
@@ -96,7 +109,7 @@ def make(folder: Path) -> Adapter:
 
     def advantages(rewards: Tensor, group_size: int) -> Tensor:
         if group_size < 2:
-            GRPOConfig(num_generations=group_size, output_dir="/tmp", report_to="none", use_cpu=True, bf16=False)
+            GRPOConfig(num_generations=group_size, report_to="none", use_cpu=True, bf16=False)  # refuses it
         this = SimpleNamespace(
             multi_objective_aggregation=defaults["multi_objective_aggregation"],
             scale_rewards=defaults["scale_rewards"],
@@ -115,5 +128,16 @@ def make(folder: Path) -> Adapter:
         absent={
             "kl": "its KL in the loss is k3, by default times the ratio, whose gradient on policy is that of k2",
             "uneven_split": "all micro-batches have per_device_train_batch_size responses",
+        },
+        notes={
+            "masked_garbage": _MASKED,
+            "masked_inf": _MASKED,
+            "masked_nan": _MASKED,
+            "far_token": _FAR,
+            "overflow": _FAR,
+            "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
+            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact; sums of weighted "
+            "rewards, model scores and fractions are met. frac_reward_zero_std shows how many groups are concerned. "
+            "scale_rewards=none avoids it.",
         },
     )

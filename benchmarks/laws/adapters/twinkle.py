@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 import numpy as np
 import torch
@@ -18,10 +18,16 @@ from torch import Tensor
 from benchmarks.laws.adapter import CISPO_CLIP, CLIP, Adapter, Rows, kl_of_step
 from benchmarks.laws.wheels import members, root
 
+_MASKED = (
+    "The loss is multiplied by the mask, and NaN times 0 is NaN. Infinite gaps are clamped to 20 nats, so only -inf "
+    "in both log-probs, or NaN, gets through. Old log-probs of responses alone are put into the trained slots, 0 "
+    "elsewhere, so it is met with old log-probs of whole rows, or if the model gives such a value for a masked slot."
+)
+
 
 def make(folder: Path) -> Adapter:
     package = root("twinkle", folder) / "twinkle"
-    typing = {"Any": Any, "Dict": Dict, "List": List, "Literal": Literal, "Optional": Optional, "Union": Union}
+    typing = {"Any": Any, "Dict": dict, "List": list, "Literal": Literal, "Optional": Optional, "Union": Union}
     losses = members(
         package / "loss/grpo.py", "GRPOLoss", "GSPOLoss", "CISPOLoss", Loss=object, LossOutput=SimpleNamespace, np=np,
         selective_log_softmax=None, **typing,
@@ -48,4 +54,15 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k3",
         advantages=advantages,
         absent={"dual_clip": "it has no dual clip", "kl": "its KL in the loss is k3"},
+        unjudged={"uneven_split": "its user chooses the micro-batches, by default of one size"},
+        notes={
+            "masked_inf": _MASKED,
+            "masked_nan": _MASKED,
+            "equal_rewards": "Equal float32 rewards can have a mean that differs from them by rounding and a "
+            "standard deviation of exactly 0, and the difference is divided by 1e-8. It is met with rewards that are "
+            "no sums of powers of 2 (0.1, 0.7, a model's score); 0 and 1 are exact. scale=none avoids it.",
+            "group_of_one": "With num_generations=1, the default of the call, the rewards are returned as they are: "
+            "REINFORCE without a baseline.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss.",
+        },
     )

@@ -24,6 +24,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
 
+_FAR = (
+    "A ratio with a negative advantage has no upper bound by default; delta=3 is the option that bounds it, and it "
+    "is set, with a clamp of the gap at 20 nats, if the engine's log-probs are used as the old ones. Otherwise the "
+    "ratio of the first use of a batch is 1, so it is met with several updates per batch."
+)
+
 
 def make(folder: Path) -> Adapter:
     zoo = members(root("unsloth", folder) / "unsloth_zoo/rl_replacements.py", "grpo_compute_loss", math=math)
@@ -53,5 +59,11 @@ def make(folder: Path) -> Adapter:
             "advantages": "its advantages are TRL's",
             "kl": "its KL in the loss is k3, by default times the ratio, as in TRL",
             "uneven_split": "all micro-batches have per_device_train_batch_size responses",
+        },
+        notes={
+            "kl_pull": "Its KL is clamped at 10, where the gradient is 0: beyond d = -2.6 and d = +11; TRL's is not "
+            "clamped. It is met with beta above 0 by tokens far from the reference.",
+            "far_token": _FAR,
+            "overflow": _FAR,
         },
     )

@@ -73,6 +73,21 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="low_var_kl",  # the default of kl_loss_type
         advantages=advantages,
         absent={"clipped": "its dual clip, c = 3, is always on: see the law dual_clip"},
+        notes={
+            "kl_pull": "low_var_kl, the default of kl_loss_type, and k3 are clamped at 10, where their gradient is "
+            "0: beyond d = -2.6 and d = +11. It is met with use_kl_loss=True by tokens whose probability has drifted "
+            "far from the reference, the ones that a KL is for. kl_loss_type=k2, or k3+, whose gradient is k2's, "
+            "avoids it.",
+            "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
+            "from 0 by rounding, which is divided by std + 1e-6. Rewards of 0 and 1 are exact; fractions and model "
+            "scores are met. Filtering of groups without variance (DAPO's recipe), or norm_adv_by_std_in_grpo=False, "
+            "avoids it.",
+            "group_of_one": "The code sets the mean to 0 and the standard deviation to 1, so that with rollout.n=1 "
+            "GRPO is REINFORCE without a baseline. The code does so on purpose; no check of rollout.n=1 in the "
+            "config was found.",
+            "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
+            "of the step. The FSDP engine then skips the step, since the gradient's norm is not finite.",
+        },
     )
 
 
