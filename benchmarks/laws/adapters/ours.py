@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -59,11 +59,14 @@ def make(folder: Path) -> Adapter:
         rows = TensorDict({"next": {"reward": rewards.reshape(-1, 1)}, "group_id": ids}, [len(rewards)])
         return GroupAdvantage()(rows)[keys.ADVANTAGE]
 
+    def kl(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda log_prob, ref: divergences.KL_ESTIMATORS[name](log_prob, ref)
+
     return Adapter(
         step,
         weighting={name: config.algorithm.aggregation for name, config in configs.items()},
         default="dual_clip",
-        kl={name: getattr(divergences, f"kl_{name}") for name in ("k1", "k2", "k3")},
+        kl={name: kl(name) for name in ("k1", "k2", "k3")},
         kl_in_loss=configs["dual_clip"].algorithm.kl_estimator,
         advantages=advantages,
     )
