@@ -81,7 +81,7 @@ def judged(name: str, wheels: Path, laws: list[str] | None = None) -> dict[str, 
         return {"reason": str(error)}
     outcomes = {law: check(adapter) for law, check in LAWS.items() if not laws or law in laws}
     notes = {law: adapter.notes.get(law, "") for law, outcome in outcomes.items() if outcome.verdict == FAILS}
-    return {"version": found, "outcomes": outcomes, "notes": notes}
+    return {"version": found, "outcomes": outcomes, "notes": notes, "unmet": adapter.unmet}
 
 
 if __name__ == "__main__":

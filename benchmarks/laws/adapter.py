@@ -56,6 +56,7 @@ class Adapter:
         advantages: ``(rewards [N], group size)`` to advantages ``[N]``; the groups are contiguous.
         absent: reason why an objective, an estimator or a law does not apply, by its name.
         unjudged: reason why a law is not judged, by its name.
+        unmet: laws that do not hold for inputs that the trainer's own loop never has.
         notes: for each law that does not hold what happens, when it is met, and what avoids it.
     """
 
@@ -67,6 +68,7 @@ class Adapter:
     advantages: Callable[[Tensor, int], Tensor] | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
     unjudged: Mapping[str, str] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -162,6 +162,7 @@ def on_policy(adapter: Adapter) -> Outcome:
 def dual_clip(adapter: Adapter) -> Outcome:
     """The dual clip bounds the loss of a negative advantage at c times it, with gradient 0 above, and only there."""
     given, objective = rows(spread=2.0), has(adapter, "dual_clip")
+    given.old[1, 0], given.old[3, 1] = given.log_prob[1, 0] - 1.3, given.log_prob[3, 1] - 0.9  # ratios 3.7 and 2.5
     return equal(adapter, given, *by_token(given, adapter.weighting[objective], clipped(DUAL_CLIP)), objective)
 
 

@@ -46,6 +46,7 @@ PACKAGES = {
 #: Looked for and left out.
 LEFT_OUT = {
     "NeMo-RL": "its package on PyPI (nemo-rl 0.0.0) is an empty placeholder",
+    "siiRL, RLinf, ART, Cosmos-RL": "on PyPI, without an adapter so far",
     "prime-rl, open-instruct, slime, rLLM, ROLL": "not on PyPI, or the name there is another project's",
 }
 

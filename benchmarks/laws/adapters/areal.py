@@ -101,6 +101,7 @@ def make(folder: Path) -> Adapter:
         kl={"k1": kl("k1"), "k2": kl("k2"), "k3": kl("k3")},
         advantages=advantages,
         absent={"cispo": "it has no CISPO", "kl_in_loss": "its KL is a part of the reward"},
+        unmet=("masked_nan",),
         notes={
             "masked_nan": "The ratio of a masked slot is selected away after the exponential, so the loss is right "
             "but the gradient at a slot with a current log-prob of NaN is NaN. It is met only if the model itself "

@@ -92,6 +92,7 @@ def make(folder: Path) -> Adapter:
             "kl": "its KL in the loss is k3",
             "uneven_split": "all micro-batches have per_device_train_batch_size responses",
         },
+        unmet=("masked_garbage", "masked_inf", "masked_nan"),
         notes={
             "kl_pull": "k3 is clamped at 10, where its gradient is 0: beyond d = -2.6 and d = +11. It is met with "
             "beta above 0 by tokens far from the reference. No option of the loss avoids it; kl_in_reward moves the "
@@ -102,7 +103,8 @@ def make(folder: Path) -> Adapter:
             "far_token": _FAR,
             "overflow": _FAR,
             "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
-            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact. dynamic_sample, which "
-            "draws groups without variance again, or scale_rewards=none avoids it.",
+            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact, and with rewards of "
+            "at most 1 the advantage stays below 0.002. dynamic_sample, which draws groups without variance again, "
+            "or scale_rewards=none avoids it.",
         },
     )

@@ -97,6 +97,7 @@ def make(folder: Path) -> Adapter:
         kl_in_loss="k3",
         advantages=advantages,
         absent={"cispo": "it has no CISPO"},
+        unmet=("masked_inf", "masked_nan"),
         notes={
             "kl_pull": "k2 and k3 are clamped at 10, where their gradient is 0: k3 beyond d = -2.6 and d = +11. It "
             "is met with kl.use_loss by tokens far from the reference. kl.unbiased_gradient, off by default, avoids "
@@ -105,8 +106,9 @@ def make(folder: Path) -> Adapter:
             "masked_nan": _MASKED,
             "equal_rewards": "Equal float32 rewards can have a mean that differs from them by rounding and a "
             "standard deviation of exactly 0, and the difference is divided by 1e-9. It is met with the estimator "
-            "group_norm and rewards that are no sums of powers of 2 (0.1, 0.7, a model's score); 0 and 1 are exact. "
-            "Dynamic filtering of groups, or the estimators rloo, reinforce_baseline and dr_grpo, avoid it.",
+            "group_norm and rewards that are no sums of powers of 2 (0.1, 0.7, a model's score): 8 rewards of 0.1 "
+            "give advantages of 7.5; 0 and 1 are exact. Dynamic filtering of groups, or the estimators rloo, "
+            "reinforce_baseline and dr_grpo, avoid it.",
             "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
             "of the step. No check of the reward was found before it.",
         },

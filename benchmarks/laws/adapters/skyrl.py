@@ -95,6 +95,7 @@ def make(folder: Path) -> Adapter:
         kl={"k1": kl("k1"), "k2": kl("k2"), "k3": kl("k3")},
         kl_in_loss="k3",
         advantages=advantages,
+        unmet=("masked_inf", "masked_nan"),
         notes={
             "kl_pull": "k3, the default of kl_estimator_type, is clamped at 10, where its gradient is 0: beyond d = "
             "-2.6 and d = +11. It is met by tokens far from the reference; the KL is in the loss by default. k2 "

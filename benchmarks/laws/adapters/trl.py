@@ -36,7 +36,7 @@ _FAR = (
     "A ratio with a negative advantage has no upper bound by default; delta=3 is the option that bounds it. In the "
     "first use of a batch the ratio is 1, since the old log-probs are the trainer's own, and the gap to the engine is "
     "corrected apart with vLLM. So it is met with several updates per batch (num_iterations, steps_per_generation) "
-    "after the policy has moved by tens of nats at one token."
+    "after the policy has moved by several nats at one token."
 )
 
 
@@ -129,6 +129,7 @@ def make(folder: Path) -> Adapter:
             "kl": "its KL in the loss is k3, by default times the ratio, whose gradient on policy is that of k2",
             "uneven_split": "all micro-batches have per_device_train_batch_size responses",
         },
+        unmet=("masked_garbage", "masked_inf", "masked_nan"),
         notes={
             "masked_garbage": _MASKED,
             "masked_inf": _MASKED,
@@ -136,8 +137,8 @@ def make(folder: Path) -> Adapter:
             "far_token": _FAR,
             "overflow": _FAR,
             "equal_rewards": "Mean and standard deviation of equal float32 rewards can differ from the reward and "
-            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact; sums of weighted "
-            "rewards, model scores and fractions are met. frac_reward_zero_std shows how many groups are concerned. "
-            "scale_rewards=none avoids it.",
+            "from 0 by rounding, which is divided by std + 1e-4. Rewards of 0 and 1 are exact, and with rewards of "
+            "at most 1 the advantage stays below 0.002; larger ones, such as sums of weighted terms and model "
+            "scores, are met. frac_reward_zero_std shows how many groups are concerned. scale_rewards=none avoids it.",
         },
     )

@@ -55,6 +55,7 @@ def make(folder: Path) -> Adapter:
         advantages=advantages,
         absent={"dual_clip": "it has no dual clip", "kl": "its KL in the loss is k3"},
         unjudged={"uneven_split": "its user chooses the micro-batches, by default of one size"},
+        unmet=("masked_inf", "masked_nan"),
         notes={
             "masked_inf": _MASKED,
             "masked_nan": _MASKED,
