@@ -107,8 +107,8 @@ def make(folder: Path) -> Adapter:
             "equal_rewards": "Equal float32 rewards can have a mean that differs from them by rounding and a "
             "standard deviation of exactly 0, and the difference is divided by 1e-9. It is met with the estimator "
             "group_norm and rewards that are no sums of powers of 2 (0.1, 0.7, a model's score): 8 rewards of 0.1 "
-            "give advantages of 7.5; 0 and 1 are exact. Dynamic filtering of groups, or the estimators rloo, "
-            "reinforce_baseline and dr_grpo, avoid it.",
+            "give advantages of 7.5; 0 and 1 are exact. The estimators rloo, reinforce_baseline and dr_grpo avoid "
+            "it; dynamic filtering goes by the mean and does not.",
             "nan_reward": "The mean of a group with a NaN is NaN, so all its advantages are, and with them the loss "
             "of the step. No check of the reward was found before it.",
         },
