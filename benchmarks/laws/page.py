@@ -22,7 +22,7 @@ own loss function with the guards of its own training loop, which `benchmarks/la
 not judged, "refuses": the trainer stops with an error instead. ✗ is no verdict on a trainer: some laws are met by few
 users, and for every ✗ there is a sentence below on when it is met and what avoids it. Settings are the trainers'
 defaults where a law does not say otherwise. Found an error, or a guard that was missed? Say so in an issue: the
-adapter is 30 lines.
+adapter is 100 lines.
 
 The table is written by `python -m benchmarks.laws --write`. It downloads the wheels, without their dependencies, and
 runs in three minutes on a laptop's CPU. `--only TRAINER --law LAW` reproduces one cell and prints what was measured.
