@@ -70,7 +70,7 @@ DRESSES = ("${}$", "\\({}\\)", "\\left({}\\right)", "{{{}}}", " {}.", "\\display
 
 
 def test_one_value_in_every_notation_is_one_answer() -> None:
-    for _ in range(100):
+    for _ in range(50):
         value, other = fraction(), fraction()
         gold, sign = latex(value), "-" if value < 0 else ""
         whole, rest = divmod(abs(value), 1)
@@ -84,7 +84,7 @@ def test_one_value_in_every_notation_is_one_answer() -> None:
 
 
 def test_an_expression_equals_itself_rearranged_and_nothing_shifted() -> None:
-    for _ in range(60):
+    for _ in range(30):
         first, second = expression(2), expression(2)
         gold = f"{first} + 3({second})"
         assert math_equal(gold, f"\\frac{{6({second})+2({first})}}{{2}}"), gold
@@ -93,7 +93,7 @@ def test_an_expression_equals_itself_rearranged_and_nothing_shifted() -> None:
 
 
 def test_lists_and_sets_have_no_order_and_points_have_one() -> None:
-    for _ in range(50):
+    for _ in range(25):
         members = [latex(value) for value in {fraction() for _ in range(random.randint(2, 6))}]
         shuffled = random.sample(members, len(members))
         assert math_equal(", ".join(members), " , ".join(shuffled)), members
@@ -152,7 +152,7 @@ SOUP = r"""
 
 def test_equality_is_reflexive_symmetric_and_total() -> None:
     golds = [text for gold, answer, _ in PAIRS for text in (gold, answer)]
-    for _ in range(400):
+    for _ in range(150):
         damaged = list(random.choice(golds))
         damaged[random.randrange(len(damaged))] = random.choice(SOUP.split())
         texts = (

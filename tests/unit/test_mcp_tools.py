@@ -97,31 +97,25 @@ def test_the_tools_are_what_the_server_lists(instances: Instances) -> None:
     assert not instances.has_reward
 
 
-def test_every_sample_has_a_session_of_its_own(instances: Instances) -> None:
+def test_every_sample_has_a_session_of_its_own_which_continues_after_what_fails(instances: Instances) -> None:
     first, second = (instances.open({"question": "?"}).result(WAIT_S) for _ in range(2))
     assert first.observation is second.observation is None
     assert call(instances, first.key, "add_note", text="a") == Answer("a", False)
     assert call(instances, second.key, "add_note", text="b", times=2) == Answer("b\nb", False)
-    assert call(instances, first.key, "add_note", text="c") == Answer("a\nc", False)
-    assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
-
-
-def test_what_fails_is_reported_and_the_session_continues(instances: Instances) -> None:
-    key = instances.open({}).result(WAIT_S).key
     calls = [
         ("fail", {"text": "no such page"}),
         ("add_note", {}),
         ("nothing", {}),
         ("draw", {}),
-        ("add_note", {"text": "a"}),
+        ("add_note", {"text": "c"}),
     ]
-    failed, missing, unknown, drawn, added = instances.call(key, calls).result(WAIT_S)
+    failed, missing, unknown, drawn, added = instances.call(first.key, calls).result(WAIT_S)
     assert [answer.is_error for answer in (failed, missing, unknown)] == [True] * 3
     assert re.fullmatch(r"error: ToolFailed: .*no such page", failed.content)
     assert "text Field required" in missing.content
     assert "nothing" in unknown.content
-    assert (drawn, added) == (Answer("[image, not shown]", False), Answer("a", False))
-    instances.drop(key)
+    assert (drawn, added) == (Answer("[image, not shown]", False), Answer("a\nc", False))
+    assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
 
 
 def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,18 +134,7 @@ def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: 
             made.call(keys[2], [("leave", {})]).result(WAIT_S)
 
 
-def test_a_server_that_ends_or_forgets_costs_the_samples_that_use_it() -> None:
-    running = Running()
-    with started(str(running)) as made:
-        key = made.open({}).result(WAIT_S).key
-        running.end()
-        with pytest.raises(InstanceLost, match="MCP server failed in a tool call"):
-            call(made, key, "add_note", text="a")
-        with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
-            made.open({}).result(WAIT_S)
-
-
-def test_a_key_is_sent_to_the_server_and_written_nowhere(
+def test_a_key_is_sent_to_the_server_and_written_nowhere_and_a_server_that_ends_costs_the_samples_that_use_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     running = Running(KEY_OF_NOBODY)
@@ -170,6 +153,11 @@ def test_a_key_is_sent_to_the_server_and_written_nowhere(
             assert len(commands) > 1
             exposed = [command for command in commands if KEY_OF_NOBODY.encode() in command]
             assert all(b"mcp_server" in command for command in exposed)
+            running.end()
+            with pytest.raises(InstanceLost, match="MCP server failed in a tool call"):
+                call(made, opened, "add_note", text="a")
+            with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
+                made.open({}).result(WAIT_S)
     finally:
         running.end()
     assert KEY_OF_NOBODY not in repr(instance_spec(str(running), "factory")) + caplog.text + "".join(capfd.readouterr())

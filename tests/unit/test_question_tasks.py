@@ -86,7 +86,8 @@ def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
     assert len(task.heldout) == 512
     assert len(task.train) + len(task.heldout) == 7473
     assert not {normalised(e.query) for e in task.train} & {normalised(e.query) for e in task.heldout}
-    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], 0.0)
+    every = 1 if answer_format == "hash" else 20  # the others differ in what they write around the answer
+    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout][::every], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
     bits = ["<think>", "</think>", "<answer>", "</answer>", "<ANSWER>", "</ANSWER>", "18", "19", " ", "so ", THOUGHT]
     task = ReasoningTask()
     rewards: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(20_000):
+    for _ in range(5_000):
         response = "".join(RNG.choices(bits, k=RNG.randrange(12)))
         rewards[task.score(response, TWICE).success].append(reward(task, response, TWICE))
     assert len(rewards[True]) > 50
@@ -306,11 +307,11 @@ def test_the_answer_may_be_looked_for_elsewhere(answer_format: str, response: st
     assert ReasoningTask().score(response, TWICE).success == ("<answer>" in response)
 
 
-@pytest.mark.timeout(120)  # about a second; what is quadratic takes minutes
+@pytest.mark.timeout(30)  # half a second; what is quadratic takes minutes
 def test_a_long_text_takes_no_longer_than_its_length() -> None:
     task = ReasoningTask()
     for piece in ("<think>", "</think>", "<answer>", "</answer>", "<answer></answer>", "<", "(", " ", "9 ", "-", "a "):
-        text = piece * (400_000 // len(piece))
+        text = piece * (200_000 // len(piece))
         for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
             task.score(response, Example("9 times 2?", "Paris"))
 

@@ -42,7 +42,7 @@ def one_task(name: str, num: int, **options: object) -> ReasoningGymTask:
 @cache
 def examples(name: str) -> list:
     """Made when requested: 84 tasks take four seconds, which every collection would spend."""
-    return one_task(name, 3).train[:]
+    return one_task(name, 2).train[:]
 
 
 TASK = ReasoningGymTask()
@@ -127,10 +127,10 @@ def test_scorers_survive_hostile_answers(what: str) -> None:
 def test_no_text_wins_every_problem_of_a_task() -> None:
     texts = [*HOSTILE.values(), "0", "1", "-1", "x", "A", "True", "[]", "{}", "()", "no", ""]
     for name in set(ALLOWED) - SLOW:
-        examples = one_task(name, 12).train[:]
+        problems = one_task(name, 12).train  # made as they are read: most texts lose the first
         for text in texts:
-            wins = [one for one in examples if TASK.score(f"<answer>{text}</answer>", one).success]
-            assert len(wins) < 12 or all(one.answer == text for one in wins), (name, text[:40], SEED)
+            won = all(TASK.score(f"<answer>{text}</answer>", one).success for one in problems)
+            assert not won or all(one.answer == text for one in problems), (name, text[:40], SEED)
 
 
 def test_a_score_above_one_is_no_success() -> None:
@@ -142,8 +142,7 @@ def test_a_score_above_one_is_no_success() -> None:
 def digests(name: str, seed: int, order: int) -> list[str]:
     """Of the first problems of a task, drawn forwards or backwards, in the order of their places."""
     task = ReasoningGymTask.load(tasks={name: 1}, seed=seed, num_train=4)
-    places = [0, 3] if name in ("zebra_puzzles", "futoshiki") else [0, 1, 2, 3]
-    return [hashlib.md5(repr(task.train[place]).encode()).hexdigest() for place in places[::order]][::order]
+    return [hashlib.md5(repr(task.train[place]).encode()).hexdigest() for place in (0, 3)[::order]][::order]
 
 
 def test_problems_are_the_same_whatever_the_hash_seed_and_the_order() -> None:

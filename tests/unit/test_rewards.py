@@ -11,7 +11,7 @@ from sota_grpo.rewards.expressions import MAX_DEPTH, MAX_EXPRESSION_CHARS, Expre
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
 
 RNG = random.Random(random.randrange(1 << 30))
-LENGTH = 400_000
+LENGTH = 200_000
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(120)  # quadratic time would be minutes and more
+@pytest.mark.timeout(30)  # a third of a second; quadratic time would be minutes
 @pytest.mark.parametrize("unit", [*HOSTILE, None])
 def test_a_long_text_of_anything_takes_linear_time(unit: str | None) -> None:
     text = "".join(RNG.choices(HOSTILE, k=LENGTH // 4)) if unit is None else unit * (LENGTH // len(unit))

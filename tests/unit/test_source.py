@@ -186,7 +186,7 @@ def require_equal(batches: list, expected: list, context: str) -> None:
 
 @pytest.mark.parametrize("refill", [False, True])
 def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> None:
-    for _ in range(5):
+    for _ in range(3):
         seed, right = random.getrandbits(30), random.choice([0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
         num_groups, max_draws = random.randint(1, 6), random.randint(1, 4)
         context = f"seed {seed}, right {right}, num_groups {num_groups}, max_draws {max_draws}"
@@ -399,7 +399,7 @@ def test_every_prompt_once_over_saves_at_random_moments(tmp_path, max_policy_age
         "seed": random.getrandbits(30),
     }
     rig, trained, replaced, kept = Rig(**options), [], 0, 0
-    steps = 8
+    steps = 5
     for step in range(steps):
         while not rig.source.is_ready():
             if random.random() < 0.2:

@@ -6,12 +6,11 @@ import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace as Having
 
 from tests.conftest import pytest_collection_modifyitems as reorder
+from tests.forked import Done, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,12 +40,16 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
     assert [path.name for path, _ in ordered(None, files, "test_c.py")[::2]] == [f"test_{name}.py" for name in "cabdef"]
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Pytest on the files of ``folder``, with the options of these tests."""
-    line = [sys.executable, "-m", "pytest", "-vv", "-p", "tests.conftest", *arguments]
-    variables = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "PYTHONHASHSEED")}
-    variables |= {"PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(line, cwd=folder, env=variables, capture_output=True, text=True)
+def run(folder: Path, *arguments: str, **environment: str) -> Done:
+    """Pytest on the files of ``folder``, with the options of these tests, in a process that has torch already."""
+    (folder / "run.py").write_text("import sys, pytest\nsys.exit(pytest.main())\n")
+    drop = ("TEST_SEED", "PYTHONHASHSEED", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST")
+    variables = {name: value for name, value in os.environ.items() if name not in drop}
+    server = ForkServer(folder, variables | {"PYTHONPATH": str(ROOT), **environment})
+    try:
+        return server.run(["run.py", "-vv", "-p", "tests.conftest", *arguments], cwd=folder)
+    finally:
+        server.close()
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> Non
 
     def drawn(**environment: str) -> list:
         done = run(tmp_path, **environment)
-        assert done.returncode == 0, done.stdout
+        assert done.code == 0, done.stdout
         return json.loads((tmp_path / "drawn").read_text())
 
     first = drawn()
@@ -92,7 +95,7 @@ def test_no_test_sees_at_which_level_the_one_before_it_has_logged(tmp_path: Path
         "def test_3(caplog):\n    LOGGER.warning('three')\n    assert caplog.messages == ['three']\n"
     )
     done = run(tmp_path)
-    assert done.returncode == 0, done.stdout
+    assert done.code == 0, done.stdout
 
 
 def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: 
         f"{begin}def test_broken():\n    if Path('seen').exists():\n        pytest.skip('it shows nothing')\n"
         "    Path('seen').touch()\n    assert 3 == 4\n"
     )
-    done = run(tmp_path, "--processes-again", "-n", "2", "--dist", "loadfile")
+    done = run(tmp_path, "--processes-again", "-n", "1", "--dist", "loadfile")
     *_, flaky, broken, counts = done.stdout.splitlines()
     assert sorted([flaky, broken]) == [
         "test_a.py::test_flaky (call): failed, then passed in a fresh process",
@@ -115,6 +118,6 @@ def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: 
     assert "1 flaky" in counts
     assert "    assert tried" in done.stdout
     assert "1 passed in" in done.stdout
-    assert done.returncode == 1
+    assert done.code == 1
     (tmp_path / "tried").unlink()
-    assert run(tmp_path, "--processes-again", "test_a.py").returncode == 0
+    assert run(tmp_path, "--processes-again", "test_a.py").code == 0
