@@ -198,8 +198,8 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_continue(
         trained.append(config.seed)
         return num_steps(config)
 
-    assert command(train, "--multirun", "seed=1,2,3") == code
-    assert trained == [2, 3]
+    assert command(train, "--multirun", "seed=1,2") == code
+    assert trained == [2]
     assert read_json(tmp_path / "sweep" / "0" / FAILURE_FILE)["reason"] == reason
     output = capsys.readouterr()
     assert f"run 0 failed: {reason}" in output.out.splitlines()

@@ -99,7 +99,7 @@ FRAMES = (
 
 
 def hostile_texts(rng: random.Random, golds: list[str], count: int) -> Iterator[str]:
-    """``count`` responses: soups of pieces, damaged right answers, deep nesting, random characters, a few very long ones."""
+    """``count`` responses: soups of pieces, damaged right answers, deep nesting, random characters, a few long."""
     for _ in range(count):
         kind = rng.randrange(20)
         if kind == 0:
