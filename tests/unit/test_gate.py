@@ -76,15 +76,15 @@ HALF = {
     "bf16 both": {"engine_dtype": torch.bfloat16, "precision": "bf16"},
     "fp16 both": {"engine_dtype": torch.float16, "precision": "fp16"},
 }
-MIDDLE = [pytest.param(layer, marks=pytest.mark.slow) for layer in (1, 2)]
+OTHERS = [pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("half", ["bf16 engine", "fp16 both"])
 def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> None:
     assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
-@pytest.mark.parametrize("layer", [None, 0, *MIDDLE, 3])
+@pytest.mark.parametrize("layer", [None, *OTHERS, 3])
 def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
     seed = random.randrange(1 << 30)
@@ -125,7 +125,7 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
 
 
-@pytest.mark.parametrize("layer", [0, *MIDDLE, 3])
+@pytest.mark.parametrize("layer", [*OTHERS, 3])
 def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_path: Path) -> None:
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
     components = make_components(tmp_path, max_tokens=96, **HALF["bf16 both"])
@@ -195,20 +195,16 @@ def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, 
     assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
-def test_one_token_off_in_float32_is_found(components: Components) -> None:
+def test_one_token_off_or_clipped_in_float32_is_found(components: Components) -> None:
     components.rows = components.sample()
     assert gate.engine_and_trainer_agree(components).passed
+    assert gate.first_ratio_is_one(components).passed
+    components.diagnosis |= {"clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(components).passed
     components.rows[0][keys.LOG_PROBS][-1] -= 0.0025
     check = gate.engine_and_trainer_agree(components)
     assert not check.passed
     assert "largest 0.0025, over" in check.sentence
-
-
-def test_a_clipped_token_in_float32_is_found(components: Components) -> None:
-    components.rows = components.sample()
-    assert gate.first_ratio_is_one(components).passed
-    components.diagnosis |= {"clip_fraction": 0.01}
-    assert not gate.first_ratio_is_one(components).passed
 
 
 def test_rows_that_are_padded_for_no_reason_are_found(components: Components) -> None:
@@ -457,7 +453,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("half", "family"),  # one matrix is within the bound of half precision, and found in float32
-    [(None, "layers.0.self_attn.q_proj.weight"), ("bf16 both", "self_attn"), ("bf16 engine", "norm")],
+    [(None, "layers.0.self_attn.q_proj.weight"), ("bf16 engine", "norm")],
 )
 def test_a_family_left_out_of_the_push_is_found(half: str | None, family: str, tmp_path: Path) -> None:
     components = make_components(tmp_path, **HALF.get(half, {}))
@@ -547,25 +543,19 @@ def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleName
     return SimpleNamespace(gold_response=gold_response, **{**own, **changes})
 
 
-def test_a_grader_that_refuses_the_gold_answer_is_found(components: Components) -> None:
+def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(components: Components) -> None:
     task = components.task
     components.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
     check = gate.gold_answers_earn_the_full_reward(components)
     assert not check.passed
     assert task.train[0].query[:40] in check.sentence
-
-
-def test_a_grader_that_pays_for_nothing_is_found(components: Components) -> None:
+    components.task = with_gold(task)  # which knows none
+    check = gate.gold_answers_earn_the_full_reward(components)
+    assert (check.name, check.passed) == ("responses can be graded", True)
+    assert check.sentence == "not checked against gold answers, because the task has none"
+    components.task = task
     graded_by(components, lambda response, example: Score({"correct": 1.0}, True))
     assert not gate.gold_answers_earn_the_full_reward(components).passed
-
-
-def test_a_task_that_knows_no_gold_answers_passes_and_says_so(components: Components) -> None:
-    components.task = with_gold(components.task)
-    check = gate.gold_answers_earn_the_full_reward(components)
-    assert check.passed
-    assert check.name == "responses can be graded"
-    assert check.sentence == "not checked against gold answers, because the task has none"
 
 
 class NeedsEverySibling:
