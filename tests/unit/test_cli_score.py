@@ -197,12 +197,8 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
 def test_sentences_that_are_split_by_rules_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'
+    monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)
     for punkt in (None, "here"):
         monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)  # noqa: B023
-        assert ended("--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1") == 0
-        output = capsys.readouterr()
-        assert ("split by rules" in output.err) == (punkt is None)
-        if punkt is None:
-            assert json.loads(output.out)["success"]
-            monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)  # once is enough
+        assert ended("--task", "ifeval", "--text", "Well.", "--row", "{}", "--workers", "1") == 0
+        assert ("split by rules" in capsys.readouterr().err) == (punkt is None)
