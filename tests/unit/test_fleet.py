@@ -439,7 +439,7 @@ def test_close_fails_what_is_open_and_what_comes_later(stage: Stage) -> None:
     assert stage.now(0).killed
 
 
-@pytest.mark.parametrize("num_turns", range(5))
+@pytest.mark.parametrize("num_turns", range(4))
 def test_close_returns_where_a_worker_dies_in_the_same_moment(stage: Stage, num_turns: int) -> None:
     fleet = stage.fleet(1, capacity=1)
     task = fleet.submit(0)

@@ -194,11 +194,6 @@ def test_decoupled_rewards_by_the_plain_loop() -> None:
 
 def test_soft_overlong_penalty_by_the_plain_loop() -> None:
     for length, actual in zip(range(60), soft_overlong_penalty(torch.arange(60), 40, 16).tolist()):
-        if length <= 24:
-            expected = 0.0
-        elif length <= 40:
-            expected = (24 - length) / 16
-        else:
-            expected = -1.0
+        expected = 0.0 if length <= 24 else max((24 - length) / 16, -1.0)
         assert actual == expected
         assert math.copysign(1.0, actual) == 1.0 or actual < 0

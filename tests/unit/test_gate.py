@@ -230,28 +230,20 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
     assert "raise inference_model.max_tokens (now 2)" in check.sentence
 
 
-def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    components = make_components(tmp_path, max_tokens=256, optim_batch_size=8)
-    components.rows = graded_rows(components)
-    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
-    monkeypatch.setattr(components, "sample", None)
-    assert (
-        "; not verified: that responses longer than the checks' 85 tokens"
-        in gate.responses_end_and_are_graded(components).sentence
-    )
-
-
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
     components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     components.rows = graded_rows(components)
     components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
     assert gate.responses_end_and_are_graded(components).passed  # of those that are drawn then, some end
-    components.sampling = replace(components.sampling, ignore_eos=True)
     monkeypatch.setattr(components, "sample", None)
+    own = components.sampling
+    components.sampling = replace(own, ignore_eos=True)
     assert gate.responses_end_and_are_graded(components).passed  # they need not end
+    components.sampling = replace(own, max_tokens=256)
+    components.learner.settings = replace(components.learner.settings, optim_batch_size=8)
+    said = gate.responses_end_and_are_graded(components).sentence
+    assert "; not verified: that responses longer than the checks' 85 tokens" in said
 
 
 def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
@@ -381,24 +373,17 @@ def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(
     assert gate.every_sampled_token_is_trained(components).passed
 
 
-def flipped(log_ratio, advantage):
-    return advantage * log_ratio.exp()
-
-
-def without_gradient(log_ratio, advantage):
-    return -advantage * log_ratio.detach().exp()
-
-
-@pytest.mark.parametrize(
-    ("objective", "sentence"), [(flipped, "move the other way"), (without_gradient, "have no gradient")]
-)
-def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckError, match=sentence) as raised:
-        run_gate(make_components(tmp_path, objective=objective), "strict")
-    assert raised.value.check.name == "the objective raises better responses"
-    if objective is without_gradient:  # where checks only warn, the loss refuses it
-        with pytest.raises(UserError, match=r"algorithm\.objective has no gradient"):
-            run_gate(make_components(tmp_path, objective=objective), "warn")
+def test_an_objective_of_the_wrong_sign_is_found(tmp_path: Path) -> None:
+    for objective, sentence in (
+        (lambda log_ratio, advantage: advantage * log_ratio.exp(), "move the other way"),
+        (lambda log_ratio, advantage: -advantage * log_ratio.detach().exp(), "have no gradient"),
+    ):
+        components = make_components(tmp_path, objective=objective)
+        with pytest.raises(CheckError, match=sentence) as raised:
+            run_gate(components, "strict")
+        assert raised.value.check.name == "the objective raises better responses"
+    with pytest.raises(UserError, match=r"algorithm\.objective has no gradient"):  # the loss refuses the second
+        run_gate(components, "warn", [gate.first_ratio_is_one, gate.gradient_does_not_depend_on_the_split])
 
 
 def test_every_objective_raises_better_responses(tmp_path: Path) -> None:
@@ -606,12 +591,11 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
 
 
 def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components) -> None:
-    made = []
+    made, checks = [], list[gate.Check]()
 
     def check(passed: bool):
         return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
-    checks: list[gate.Check] = []
     with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
         gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]

@@ -665,14 +665,13 @@ def test_a_judge_in_a_foreign_run_needs_consent(option: str, value: str, deed: s
     load_config(tmp_path, unused=UNUSED_WITHOUT_SAMPLES)
 
 
-def test_a_rubric_of_text_needs_none_and_one_in_an_entry_does(tmp_path: Path) -> None:
+def test_a_rubric_of_text_needs_none_and_one_in_an_entry_does() -> None:
     config = Config()
     config.reward.judge.rubric = "Is it kind? See\nnotes.txt"
     assert needs_consent(config) == {}
     config.env.mixture = {"a": {"judge_rubric": "/etc/passwd.txt"}}
-    assert needs_consent(config) == {
-        "env.mixture.a.judge_rubric": "send what is in /etc/passwd.txt to its judge",
-    }
+    deed = "send what is in /etc/passwd.txt to its judge"
+    assert needs_consent(config) == {"env.mixture.a.judge_rubric": deed}
 
 
 def test_files_of_a_judge_are_written_in_full_and_count_by_their_content(
