@@ -161,7 +161,8 @@ def test_beside_finished_and_other_runs_auto_finds_the_one_to_continue(
     actual: dict[str, Any] = {}
 
     def once(**arguments: Any) -> sota_grpo.Result:
-        return sota_grpo.train("grpo_cpu", overrides=[*SMALL, "train.resume=auto"], dataset=ROWS, **arguments)
+        overrides = [*SMALL, "train.total_dialog_turns=8", "train.resume=auto"]
+        return sota_grpo.train("grpo_cpu", overrides=overrides, dataset=ROWS, **arguments)
 
     for name, reward in (("a", length), ("b", lambda solution_str: 2.0)):
         actual[name] = once(reward=reward)

@@ -453,13 +453,20 @@ def test_a_cluster_that_requires_another_token_is_named_at_once(
     raylet.Config.initialize("")
 
 
-@pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))
-def test_counts_give_disjoint_sets_of_that_size(counts: tuple[int, int, int]) -> None:
-    train, inference, ref = (Role(name, count) for name, count in zip(("train", "inference", "ref"), counts))
-    actual = place(train, inference, ref, available=9)
-    sets = (actual.train, actual.inference, actual.ref)
-    assert tuple(map(len, sets)) == counts
-    assert len(set().union(*sets)) == sum(counts)
+NAMES = ("train_model", "inference_model", "ref_model")
+
+
+def test_counts_give_disjoint_sets_of_that_size() -> None:
+    """On the CPU, where a device is a worker, named ones too."""
+    for counts in itertools.product((1, 2, 3), repeat=3):
+        actual = place(*map(Role, NAMES, counts), available=9)
+        sets = (actual.train, actual.inference, actual.ref)
+        assert tuple(map(len, sets)) == counts
+        assert len(set().union(*sets)) == sum(counts)
+        counted = place(*map(Role, NAMES, counts), available=0)
+        assert (len(counted.train), len(counted.inference), len(counted.ref)) == counts
+        named = place(*(Role(name, devices=range(2, 2 + count)) for name, count in zip(NAMES, counts)), available=0)
+        assert (len(named.train), len(named.inference), len(named.ref)) == counts
 
 
 @pytest.mark.parametrize(
@@ -471,19 +478,16 @@ def test_counts_give_disjoint_sets_of_that_size(counts: tuple[int, int, int]) ->
     ],
 )
 def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], available: int, fix: str) -> None:
-    named = [Role(name, **role) for name, role in zip(("train_model", "inference_model", "ref_model"), roles)]
+    named = [Role(name, **role) for name, role in zip(NAMES, roles)]
     with pytest.raises(UserError, match=rf"3 devices .* has {available}; {fix}"):
         place(*named, available=available)
 
 
-@pytest.mark.parametrize("available", range(6))
-@pytest.mark.parametrize("with_reference", [True, False])
-def test_the_defaults_fit_every_machine(available: int, with_reference: bool) -> None:
-    ref = Role("ref_model") if with_reference else None
-    actual = place(Role("train_model"), Role("inference_model"), ref, available=available)
-    spare = 1 if available > 1 else 0
-    assert (actual.train, actual.inference, actual.colocated) == ((0,), (0,), True)
-    assert actual.ref == ((spare,) if with_reference else ())
+def test_the_defaults_fit_every_machine() -> None:
+    for available, ref in itertools.product(range(3), (Role("ref_model"), None)):
+        actual = place(Role("train_model"), Role("inference_model"), ref, available=available)
+        assert (actual.train, actual.inference, actual.colocated) == ((0,), (0,), True)
+        assert actual.ref == ((int(available > 1),) if ref else ())
 
 
 def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
@@ -497,23 +501,12 @@ def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
         place(Role("train_model", devices=[0]), Role("inference_model", devices=devices), None, available=2)
 
 
-@pytest.mark.parametrize("name", ["train_model", "inference_model", "ref_model"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name: str) -> None:
-    roles = [
-        Role(role, devices=[2] if role == name else None) for role in ("train_model", "inference_model", "ref_model")
-    ]
+    roles = [Role(role, devices=[2] if role == name else None) for role in NAMES]
     message = rf"{name}\.devices has device 2, but this machine has only 1 .*use {name}\.devices=\[0\]"
     with pytest.raises(UserError, match=message):
         place(*roles, available=1)
-
-
-@pytest.mark.parametrize("counts", list(itertools.product((1, 2, 3), repeat=3)))
-def test_on_the_cpu_a_device_is_a_worker(counts: tuple[int, int, int]) -> None:
-    names = ("train_model", "inference_model", "ref_model")
-    counted = place(*(Role(name, count) for name, count in zip(names, counts)), available=0)
-    assert (len(counted.train), len(counted.inference), len(counted.ref)) == counts
-    named = place(*(Role(name, devices=range(2, 2 + count)) for name, count in zip(names, counts)), available=0)
-    assert (len(named.train), len(named.inference), len(named.ref)) == counts
 
 
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -33,6 +34,13 @@ class Fake:
 
 def serve(connection, name, folder, log) -> None:
     answer_all(connection, lambda: Fake(folder))
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spawned process would import for a second what its system here does not need."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 def make(folder: str, tmp_path: Path) -> Host:

@@ -101,6 +101,7 @@ def runner_of(tmp_path, monkeypatch, seconds: dict[str, float], **plan) -> Runne
     monkeypatch.setattr(FakeHost, "asked", [], raising=False)
     monkeypatch.setattr(FakeHost, "ended", [], raising=False)
     monkeypatch.setattr(FakeHost, "seconds", seconds, raising=False)
+    monkeypatch.setattr(floor, "matmul_seconds", lambda rows, inner, columns: 1e-3)
     questions = dict.fromkeys(seconds, (LEARN, STEP))
     return Runner(Plan(TINY, questions, **plan), tmp_path / "case", lambda line: None, FakeHost)
 

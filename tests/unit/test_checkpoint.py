@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -25,6 +24,8 @@ from sota_grpo.training.checkpoint import (
     rng_state,
     set_rng_state,
 )
+from tests.forked import ForkServer
+from tests.process_rigs import is_gone
 
 
 def _state(step: int, size: int = 500) -> dict:
@@ -139,45 +140,45 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_last_good_one(tmp_path):
     assert _names(tmp_path) == ["checkpoint_000001.pt"]
 
 
-# a server forks the writers: a fork of this process would inherit the threads of engines that other tests started
-SPAWNER = multiprocessing.get_context("forkserver")
-SPAWNER.set_forkserver_preload([__name__])
-
-
-def _save_for_ever(directory: str, first: int, in_background: bool) -> None:
-    store = CheckpointStore(directory, keep=2)
-    save = BackgroundSaves(store).save if in_background else store.save
-    for step in range(first, first + 10_000):
-        save(step, _state(step, size=1_000_000))
+SAVES_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore
+store, first = CheckpointStore(Path(sys.argv[1]), keep=2), int(sys.argv[2])
+save = BackgroundSaves(store).save if sys.argv[3] == "True" else store.save
+for step in range(first, first + 10_000):
+    save(step, {"step": step, "weights": torch.full((1_000_000,), float(step))})
+"""
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(in_background, tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
+    script, folder = tmp_path / "writer.py", tmp_path / "of a run"
+    script.write_text(SAVES_FOR_EVER)
+    store, server = CheckpointStore(folder, keep=2), ForkServer(tmp_path, os.environ)
     store.save(0, _state(0))
     newest, killed_mid_save = 0, 0
     for attempt in range(60):
-        if attempt >= 15 and killed_mid_save:
+        if attempt >= 8 and killed_mid_save:
             break
-        writer = SPAWNER.Process(target=_save_for_ever, args=(str(tmp_path), newest + 1, in_background))
-        writer.start()
-        while writer.is_alive() and store.paths()[0][0] <= newest:  # a busy machine may start it late
+        writer = server.start([str(script), str(folder), str(newest + 1), str(in_background)], cwd=tmp_path)
+        while not is_gone(writer) and store.paths()[0][0] <= newest:  # a busy machine may start it late
             time.sleep(0.001)
         time.sleep(random.uniform(0.0, 0.05))
-        assert writer.pid is not None
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
-        killed_mid_save += any(tmp_path.glob("*.tmp"))
+        os.kill(writer, signal.SIGKILL)
+        assert server.finish().code == -signal.SIGKILL
+        killed_mid_save += any(folder.glob("*.tmp"))
         actual = store.latest()
         assert actual is not None
         step, state = actual
         assert step >= newest, "a checkpoint that was durable has gone"
         assert torch.equal(state["weights"], torch.full_like(state["weights"], float(step)))
         newest = step
+    server.close()
     assert newest > 0
     assert killed_mid_save > 0, "no kill fell into a save: the test proves nothing"
     store.save(newest + 1, _state(newest + 1))  # each kill may have left something, and the next save clears it away
-    assert len(_names(tmp_path)) == 2
+    assert len(_names(folder)) == 2
 
 
 class _SlowStore(CheckpointStore):

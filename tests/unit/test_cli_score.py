@@ -106,10 +106,12 @@ def test_no_byte_and_no_mark_of_the_input_stops_it(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
     (tmp_path / "rows.jsonl").write_bytes(content)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
-    for source in ("-", str(tmp_path / "rows.jsonl")):
-        done = subprocess.run([*PIPE, "--input", source], input=content, capture_output=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        (row,) = map(json.loads, done.stdout.decode().splitlines())
+    done = subprocess.run(PIPE, input=content, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    source, target = str(tmp_path / "rows.jsonl"), tmp_path / "scored.jsonl"
+    assert ended("--task", "gsm8k", "--input", source, "--output", str(target), "--workers", "1") == 0
+    for line in (done.stdout, target.read_bytes()):
+        row = json.loads(line)
         assert (row["response"], row["reward"]) == ("\udcffé #### 4", 1.0)
 
 
@@ -134,17 +136,18 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "scored.jsonl.partial").symlink_to("/dev/full")
-    to_file = subprocess.run(
-        [*PIPE, "--output", str(tmp_path / "scored.jsonl")], input=ROW, stderr=subprocess.PIPE, text=True
-    )
     with open("/dev/full", "w") as full:
         to_stdout = subprocess.run(PIPE, input=ROW, stdout=full, stderr=subprocess.PIPE, text=True)
-    for done in (to_file, to_stdout):
-        assert done.returncode == 1
-        assert len(done.stderr.splitlines()) == 1
-        assert "cannot be written further (No space left on device)" in done.stderr
+    monkeypatch.setattr(sys, "stdin", iter([ROW]))
+    to_file = ended(*PIPE[4:], "--output", str(tmp_path / "scored.jsonl"))
+    for code, printed in ((to_stdout.returncode, to_stdout.stderr), (to_file, capsys.readouterr().err)):
+        assert code == 1
+        assert len(printed.splitlines()) == 1
+        assert "cannot be written further (No space left on device)" in printed
     assert not (tmp_path / "scored.jsonl").exists()
 
 
@@ -194,12 +197,8 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
 def test_sentences_that_are_split_by_rules_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}], "prompt": "Speak."}'
+    monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)
     for punkt in (None, "here"):
         monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)  # noqa: B023
-        assert ended("--task", "ifeval", "--text", "Well.", "--row", row, "--workers", "1") == 0
-        output = capsys.readouterr()
-        assert ("split by rules" in output.err) == (punkt is None)
-        if punkt is None:
-            assert json.loads(output.out)["success"]
-            monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)  # once is enough
+        assert ended("--task", "ifeval", "--text", "Well.", "--row", "{}", "--workers", "1") == 0
+        assert ("split by rules" in capsys.readouterr().err) == (punkt is None)

@@ -93,9 +93,15 @@ def test_a_request_has_its_example_where_the_dialog_continues() -> None:
         assert request.example == (example if multi_turn else None)
 
 
-def test_a_collection_that_splits_a_group_is_refused() -> None:
+def test_a_collector_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="group size 4; use 16"):
         make_collector(dialog_turns_per_batch=18)
+    with pytest.raises(ValueError, match=r"use GroupReplayBuffer\(8, 4\)"):
+        make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
+    with pytest.raises(ValueError, match="call start"):
+        make_collector(max_policy_age=1).next_batch()
+    with pytest.raises(RuntimeError, match="replay_buffer="):
+        make_collector().start()
 
 
 def test_resumed_collector_continues_with_the_next_prompt() -> None:
@@ -147,10 +153,9 @@ def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> 
 
 
 def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
-    buffer = GroupReplayBuffer(8, 4, transform=GroupAdvantage())
+    buffer, groups = GroupReplayBuffer(8, 4, transform=GroupAdvantage()), []
     collector = make_collector(max_policy_age=1, replay_buffer=buffer)
     collector.start()
-    groups = []
     for step, batch in enumerate(buffer):
         assert batch.batch_size == (16,)
         assert min(column(batch, keys.POLICY_VERSION)) >= step - 1
@@ -161,11 +166,6 @@ def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
     collector.shutdown()
     assert sorted(groups) == [group for group in range(16) for _ in range(4)]
     assert not collector.is_running()
-
-
-def test_a_buffer_of_another_size_is_refused_with_the_right_one() -> None:
-    with pytest.raises(ValueError, match=r"use GroupReplayBuffer\(8, 4\)"):
-        make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
 
 
 MODEL = torch.nn.Linear(2, 2)
@@ -325,11 +325,6 @@ def test_a_buffer_of_torchrl_is_filled_while_weights_are_pushed() -> None:
     assert sorted(column(buffer[:], keys.GROUP_ID)) == [group for group in range(40) for _ in range(4)]
 
 
-def test_an_age_above_0_needs_a_start() -> None:
-    with pytest.raises(ValueError, match="call start"):
-        make_collector(max_policy_age=1).next_batch()
-
-
 def test_a_failure_in_the_thread_is_raised_at_shutdown() -> None:
     collector = make_collector(replay_buffer=ReplayBuffer(storage=LazyStackStorage(100)))
     collector.policy.submit = None
@@ -339,21 +334,10 @@ def test_a_failure_in_the_thread_is_raised_at_shutdown() -> None:
         collector.shutdown()
 
 
-def test_start_without_a_buffer_says_so() -> None:
-    with pytest.raises(RuntimeError, match="replay_buffer="):
-        make_collector().start()
-
-
-def test_refill_replaces_zero_advantage_groups_and_counts_them() -> None:
-    """Groups 0, 3, 6, ... are always right: the six others are 1 2 4 5 7 8, three of nine have zero advantage."""
-    source = make_collector(dialog_turns_per_batch=24, refill=True)
-    rows = source.next_batch()
-    assert sorted(set(column(rows, keys.GROUP_ID))) == [1, 2, 4, 5, 7, 8]
-    assert source.metrics()["groups/refilled"] == 3
-    assert source.metrics()["groups/zero_advantage"] == 0
-
-
-def test_without_refill_zero_advantage_groups_stay_and_are_counted() -> None:
-    source = make_collector(dialog_turns_per_batch=24)
-    assert sorted(set(column(source.next_batch(), keys.GROUP_ID))) == list(range(6))
-    assert source.metrics()["groups/zero_advantage"] == 2
+@pytest.mark.parametrize(("refill", "groups"), [(True, [1, 2, 4, 5, 7, 8]), (False, list(range(6)))])
+def test_refill_replaces_zero_advantage_groups_and_both_are_counted(refill: bool, groups: list[int]) -> None:
+    """Groups 0, 3, 6, ... are always right: three of the first nine, two of the first six have zero advantage."""
+    source = make_collector(dialog_turns_per_batch=24, refill=refill)
+    assert sorted(set(column(source.next_batch(), keys.GROUP_ID))) == groups
+    metrics = source.metrics()
+    assert (metrics["groups/refilled"], metrics["groups/zero_advantage"]) == ((3, 0) if refill else (0, 2))

@@ -124,8 +124,6 @@ def test_siblings_come_in_successive_resets_where_there_are_fewer_environments()
     env.reset()
     env.set_seed(5)
     assert [env.reset()["sample_id"].item() for _ in range(4)] == [0, 1, 2, 0]
-    with pytest.raises(ValueError, match="num_envs=2 is not divisible by the group size repeats=3"):
-        make_env(num_envs=2)
 
 
 def test_rollout_grades_every_answer() -> None:
@@ -188,10 +186,10 @@ def test_a_row_that_is_reset_alone_gets_the_sample_of_the_next_prompts() -> None
     assert actual[5] == (rows["group_id"][5].item(), 2)
 
 
-@pytest.mark.parametrize(("num_envs", "repeats", "fix"), [(10, 4, 8), (3, 4, 4), (0, 2, 2)])
-def test_a_batch_of_broken_groups_is_refused(num_envs: int, repeats: int, fix: int) -> None:
-    with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats}; use num_envs={fix}"):
-        make_env(num_envs=num_envs, repeats=repeats)
+def test_a_batch_of_broken_groups_is_refused() -> None:
+    for num_envs, repeats, fix in ((10, 4, 8), (3, 4, 4), (0, 2, 2)):
+        with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats}; use num_envs={fix}"):
+            make_env(num_envs=num_envs, repeats=repeats)
 
 
 def test_a_prompt_that_does_not_fit_gives_both_numbers() -> None:
@@ -292,12 +290,9 @@ def test_a_value_that_cannot_be_honoured_is_refused(
     tokenizer = char_tokenizer()
     with pytest.raises(error, match=sentence):
         getattr(envs, name)(**{"dataset": files[name], "num_heldout": 3, "tokenizer": tokenizer} | option)
+    assert not envs.GSM8KEnv(dataset=files["GSM8KEnv"], tokenizer=tokenizer).task.heldout, "none is the default"
     with pytest.raises(ValueError, match="has no chat template"):
         ArithmeticEnv(tokenizer=char_tokenizer(chat_template=None), apply_template=True)
-
-
-def test_of_a_file_nothing_is_held_out_by_default(files: dict[str, str]) -> None:
-    assert not envs.GSM8KEnv(dataset=files["GSM8KEnv"], tokenizer=char_tokenizer()).task.heldout
 
 
 def test_arithmetic_env_rolls_out() -> None:

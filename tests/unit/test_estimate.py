@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +28,9 @@ from sota_grpo.policy.model_sizes import architecture_of
 from sota_grpo.rl.collate import micro_batches
 from sota_grpo.run.app import as_planned
 from sota_grpo.run.entry import CONFIG_DIR
-from sota_grpo.tasks.servers import instance_spec
+from sota_grpo.tasks.toolbox import load
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.workers.instances import Instances
+from sota_grpo.workers.instances import InstanceSpec
 from tests.training_rigs import make_components
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
@@ -263,14 +262,11 @@ def test_prompts_are_counted_with_the_tools_that_they_describe() -> None:
     config = compose("grpo_cpu", options)
     prompt, _ = estimate(config).largest_sample
     task, tokenizer = task_of(config), load_tokenizer("tiny")
-    with closing(Instances(instance_spec(f"{tools}:Guess", "factory"), timeout_s=60.0)) as instances:
-        instances.wait_ready()
-        rendered = [
-            tokenizer.apply_chat_template(
-                task.messages(each), tools=instances.schemas, tokenize=False, add_generation_prompt=True
-            )
-            for each in [*task.train, *task.heldout]
-        ]
+    schemas = load(InstanceSpec("factory", str(tools), ("Guess",)))().schemas
+    rendered = [
+        tokenizer.apply_chat_template(task.messages(each), tools=schemas, tokenize=False, add_generation_prompt=True)
+        for each in [*task.train, *task.heldout]
+    ]
     assert prompt == max(len(tokenizer(text)["input_ids"]) for text in rendered)
 
 

@@ -398,7 +398,7 @@ def test_a_start_that_does_nothing_counts_as_failed_and_one_that_works_is_waited
     with pytest.raises(WorkerDied, match=r"after 1 start .* it did nothing for 1\.5 s while it was being started"):
         silent.wait_ready()
     working = Fleet(
-        "echo", starter(launcher, "echo", spec("busy_echo", seconds=8.0)), 1, capacity=1, start_silence_s=5.0
+        "echo", starter(launcher, "echo", spec("busy_echo", seconds=3.5)), 1, capacity=1, start_silence_s=2.5
     )
     working.wait_ready()
     assert working.restarts == 0
@@ -439,7 +439,7 @@ def test_close_fails_what_is_open_and_what_comes_later(stage: Stage) -> None:
     assert stage.now(0).killed
 
 
-@pytest.mark.parametrize("num_turns", range(5))
+@pytest.mark.parametrize("num_turns", range(4))
 def test_close_returns_where_a_worker_dies_in_the_same_moment(stage: Stage, num_turns: int) -> None:
     fleet = stage.fleet(1, capacity=1)
     task = fleet.submit(0)

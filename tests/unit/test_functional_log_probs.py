@@ -15,7 +15,6 @@ from sota_grpo.functional import chunked_log_probs
 from sota_grpo.functional import log_probs as functional_log_probs
 
 M, H, V = 13, 6, 17
-TILES = (1, 4, 20, 77, 10_000)  # logits of one tile: 1 x 1, 2 x 2, 4 x 5, 8 x 9, all at once
 PRODUCT = 2 * M * V * H  # floating-point operations of one matrix product over all logits
 
 
@@ -66,9 +65,16 @@ class Meter(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.6, None), (0.6, 1.5)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("tile", "temperature", "softcap", "with_bias"),  # logits of one tile: 1 x 1, 2 x 2, 4 x 5, 8 x 9, all at once
+    [
+        (1, 1.0, None, True),
+        (4, 0.6, 1.5, False),
+        (20, 0.6, None, True),
+        (77, 1.0, None, False),
+        (10_000, 0.6, 1.5, True),
+    ],
+)
 def test_values_and_gradients_equal_the_full_logits(
     tile: int, temperature: float, softcap: float | None, with_bias: bool
 ) -> None:
@@ -88,7 +94,7 @@ def test_values_and_gradients_equal_the_full_logits(
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [20, 10_000])
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "weight and bias"])
 @pytest.mark.parametrize(("softcap", "entropy_grad"), [(None, False), (None, True), (1.5, False)])
 def test_a_frozen_input_changes_no_other_gradient(

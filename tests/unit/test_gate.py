@@ -76,15 +76,15 @@ HALF = {
     "bf16 both": {"engine_dtype": torch.bfloat16, "precision": "bf16"},
     "fp16 both": {"engine_dtype": torch.float16, "precision": "fp16"},
 }
-MIDDLE = [pytest.param(layer, marks=pytest.mark.slow) for layer in (1, 2)]
+OTHERS = [pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("half", ["bf16 engine", "fp16 both"])
 def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> None:
     assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
-@pytest.mark.parametrize("layer", [None, 0, *MIDDLE, 3])
+@pytest.mark.parametrize("layer", [None, *OTHERS, 3])
 def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
     seed = random.randrange(1 << 30)
@@ -125,7 +125,7 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
 
 
-@pytest.mark.parametrize("layer", [0, *MIDDLE, 3])
+@pytest.mark.parametrize("layer", [*OTHERS, 3])
 def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_path: Path) -> None:
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
     components = make_components(tmp_path, max_tokens=96, **HALF["bf16 both"])
@@ -195,20 +195,16 @@ def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, 
     assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
-def test_one_token_off_in_float32_is_found(components: Components) -> None:
+def test_one_token_off_or_clipped_in_float32_is_found(components: Components) -> None:
     components.rows = components.sample()
     assert gate.engine_and_trainer_agree(components).passed
+    assert gate.first_ratio_is_one(components).passed
+    components.diagnosis |= {"clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(components).passed
     components.rows[0][keys.LOG_PROBS][-1] -= 0.0025
     check = gate.engine_and_trainer_agree(components)
     assert not check.passed
     assert "largest 0.0025, over" in check.sentence
-
-
-def test_a_clipped_token_in_float32_is_found(components: Components) -> None:
-    components.rows = components.sample()
-    assert gate.first_ratio_is_one(components).passed
-    components.diagnosis |= {"clip_fraction": 0.01}
-    assert not gate.first_ratio_is_one(components).passed
 
 
 def test_rows_that_are_padded_for_no_reason_are_found(components: Components) -> None:
@@ -234,28 +230,20 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
     assert "raise inference_model.max_tokens (now 2)" in check.sentence
 
 
-def test_that_responses_end_is_not_said_of_longer_ones_than_were_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    components = make_components(tmp_path, max_tokens=256, optim_batch_size=8)
-    components.rows = graded_rows(components)
-    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
-    monkeypatch.setattr(components, "sample", None)
-    assert (
-        "; not verified: that responses longer than the checks' 85 tokens"
-        in gate.responses_end_and_are_graded(components).sentence
-    )
-
-
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
     components: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     components.rows = graded_rows(components)
     components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
     assert gate.responses_end_and_are_graded(components).passed  # of those that are drawn then, some end
-    components.sampling = replace(components.sampling, ignore_eos=True)
     monkeypatch.setattr(components, "sample", None)
+    own = components.sampling
+    components.sampling = replace(own, ignore_eos=True)
     assert gate.responses_end_and_are_graded(components).passed  # they need not end
+    components.sampling = replace(own, max_tokens=256)
+    components.learner.settings = replace(components.learner.settings, optim_batch_size=8)
+    said = gate.responses_end_and_are_graded(components).sentence
+    assert "; not verified: that responses longer than the checks' 85 tokens" in said
 
 
 def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
@@ -385,29 +373,21 @@ def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(
     assert gate.every_sampled_token_is_trained(components).passed
 
 
-def flipped(log_ratio, advantage):
-    return advantage * log_ratio.exp()
+def test_an_objective_of_the_wrong_sign_is_found(tmp_path: Path) -> None:
+    for objective, sentence in (
+        (lambda log_ratio, advantage: advantage * log_ratio.exp(), "move the other way"),
+        (lambda log_ratio, advantage: -advantage * log_ratio.detach().exp(), "have no gradient"),
+    ):
+        components = make_components(tmp_path, objective=objective)
+        with pytest.raises(CheckError, match=sentence) as raised:
+            run_gate(components, "strict")
+        assert raised.value.check.name == "the objective raises better responses"
+    with pytest.raises(UserError, match=r"algorithm\.objective has no gradient"):  # the loss refuses the second
+        run_gate(components, "warn", [gate.first_ratio_is_one, gate.gradient_does_not_depend_on_the_split])
 
 
-def without_gradient(log_ratio, advantage):
-    return -advantage * log_ratio.detach().exp()
-
-
-@pytest.mark.parametrize(
-    ("objective", "sentence"), [(flipped, "move the other way"), (without_gradient, "have no gradient")]
-)
-def test_an_objective_of_the_wrong_sign_is_found(objective, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckError, match=sentence) as raised:
-        run_gate(make_components(tmp_path, objective=objective), "strict")
-    assert raised.value.check.name == "the objective raises better responses"
-    if objective is without_gradient:  # where checks only warn, the loss refuses it
-        with pytest.raises(UserError, match=r"algorithm\.objective has no gradient"):
-            run_gate(make_components(tmp_path, objective=objective), "warn")
-
-
-@pytest.mark.parametrize("half", [None, "bf16 both"])
-def test_every_objective_raises_better_responses(half: str | None, tmp_path: Path) -> None:
-    components = make_components(tmp_path, **HALF.get(half, {}))
+def test_every_objective_raises_better_responses(tmp_path: Path) -> None:
+    components = make_components(tmp_path, **HALF["bf16 both"])
     components.rows = graded_rows(components)
     for objective, surrogate in SURROGATES.items():
         components.learner.loss.surrogate = surrogate
@@ -427,18 +407,15 @@ def with_reference(components: Components, temperature: float = TEMPERATURE, noi
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
-def test_a_reference_that_is_the_policy_passes(half: str | None, tmp_path: Path) -> None:
-    assert failed(with_reference(make_components(tmp_path, max_tokens=96, **HALF.get(half, {})))) == []
-
-
-REFERENCES = {"another checkpoint": {"noise": 0.05}, "another temperature": {"temperature": 2 * TEMPERATURE}}
-
-
-@pytest.mark.parametrize("half", [None, "bf16 both"])
-@pytest.mark.parametrize("fault", REFERENCES)
-def test_another_reference_is_found(fault: str, half: str | None, tmp_path: Path) -> None:
-    components = with_reference(make_components(tmp_path, max_tokens=96, **HALF.get(half, {})), **REFERENCES[fault])
-    assert failed(components) == ["the reference is the policy at its start"]
+def test_another_reference_than_the_policy_is_found(half: str | None, tmp_path: Path) -> None:
+    components = make_components(tmp_path, max_tokens=96, **HALF.get(half, {}))
+    own = components.transforms
+    for fault, passes in (({}, True), ({"noise": 0.05}, False), ({"temperature": 2 * TEMPERATURE}, False)):
+        components.transforms = own
+        components.rows = graded_rows(with_reference(components, **fault))
+        check = gate.the_reference_is_the_policy_at_its_start(components)
+        assert check.passed == passes, check.sentence
+    assert half or failed(components) == [check.name]
 
 
 def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +438,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("half", "family"),  # one matrix is within the bound of half precision, and found in float32
-    [(None, "layers.0.self_attn.q_proj.weight"), ("bf16 both", "self_attn"), ("bf16 engine", "norm")],
+    [(None, "layers.0.self_attn.q_proj.weight"), ("bf16 engine", "norm")],
 )
 def test_a_family_left_out_of_the_push_is_found(half: str | None, family: str, tmp_path: Path) -> None:
     components = make_components(tmp_path, **HALF.get(half, {}))
@@ -486,14 +463,12 @@ LAYER = "model.layers.1"
 STALE = {
     "a projection": [f"{LAYER}.self_attn.q_proj.weight"],
     "a bias": [f"{LAYER}.self_attn.v_proj.bias"],
-    "a norm": [f"{LAYER}.input_layernorm.weight"],
     "the last norm": ["model.norm.weight"],
     "a kind": [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(4)],
 }
 
 
-@pytest.mark.parametrize("half", [None, "bf16 both"])
-@pytest.mark.parametrize("stale", ["a projection", "the last norm"])
+@pytest.mark.parametrize(("stale", "half"), [("a projection", "bf16 both"), ("the last norm", None)])
 def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
     """In half precision as well, where its effect is within the rounding."""
     check = pushed_weights_landed(without(make_components(tmp_path, **HALF.get(half, {})), *STALE[stale]))
@@ -523,12 +498,14 @@ def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path
         assert check.sentence.endswith(sentence)
 
 
-@pytest.mark.parametrize("stale", STALE)
-def test_in_float32_what_was_not_applied_is_named_without_checksums(stale: str, components) -> None:
-    components.rollouts.engine.weight_sums = lambda: None
-    check = pushed_weights_landed(without(components, *STALE[stale]))
-    assert check.passed is False
-    assert check.sentence.endswith(f"; the engine did not load {', '.join(STALE[stale])}")
+def test_in_float32_what_was_not_applied_is_named_without_checksums(components: Components) -> None:
+    engine, update = components.rollouts.engine, components.rollouts.engine.update_weights
+    engine.weight_sums = lambda: None
+    for stale in (STALE["a bias"], STALE["a kind"]):
+        engine.update_weights = update
+        check = pushed_weights_landed(without(components, *stale))
+        assert check.passed is False
+        assert check.sentence.endswith(f"; the engine did not load {', '.join(stale)}")
 
 
 def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,8 +517,9 @@ def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatc
         return padded(rows, weights and [1 / tokens] * len(rows))
 
     monkeypatch.setattr(components.learner, "padded", renormalised)
-    assert failed(components) == ["the gradient does not depend on the split"]
-    assert "mixes the rows of a micro-batch" in gate.gradient_does_not_depend_on_the_split(components).sentence
+    (check,) = [check for check in run_gate(components, "warn") if check.passed is False]
+    assert check.name == "the gradient does not depend on the split"
+    assert "mixes the rows of a micro-batch" in check.sentence
 
 
 def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleNamespace:
@@ -550,25 +528,19 @@ def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleName
     return SimpleNamespace(gold_response=gold_response, **{**own, **changes})
 
 
-def test_a_grader_that_refuses_the_gold_answer_is_found(components: Components) -> None:
+def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(components: Components) -> None:
     task = components.task
     components.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
     check = gate.gold_answers_earn_the_full_reward(components)
     assert not check.passed
     assert task.train[0].query[:40] in check.sentence
-
-
-def test_a_grader_that_pays_for_nothing_is_found(components: Components) -> None:
+    components.task = with_gold(task)  # which knows none
+    check = gate.gold_answers_earn_the_full_reward(components)
+    assert (check.name, check.passed) == ("responses can be graded", True)
+    assert check.sentence == "not checked against gold answers, because the task has none"
+    components.task = task
     graded_by(components, lambda response, example: Score({"correct": 1.0}, True))
     assert not gate.gold_answers_earn_the_full_reward(components).passed
-
-
-def test_a_task_that_knows_no_gold_answers_passes_and_says_so(components: Components) -> None:
-    components.task = with_gold(components.task)
-    check = gate.gold_answers_earn_the_full_reward(components)
-    assert check.passed
-    assert check.name == "responses can be graded"
-    assert check.sentence == "not checked against gold answers, because the task has none"
 
 
 class NeedsEverySibling:
@@ -611,19 +583,19 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
         monkeypatch.setattr(learner, name, watched)
     components.transforms = [lambda batch: (computed.append(seen["asleep"]), batch)[1]]
     components.weight_sync.make_room = learner.give_back if share_device else None
-    assert failed(components) == []
+    checks = None if share_device else [gate.gradient_does_not_depend_on_the_split, pushed_weights_landed]
+    assert all(check.passed is not False for check in run_gate(components, "warn", checks))
     assert set(computed) == {share_device}
     assert set(woken) == {share_device}
     assert not seen["asleep"]
 
 
 def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components) -> None:
-    made = []
+    made, checks = [], list[gate.Check]()
 
     def check(passed: bool):
         return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
-    checks: list[gate.Check] = []
     with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
         gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]
@@ -690,8 +662,8 @@ def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before
     own = components.rollouts.env.tokenizer.get_vocab()
     right = NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
     components.reference = right
-    (first, *_) = run_gate(components, "warn")
-    assert (first.name, first.passed) == ("the reference reads the policy's tokens", True)
+    assert gate.checks_of(components)[0] is gate.the_reference_reads_the_policys_tokens
+    assert gate.the_reference_reads_the_policys_tokens(components).passed
     swapped = dict(own) | {"a": own["b"], "b": own["a"]}
     for other, sentence in (
         (replace(right, vocabulary=swapped), "638 of the 640 tokens of POLICY have the same id in TEACHER .not 'a'."),

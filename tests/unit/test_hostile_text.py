@@ -21,8 +21,8 @@ from sota_grpo.tasks.questions import GSM8KTask, MathTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
 
-NUM_RESPONSES = 250
-MEGABYTE = 1_000_000
+NUM_RESPONSES = 100
+LENGTH = 300_000  # of the longest
 
 GOLDS = r"""
 \frac{1}{2} | 42 | x^2+2x+1 | (1,2] | \{1,2,3\} | x=5 | \text{Tuesday} | 5\text{ cm} | 1 \pm \sqrt{19} | 2^{10} | 101_2
@@ -99,12 +99,12 @@ FRAMES = (
 
 
 def hostile_texts(rng: random.Random, golds: list[str], count: int) -> Iterator[str]:
-    """``count`` responses: soups of pieces, damaged right answers, deep nesting, random characters, a few megabytes."""
+    """``count`` responses: soups of pieces, damaged right answers, deep nesting, random characters, a few long."""
     for _ in range(count):
         kind = rng.randrange(20)
         if kind == 0:
             unit = rng.choice((*DEEP, *STRANGE, "\\boxed{1}", "".join(rng.choices(PIECES, k=5))))
-            text = unit * (MEGABYTE // len(unit))
+            text = unit * (LENGTH // len(unit))
         elif kind <= 3:
             unit, depth = rng.choice(DEEP), rng.choice((20, 50, 500))
             text = unit * depth + "1" + rng.choice(("", "}" * depth, ")" * depth))

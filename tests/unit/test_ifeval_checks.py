@@ -171,7 +171,7 @@ def test_a_frame_of_two_lines_is_not_forgiven() -> None:
 def test_what_is_followed_strictly_is_followed_loosely() -> None:
     texts = [text for _, _, follow, differ in FLAT for text in (*follow, *differ) if len(text) < 1000]
     names, kwargs = [name for name, *_ in FLAT], [read_kwargs(name, values) for name, values, *_ in FLAT]
-    for _ in range(40):
+    for _ in range(12):
         text = "\n".join(random.sample(texts, 3))
         strictly, loosely = follow_lists(text, names, kwargs)
         assert all(b for a, b in zip(strictly, loosely, strict=True) if a), text

@@ -138,13 +138,13 @@ def witness(example: Example) -> str:
 
 def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
     task, seen = InstructionsTask(), Counter[str]()
-    for example in drawn():
+    for example in drawn(1000):
         score = task.score(witness(example), example)
         assert score.success, (SEED, example, witness(example), score.info)
         seen.update(example.extra["instruction_id_list"])
         assert 1 <= len(example.extra["instruction_id_list"]) <= 3
     assert set(seen) == set(INSTRUCTIONS)
-    assert min(seen.values()) > SAMPLE / 50
+    assert min(seen.values()) > 10
     assert set(WORDS["languages"]) == set(FOREIGN)
 
 

@@ -522,19 +522,11 @@ def test_a_nonce_is_in_no_text_even_where_earlier_ones_are_known() -> None:
     assert nonce_for(["prompt"], ["other"]) == nonce_for(["prompt"], []), "siblings share what a server can keep"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *("", "7", "Verdict: 7", "Verdict 3fa: 7", "Verdict 3f: 11", "Verdict 3f: -1", "Verdict 3f: 7\nThat is all."),
-        *("Verdict 3f: ٧", "The verdict 3f: 7", "Verdict 3f: 7 8", "Verdict 3f: nan", "Verdict 3f: 1e1"),
-    ],
-)  # fmt: skip
-def test_only_a_verdict_in_the_last_line_is_one(said: str) -> None:
-    with pytest.raises(Unreadable):
-        read_score(said, "3f")
-
-
-def test_verdicts_are_read() -> None:
+def test_only_a_verdict_in_the_last_line_is_one() -> None:
+    wrong = ["", "7", "Verdict: 7", "Verdict 3fa: 7", "Verdict 3f: 11", "Verdict 3f: -1", "Verdict 3f: 7\nThat is all."]
+    for said in (*wrong, *map("Verdict 3f: {}".format, ("٧", "7 8", "nan", "1e1")), "The verdict 3f: 7"):
+        with pytest.raises(Unreadable):
+            read_score(said, "3f")
     verdicts = {"0": 0, "10": 1, "7.5": 0.75, "8/10": 0.8, "8.": 0.8}
     assert {n: read_score(f"Why.\nVerdict 3f: {n}", "3f") for n in verdicts} == verdicts
     assert read_score("**Verdict 3f: 4**\n\n", "3f") == 0.4
@@ -673,14 +665,13 @@ def test_a_judge_in_a_foreign_run_needs_consent(option: str, value: str, deed: s
     load_config(tmp_path, unused=UNUSED_WITHOUT_SAMPLES)
 
 
-def test_a_rubric_of_text_needs_none_and_one_in_an_entry_does(tmp_path: Path) -> None:
+def test_a_rubric_of_text_needs_none_and_one_in_an_entry_does() -> None:
     config = Config()
     config.reward.judge.rubric = "Is it kind? See\nnotes.txt"
     assert needs_consent(config) == {}
     config.env.mixture = {"a": {"judge_rubric": "/etc/passwd.txt"}}
-    assert needs_consent(config) == {
-        "env.mixture.a.judge_rubric": "send what is in /etc/passwd.txt to its judge",
-    }
+    deed = "send what is in /etc/passwd.txt to its judge"
+    assert needs_consent(config) == {"env.mixture.a.judge_rubric": deed}
 
 
 def test_files_of_a_judge_are_written_in_full_and_count_by_their_content(

@@ -64,21 +64,26 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (11, 2.0)])
-@pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24)])
-@pytest.mark.parametrize("case", GROUPS)
+@pytest.mark.parametrize(
+    ("case", "heads", "window", "softcap"),
+    [
+        ("several tiles and pieces", (4, 2, 16), 11, 2.0),
+        ("several tiles and pieces", (3, 1, 24), 0, 0.0),
+        ("short ones, and a prompt alone", (3, 1, 24), 11, 2.0),
+    ],
+)
 def test_attention(device: str, case: str, heads: tuple[int, int, int], window: int, softcap: float) -> None:
-    """In float32 (bfloat16 on a GPU) against plain attention in float64; twice, with the same bits."""
+    """In float32 (bfloat16 on a GPU) against plain attention in float64; on a GPU twice, with the same bits."""
     layout, (queries, keys, width) = layout_of(GROUPS[case]), heads
     length, dtype = len(layout.tokens), torch.float32 if INTERPRETED else torch.bfloat16
     inputs = [torch.randn(length, count, width).to(device, dtype).requires_grad_() for count in (queries, keys, keys)]
     pull = torch.randn(length, queries, width).to(device, dtype)
     tables = layout.to(torch.device(device)).tables
     actual = []
-    for _ in range(2):
+    for _ in range(1 if INTERPRETED else 2):
         out, _ = packed_attention(*inputs, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
         actual.append((out.detach(), *torch.autograd.grad(out, inputs, pull)))
-    assert all(torch.equal(one, again) for one, again in zip(*actual))
+    assert all(map(torch.equal, actual[0], actual[-1]))
     exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in inputs]
     expected = _plain(*exact, layout, width**-0.5, window or None, softcap or None).transpose(1, 2)[0]
     gradients = torch.autograd.grad(expected, exact, pull.cpu().double())
@@ -101,12 +106,9 @@ def measured(hidden, weight, targets, pulls, tile: int, *, entropy_grad: bool, f
 @pytest.mark.parametrize(
     ("dtype", "close", "tile", "entropy_grad", "frozen"),
     [
-        (torch.float32, 2e-5, 300, False, False),
         (torch.float32, 2e-5, 300, True, False),
         (torch.float32, 2e-5, 100_000, False, True),
-        (torch.float32, 2e-5, 100_000, True, False),
         (torch.bfloat16, 1e-2, 300, False, True),
-        (torch.bfloat16, 1e-2, 300, True, False),
         (torch.bfloat16, 1e-2, 100_000, False, False),
     ],
 )

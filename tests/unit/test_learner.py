@@ -73,9 +73,16 @@ def largest_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("budget", [1, 13, 40])
-@pytest.mark.parametrize("grouped", [False, True], ids=["of many prompts", "of one prompt"])
+@pytest.mark.parametrize(
+    ("aggregation", "budget", "grouped"),
+    [
+        ("token", 1, False),
+        ("token", 13, True),
+        ("sequence", 13, False),
+        ("sequence", 40, True),
+        ("constant", 40, False),
+    ],
+)
 def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, grouped: bool, tmp_path: Path) -> None:
     learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
     rows = siblings() if grouped else make_rows()
@@ -170,8 +177,7 @@ def out_of_memory_at(calls: set[int], learner: Learner) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("failing", [0, 1, 3])
+@pytest.mark.parametrize(("failing", "recompute"), [(0, True), (1, False), (3, True)])
 def test_out_of_memory_once_is_as_if_the_micro_batches_had_been_half_as_large(
     failing: int, recompute: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,12 +256,7 @@ def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[l
 @pytest.mark.parametrize("size", [4, 6])
 def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     """12 rows in groups of 4. Steps of 4 hold one group each; steps of 6 cut the middle one of each order."""
-    learner, rows = make_learner(tmp_path, optim_batch_size=size), make_rows()
-    for row in rows:
-        prompt = torch.full((3,), 5 + int(row[keys.GROUP_ID]))
-        row[keys.FULL_TOKENS] = torch.cat([prompt, row[keys.FULL_TOKENS][-1:]])
-        row[keys.ASSISTANT_MASK] = torch.arange(4) == 3
-        row[keys.LOG_PROBS] = torch.zeros(4)
+    learner, rows = make_learner(tmp_path, optim_batch_size=size), siblings()
     position = {id(row): index for index, row in enumerate(rows)}
     orders = [
         [[position[id(row)] for row in step] for step in mini_batches(learner, rows, epoch)] for epoch in range(20)
@@ -265,13 +266,8 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     for order in orders:
         flat = [index for step in order for index in step]
         assert {len(step) for step in order} == {size}
-        assert sorted(flat[start : start + 4] for start in range(0, 12, 4)) == [
-            [0, 1, 2, 3],
-            [4, 5, 6, 7],
-            [8, 9, 10, 11],
-        ]
-    again = [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)]
-    assert again == orders[1]
+        assert sorted(flat[start : start + 4] for start in (0, 4, 8)) == [[*range(at, at + 4)] for at in (0, 4, 8)]
+    assert [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)] == orders[1]
 
 
 def silence(rows: list[TensorDict], *groups: int) -> list[TensorDict]:
@@ -291,7 +287,7 @@ def siblings(count: int = 12) -> list[TensorDict]:
     return rows
 
 
-@pytest.mark.parametrize("silent", [(), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("silent", [(), (0, 2), (0, 1, 2)])
 def test_groups_without_an_advantage_need_no_backward_pass(
     silent: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,17 +334,12 @@ def test_rows_of_weight_zero_go_through_no_pass(reason: tuple[str, str], tmp_pat
     assert sorted(seen) == sorted(row[keys.FULL_TOKENS].tolist() for row in rows[5:])
 
 
-def test_no_gradient_is_kept_between_updates(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path)
-    learner.update(lazy_stack(make_rows()))
-    assert all(parameter.grad is None for parameter in learner.parameters)
-
-
 def test_recomputed_log_probs_make_the_first_ratio_one(tmp_path: Path) -> None:
     """With the proximal log-probs in place the behaviour policy's error no longer moves the objective."""
     rows = make_rows()
     learner = make_learner(tmp_path, recompute=True, optim_batch_size=12)
     metrics = learner.update(lazy_stack(rows))
+    assert all(parameter.grad is None for parameter in learner.parameters)
     expected = -sum(float(row[keys.ADVANTAGE]) for row in rows) / len(rows)
     assert metrics["loss/objective"] == pytest.approx(expected, rel=1e-4)
     assert metrics["clip_fraction"] == 0

@@ -10,7 +10,7 @@ from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights, packed_weights
-from tests.unit.tiny_models import FAMILIES, make_model, make_rows
+from tests.unit.tiny_models import make_model, make_rows
 
 
 def trained(model, **options):
@@ -40,7 +40,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_all_that_trains():
     assert all("lora_" in name for name in with_gradient)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_the_adapter_off_reference_is_the_base_model_bit_for_bit(family):
     model, rows = make_model(family), make_rows([8, 5], holes=True)
     before = log_probs(model, rows).detach()
