@@ -54,7 +54,7 @@ ALLOWED: Mapping[str, tuple[float, float]] = {
 SMALL = (
     *("env.num_envs=16", "env.repeats=4", "env.max_samples=256", "env.num_heldout=32", "eval.num_samples=8"),
     *("train.dialog_turns_per_batch=16", "train.optim_batch_size=16", "inference_model.max_tokens=16"),
-    *("eval.avg_at_k=0", "train.export_hf=false"),
+    *("eval.avg_at_k=0", "train.export_hf=false", "check.mode=off"),
 )
 RUNS = {"scripted": 2000, "transformers": 300}
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 ALARM = 0.01  # probability that a healthy seed leaves a corridor anywhere
 WINDOW = 7  # steps
 Values = NDArray[np.float64]
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,19 @@ METRICS: Mapping[str, Metric] = {
 def t_tail(t: float, df: float) -> float:
     """Return ``P(T > t)`` of Student's t with ``df`` degrees of freedom, for ``t >= 0``.
 
-    With ``t = sqrt(df) tan(a)`` the density is proportional to ``cos(a)^(df - 1)``, which is integrated numerically.
+    With ``t = sqrt(df) tan(a)`` the density is proportional to ``cos(a)^(df - 1)``; Gauss-Legendre integrates it to four
+    digits for ``df`` up to 1000.
 
     >>> round(t_tail(2.3646, 7), 5), round(t_tail(5.4079, 7), 6)
     (0.025, 0.0005)
     """
     angle = math.atan(t / math.sqrt(df))
-    middle = angle + (np.arange(20_000) + 0.5) * (math.pi / 2 - angle) / 20_000
+    half = (math.pi / 2 - angle) / 2
     log_scale = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(math.pi)
-    return float(np.mean(np.cos(middle) ** (df - 1)) * (math.pi / 2 - angle) * math.exp(log_scale))
+    return float(_WEIGHTS @ np.cos(angle + half + half * _NODES) ** (df - 1)) * half * math.exp(log_scale)
 
 
+@cache
 def t_quantile(tail: float, df: float) -> float:
     """Return the ``t`` with ``P(T > t) = tail``.
 
@@ -86,7 +90,7 @@ def t_quantile(tail: float, df: float) -> float:
     (2.365, 3.85)
     """
     low, high = 0.0, 1e4
-    for _ in range(60):
+    for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if t_tail(middle, df) > tail else (low, middle)
     return high
@@ -112,7 +116,7 @@ def corridor(values: Values, metric: Metric, num_metrics: int) -> Corridor:
     for step in range(steps):
         first = min(max(0, step - WINDOW // 2), max(0, steps - WINDOW))
         sd, df = pooled(scaled[:, first : first + WINDOW])
-        half[step] = factor * sd * t_quantile(ALARM / 4 / (num_metrics * steps), df)
+        half[step] = factor * sd * t_quantile(ALARM / 4 / (num_metrics * steps), math.floor(df))
     half = np.maximum(half, metric.slack)
     means = scaled.mean(1)
     mean_half = factor * means.std(ddof=1) * t_quantile(ALARM / 4 / num_metrics, seeds - 1)
