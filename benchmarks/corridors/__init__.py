@@ -70,8 +70,8 @@ METRICS: Mapping[str, Metric] = {
 def t_tail(t: float, df: float) -> float:
     """Return ``P(T > t)`` of Student's t with ``df`` degrees of freedom, for ``t >= 0``.
 
-    With ``t = sqrt(df) tan(a)`` the density is proportional to ``cos(a)^(df - 1)``; Gauss-Legendre integrates it to four
-    digits for ``df`` up to 1000.
+    With ``t = sqrt(df) tan(a)`` the density is proportional to ``cos(a)^(df - 1)``; Gauss-Legendre integrates it
+    to four digits for ``df`` up to 1000.
 
     >>> round(t_tail(2.3646, 7), 5), round(t_tail(5.4079, 7), 6)
     (0.025, 0.0005)

@@ -1,6 +1,7 @@
 """Make the corridors and check runs against them.
 
-``python -m benchmarks.corridors make RUN`` does eight seeds, two at a time, and writes ``corridors/RUN.json``;
+``python -m benchmarks.corridors make RUN`` does eight seeds, two at a time, and writes ``corridors/RUN.json`` (with
+``--out FOLDER`` it continues where it was stopped);
 ``check RUN`` does a ninth and prints each value outside; ``check RUN --plant FAULT`` does it with a fault, and ``show
 RUN`` prints the corridor. RUN: demonstration, smollm (needs the packages of docs/tasks.md) or asynchronous (needs Ray).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.corridors import METRICS, Corridor, Values, corridors, departures, left_out
-from benchmarks.corridors.runs import FAULTS, RUNS, execute
+from benchmarks.corridors.runs import FAULTS, RUNS, execute, logged
+from sota_grpo.recording.run_files import METRICS_FILE
 
 FOLDER = Path(__file__).parent
 NUM_SEEDS, NINTH = 8, 8
@@ -60,9 +63,17 @@ def folder(path: Path | None) -> Iterator[Path]:
 
 
 def make(name: str, jobs: int, out: Path) -> None:
-    """Do the seeds 0 to 7 and write their values, rounded to four digits."""
+    """Do the seeds 0 to 7 that are not complete in ``out`` and write the values of all, rounded to four digits."""
+
+    def values_of_seed(seed: int) -> dict[str, list[float]]:
+        run_dir = out / f"{name}-{seed}"
+        if (run_dir / METRICS_FILE).exists() and len((done := logged(run_dir))["reward"]) == RUNS[name].num_steps:
+            return done
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return execute(name, seed, run_dir)
+
     with ThreadPoolExecutor(jobs) as pool:
-        seeds = list(pool.map(lambda seed: execute(name, seed, out / f"{name}-{seed}"), range(NUM_SEEDS)))
+        seeds = list(pool.map(values_of_seed, range(NUM_SEEDS)))
     values = {metric: [[float(f"{value:.4g}") for value in seed[metric]] for seed in seeds] for metric in METRICS}
     parts = [f'"{metric}": [\n  {rows(values[metric])}]' for metric in METRICS]
     (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
