@@ -14,7 +14,7 @@ regressed on the step. With the slope's interval at 99 % (Student, ``BLOCKS - 2`
 
 ``memory`` is proportional set size (PSS) of the process tree, ``shm`` the bytes of /dev/shm and ``semaphores`` its
 entries (of the whole machine: nothing else may run), ``disk`` what the run directory and TMPDIR hold but for the logs
-with a line per step.
+with a line per step and the stored steps, of which each checkpoint adds one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,12 @@ def measured(root: psutil.Process, folders: Sequence[Path]) -> dict[str, float]:
             totals["handles"] += process.num_fds()
             totals["threads"] += process.num_threads()
     entries = [entry.stat().st_size for entry in _files(SHM)]
-    files = [file.stat().st_size for folder in folders for file in _files(folder) if file.suffix not in LOGS]
+    files = [
+        file.stat().st_size
+        for folder in folders
+        for file in _files(folder)
+        if file.suffix not in LOGS and file.parent.name != "steps"
+    ]
     return totals | {"semaphores": len(entries), "shm": sum(entries), "disk": sum(files)}
 
 
