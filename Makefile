@@ -11,6 +11,7 @@
 #              file by file in an order drawn from the seed 1
 # make fuzz-draws   the fast tests with other random draws, FUZZ="--minutes=60", and what repeats those that failed
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
+# make soak    2,300 steps during which memory, file handles, threads, shared memory and disk must not grow (benchmarks/soak.py)
 # make notebook   run docs/python.ipynb again
 # make site    the documents as a site in site/, with a reference of every option and every public name
 # make lint type e2e clean
@@ -34,7 +35,7 @@ RISKY = chat_tokens check checkpoint collate collector constraints distillation 
   row_table sampling_support server_engines sharding shards shared_prompt smollm2 source steps text tiny trainable transforms untrusted_tensors \
   user_transforms weight_pack
 
-.PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick notebook site clean
+.PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick soak notebook site clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -104,6 +105,9 @@ bench: $(VENV)/.test
 
 bench-quick: $(VENV)/.test
 	$(BIN)/python -m benchmarks.peers --quick
+
+soak: $(VENV)/.base
+	$(BIN)/python -m benchmarks.soak
 
 notebook: $(VENV)/.test
 	$(BIN)/python scripts/execute_notebook.py docs/python.ipynb

@@ -9,14 +9,16 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.peers.history import compare_and_store, ratios
 from benchmarks.peers.host import LEARN, STEP
 from benchmarks.peers.plot import plot
 from benchmarks.peers.results import CaseResult
@@ -33,6 +35,7 @@ from benchmarks.peers.systems import (
 )
 from benchmarks.peers.table import case_tables, promises
 from benchmarks.peers.work import BASE, BETWEEN, GROUP, LONG, RESPONSE, VOCAB
+from sota_grpo.recording.machine import this_start
 
 BOTH, ALONE, STEPS = (LEARN, STEP), (LEARN,), (STEP,)
 EVERYTHING = {
@@ -82,7 +85,7 @@ def plans(options: argparse.Namespace) -> list[Plan]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the plans; the exit code: 0, or 130 after Ctrl-C."""
+    """Run the plans; the exit code: 0, 130 after Ctrl-C, or 1 if a ratio of ``--quick`` fell (``history``)."""
     began, cases = time.perf_counter(), plans(options)
     out = Path(options.out or f"outputs/bench/{datetime.now():%Y-%m-%d_%H-%M-%S}")
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -103,7 +106,23 @@ def measure(options: argparse.Namespace) -> int:
     text = report(results, host, time.perf_counter() - began)
     print(f"\n{text}\nWritten to {out}", flush=True)
     write(results, host, text, out)
+    if options.quick and not code and (measured := ratios(results)):
+        sentences = compare_and_store(history_line(measured))
+        print("\n".join(sentences))
+        code = int(bool(sentences))
     return code
+
+
+def history_line(measured: Mapping[str, float]) -> dict[str, Any]:
+    """Return the line of ``benchmarks/history.jsonl``: commit, date, CPU, versions, ratios."""
+    start = this_start()
+    return {
+        "commit": start.get("commit", "unknown"),
+        "date": start["started"],
+        "cpu": f"{processor()}, {torch.get_num_threads()} threads",
+        "versions": {name: known for name in PACKAGES if (known := _version(name))},
+        "ratios": measured,
+    }
 
 
 def run_case(plan: Plan, out: Path, tell: Callable[[str], None], results: list[CaseResult]) -> None:
@@ -120,12 +139,17 @@ def run_case(plan: Plan, out: Path, tell: Callable[[str], None], results: list[C
 
 def machine() -> str:
     """The processor, its threads, and the versions of what runs on it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
     versions = ", ".join(f"{name} {measured}" for name in PACKAGES if (measured := _version(name)))
-    return f"{model}, {torch.get_num_threads()} threads each{load}; Python {platform.python_version()}, {versions}"
+    return (
+        f"{processor()}, {torch.get_num_threads()} threads each{load}; Python {platform.python_version()}, {versions}"
+    )
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _version(package: str) -> str | None:

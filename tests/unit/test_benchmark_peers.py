@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers import floor
 from benchmarks.peers.__main__ import main
+from benchmarks.peers.history import compare_and_store, ratios
 from benchmarks.peers.host import LEARN, STEP, SystemFailed
+from benchmarks.peers.report import history_line
 from benchmarks.peers.results import CaseResult, Measured
 from benchmarks.peers.run import Plan, Runner
 from benchmarks.peers.systems import OURS, OURS_VLLM, TORCHRL, TORCHRL_AS_IT_COMES, TRL, TRL_DEFAULT_BATCH
@@ -23,7 +25,7 @@ from sota_grpo.functional.flops import Load, forward_flops
 TINY = Case("tiny", vocab=512, prompt=10, group=4, response=6, prompts=2)
 
 
-@pytest.mark.parametrize("name", ["floor", "memory", "ours", "paced", "results", "run", "work"])
+@pytest.mark.parametrize("name", ["floor", "history", "memory", "ours", "paced", "results", "run", "work"])
 def test_the_examples_in_the_docstrings_hold(name) -> None:
     actual = doctest.testmod(importlib.import_module(f"benchmarks.peers.{name}"))
     assert actual.attempted
@@ -205,3 +207,22 @@ def test_other_work_is_no_promise_kept() -> None:
 def test_the_faster_setting_of_a_peer_counts() -> None:
     base = result(BASE, {OURS: 1.0, TRL: 4.0, TRL_DEFAULT_BATCH: 3.0}, {})
     assert "| 3.5x | 3.00x | FALLS SHORT |" in promises([base])
+
+
+def test_a_ratio_that_falls_is_compared_with_lines_of_the_same_cpu_and_stored(tmp_path) -> None:
+    file = tmp_path / "history.jsonl"
+
+    def stored(cpu: str, learn: float) -> list[str]:
+        base = result(BASE, {OURS: 1.0, TRL: learn}, {OURS_VLLM: 2.0, OURS: 4.0, TRL: 8.0}, **{OURS: 100, TRL: 250})
+        return compare_and_store(history_line(ratios([base])) | {"cpu": cpu}, file)
+
+    assert [stored("A", 4.0), stored("A", 4.2), stored("A", 3.4), stored("B", 2.0)] == [[], [], [], []]
+    (sentence,) = stored("A", 3.0)
+    assert sentence.startswith(
+        f"learn: {OURS} is 3.00 times TRL, 25 % below 4.00, the median of the last 3 on this CPU"
+    )
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["cpu"] for line in lines] == ["A", "A", "A", "B", "A"]
+    expected = {f"learn: {OURS}": 3.0, f"whole: {OURS_VLLM}": 4.0, f"whole: {OURS}": 2.0, f"memory: {OURS}": 2.5}
+    assert lines[-1]["ratios"] == expected
+    assert lines[-1].keys() == {"commit", "date", "cpu", "versions", "ratios"}

