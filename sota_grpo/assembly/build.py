@@ -243,7 +243,7 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     return Evaluator(
         rollouts,
         task.heldout[: config.eval.num_samples],
-        max_tokens=config.inference_model.max_tokens,
+        max_tokens=config.eval.max_tokens or config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
         success_above=config.reward.success_above if rewards_decide else None,

@@ -174,6 +174,19 @@ def an_evaluation_has_problems(config: Config) -> Iterator[str]:
             yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
 
 
+def a_target_and_a_best_checkpoint_need_evaluations(config: Config) -> Iterator[str]:
+    measures, every = config.eval.mode == "on", config.eval.every
+    for option, value in (("eval.target", config.eval.target), ("train.keep_best", config.train.keep_best)):
+        if value is not None and not (measures and every):
+            yield (
+                f"{option}={value} needs evaluations during training, but eval.mode={config.eval.mode} and "
+                f"eval.every={every}; use eval.mode=on eval.every=8."
+            )
+    best = config.train.keep_best
+    if best is not None and not best.startswith("eval/"):
+        yield f"train.keep_best={best} is not a metric of the evaluations; use train.keep_best=eval/accuracy."
+
+
 def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:
     if config.model.name is not None and config.model.size != ModelConfig().size:
         where = f"with model.name={config.model.name}"
