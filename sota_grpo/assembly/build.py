@@ -159,7 +159,7 @@ def build(
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
-        if config.eval.mode == "on" and len(task.heldout) < (num_problems := config.eval.num_samples):
+        if config.eval.mode != "off" and len(task.heldout) < (num_problems := config.eval.num_samples):
             logger.info(
                 "All %d held-out problems are used: eval.num_samples=%d is more.", len(task.heldout), num_problems
             )

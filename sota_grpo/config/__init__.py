@@ -50,7 +50,7 @@ def section(factory: Callable[[], Any], text: str) -> Any:
 class EvalConfig:
     """Settings of the evaluation on held-out problems."""
 
-    mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
+    mode: str = opt("on", "evaluate at the start and at the end; after: not at the start", ("on", "after", "off"))
     every: int = opt(0, "training steps between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems to evaluate on, at most", above=0)
     avg_at_k: int = opt(0, "responses per problem sampled at temperature 1, besides the greedy one; 0: none")

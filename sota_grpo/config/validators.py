@@ -170,12 +170,14 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
     for env in (task.env for task in task_configs(config).values()):
         has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
-        if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
-            yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
+        mode = config.eval.mode
+        if mode != "off" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
+            problem = f"env.num_heldout=0 leaves eval.mode={mode} nothing to measure"
+            yield f"{problem}; use eval.mode=off, or give env.eval_path."
 
 
 def a_target_and_a_best_checkpoint_need_evaluations(config: Config) -> Iterator[str]:
-    measures, every = config.eval.mode == "on", config.eval.every
+    measures, every = config.eval.mode != "off", config.eval.every
     for option, value in (("eval.target", config.eval.target), ("train.keep_best", config.train.keep_best)):
         if value is not None and not (measures and every):
             yield (

@@ -228,7 +228,8 @@ class Run:
             self.saves.check()
         every = self.config.eval.every
         had_ended = step == self.first == self.directory.shorter
-        if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):
+        is_due = had_ended or (every and step % every == 0 if step else self.config.eval.mode == "on")
+        if self.config.eval.mode != "off" and is_due:
             self._evaluate(step, self.config.eval.target)
             if self.reached is not None:
                 return False
@@ -301,7 +302,7 @@ class Run:
     def _finish(self, steps: int) -> None:
         if self.reached is not None and self.saved != steps:
             self._save(steps)
-        elif self.reached is None and self.config.eval.mode == "on":
+        elif self.reached is None and self.config.eval.mode != "off":
             self._evaluate(steps)
         if self.config.train.export_hf:
             folder = self.run_dir / EXPORTED
