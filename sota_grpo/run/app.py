@@ -73,8 +73,9 @@ def target_line(reached: Mapping[str, float]) -> str:
     >>> target_line({"step": 40, "accuracy": 0.3031, "target": 0.3})
     'eval.target=0.3 was reached after 40 steps: 30.3 %'
     """
-    percent = 100 * reached["accuracy"]
-    return f"eval.target={reached['target']:g} was reached after {reached['step']} steps: {percent:.1f} %"
+    steps, percent = reached["step"], 100 * reached["accuracy"]
+    after = "1 step" if steps == 1 else f"{steps} steps"
+    return f"eval.target={reached['target']:g} was reached after {after}: {percent:.1f} %"
 
 
 class Run:

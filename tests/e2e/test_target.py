@@ -94,6 +94,34 @@ def test_a_target_that_the_last_step_reaches_is_reached(tmp_path: Path, scoring:
     assert json.loads((tmp_path / "run.json").read_text())["reached"]["step"] == 4
 
 
+def test_a_target_that_the_model_has_before_training_ends_the_run(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.9, 0.1)
+    assert run(tmp_path, "eval.target=0.5") == 0
+    assert (checkpoints(tmp_path), [row["step"] for row in metrics(tmp_path)]) == ([0], [0])
+    assert run(tmp_path, "eval.target=0.5", "train.resume=auto") == 0
+
+
+def test_without_the_evaluation_before_training_the_first_is_after_some_steps(
+    tmp_path: Path, scoring: Callable[..., None]
+) -> None:
+    scoring(0.9, 0.1, 0.5, 0.1, 0.1)
+    assert run(tmp_path, "eval.target=0.5", "eval.mode=after", "eval.every=2") == 2
+    assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == [2]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_ends_at_its_target(tmp_path: Path, grpo: Callable) -> None:
+    """The embedded policy answers two of five arithmetic problems before it is trained."""
+    options = ("engine=transformers", "check.mode=off", "eval.mode=after", "eval.every=1", "eval.num_samples=32")
+    options += ("eval.target=0.05", "train.keep_best=eval/accuracy", "inference_model.max_tokens=96")
+    done = grpo(tmp_path, *SMALL, *options, script="grpo-async.py")
+    assert done.returncode == 0, done.stderr
+    assert "eval.target=0.05 was reached after 1 step:" in done.stdout
+    assert find_checkpoint(tmp_path, "best")[0] == 1
+    again = grpo(tmp_path, *SMALL, *options, "train.resume=auto", script="grpo-async.py")
+    assert again.stdout.startswith(f"The run in {tmp_path} is already finished. eval.target=0.05 was reached")
+
+
 def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None]) -> None:
     options = ("train.keep_best=eval/accuracy", "train.keep_checkpoints=1", "train.checkpoint_frequency=1")
     scoring(0.1, 0.5, 0.3, 0.5, 0.2)
