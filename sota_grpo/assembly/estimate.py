@@ -752,8 +752,8 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
-    kept = train.keep_checkpoints + (1 if train.keep_best is None else 2)
-    return Disk(trained, min(kept, saves), weight_bytes * model.parameters * train.export_hf)
+    kept = min(train.keep_checkpoints + 1, saves) if train.keep_best is None else train.keep_checkpoints + 2
+    return Disk(trained, kept, weight_bytes * model.parameters * train.export_hf)
 
 
 def require_disk(config: Config, run_dir: Path) -> None:

@@ -176,6 +176,7 @@ class Run:
                 logger.info("There is no checkpoint to resume: starting a new run in %s.", self.run_dir)
             return 0
         step, state = newest
+        self.saved = step
         schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(

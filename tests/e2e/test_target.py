@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint
+from sota_grpo.cli import step
 from sota_grpo.errors import UserError
 from sota_grpo.run.app import train
 from sota_grpo.training.evaluate import Evaluator
@@ -133,6 +135,14 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None
     assert run(tmp_path, *options, "train.resume=auto", "train.total_dialog_turns=96") == 6
     assert checkpoints(tmp_path) == [1, 6]
     assert find_checkpoint(tmp_path, "best")[0] == 6
+
+
+def test_the_best_checkpoint_is_chosen_on_the_command_line(tmp_path: Path) -> None:
+    assert [step(text) for text in ("best", "0", "12")] == ["best", 0, 12]
+    with pytest.raises(argparse.ArgumentTypeError, match="'better' is not a number of steps"):
+        step("better")
+    with pytest.raises(UserError, match=r"has no best\.json: a run with train\.keep_best=METRIC writes it"):
+        find_checkpoint(tmp_path, "best")
 
 
 def test_an_evaluation_of_a_subset_is_not_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
