@@ -1,8 +1,8 @@
 """The speedrun of docs/speedrun.md: train until a score is reached; the clock runs from the start of the process.
 
 ``python scripts/speedrun.py input_data.jsonl`` trains SmolLM2-135M-Instruct (preset smollm_speedrun) until 30 % of
-IFEval's prompts are answered as they ask, once for each seed, and prints a table of the runs and one of their phases.
-OPTION=VALUE are options of the runs. The exit code is 0 if every seed reached the target, else 1.
+IFEval's prompts have all their instructions followed, once for each seed, and prints a table of the runs and one of
+their phases. OPTION=VALUE are options of the runs. The exit code is 0 if every seed reached the target, else 1.
 """
 
 from __future__ import annotations
