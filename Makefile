@@ -1,6 +1,8 @@
 # make demo    train the embedded policy on this machine (creates .venv, installs, five minutes in all)
 # make real    a real chat model on IFEval's own prompts, two CPU cores, an hour: evaluated, trained, evaluated again;
 #              IFEVAL=input_data.jsonl is the file of the prompts, REAL="OPTION=VALUE .." are options of the run
+# make speedrun   from the start of the process to 30 % of IFEval's prompts, three seeds, two CPU cores: docs/speedrun.md;
+#              IFEVAL=input_data.jsonl, SPEEDRUN="--seeds 0" for one seed
 # make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
 # make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
@@ -22,6 +24,7 @@ SEED ?= 0
 SLOW ?=
 FUZZ ?=
 REAL ?=
+SPEEDRUN ?=
 PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --processes-again
 IFEVAL ?= input_data.jsonl
 GSM8K ?= train.jsonl
@@ -35,7 +38,7 @@ RISKY = chat_tokens check checkpoint collate collector constraints distillation 
   row_table sampling_support server_engines sharding shards shared_prompt smollm2 source steps text tiny trainable transforms untrusted_tensors \
   user_transforms weight_pack
 
-.PHONY: demo agent real real-gsm8k test test-newest newest slow fuzz-draws lint type e2e bench bench-quick soak notebook site clean
+.PHONY: demo agent real real-gsm8k speedrun test test-newest newest slow fuzz-draws lint type e2e bench bench-quick soak notebook site clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else "Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.11")'
@@ -81,6 +84,9 @@ real: $(IFEVAL) $(VENV)/.real
 
 real-gsm8k: $(GSM8K) $(VENV)/.real
 	$(BIN)/python scripts/real.py --preset smollm_gsm8k $(GSM8K) --seed $(SEED) $(REAL)
+
+speedrun: $(IFEVAL) $(VENV)/.real
+	$(BIN)/python scripts/speedrun.py $(IFEVAL) $(SPEEDRUN)
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not slow"

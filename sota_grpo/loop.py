@@ -40,18 +40,19 @@ def run(
     *,
     first_step: int,
     num_steps: int,
-    before: Callable[[int], None],
+    before: Callable[[int], bool],
     after: Callable[[int], bool],
 ) -> int:
     """Run the training steps ``first_step`` to ``num_steps - 1``; return the number of steps completed in all.
 
     Args:
         batches: iterator over batches of complete groups within the age bound.
-        before: called before each step with the step's number, to evaluate.
+        before: called before each step with the step's number, to evaluate; returning False ends the loop.
         after: called after each step with the number of completed steps, to save; returning False ends the loop.
     """
     for step in range(first_step, num_steps):
-        before(step)
+        if not before(step):
+            return step
         batch = next(batches)
         update = learner.update(batch)
         collector.update_policy_weights_(version=learner.version)  # also frees the batch's slots

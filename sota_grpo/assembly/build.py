@@ -159,7 +159,7 @@ def build(
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
-        if config.eval.mode == "on" and len(task.heldout) < (num_problems := config.eval.num_samples):
+        if config.eval.mode != "off" and len(task.heldout) < (num_problems := config.eval.num_samples):
             logger.info(
                 "All %d held-out problems are used: eval.num_samples=%d is more.", len(task.heldout), num_problems
             )
@@ -243,7 +243,7 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     return Evaluator(
         rollouts,
         task.heldout[: config.eval.num_samples],
-        max_tokens=config.inference_model.max_tokens,
+        max_tokens=config.eval.max_tokens or config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,
         success_above=config.reward.success_above if rewards_decide else None,

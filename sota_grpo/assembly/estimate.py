@@ -487,6 +487,7 @@ class RunMemory:
         if kind == "transformers":
             # each prompt is there once, a row's own keys and values grow by half, at least by 64
             (prompt, response), groups = self.largest_sample, -(-rows // min(group_sizes(self.config).values()))
+            response = min(max(response, self.config.eval.max_tokens or 0), self.context - prompt)
             tokens = groups * prompt + rows * (response + max(64, response // 2))
             token = rows * (model.vocab * (number_bytes + 8) + 16 * response)  # logits, twice in float32, too
             passing = max(token, PREFILL_TOKENS * 3 * number_bytes * (model.intermediate + model.hidden))
@@ -751,7 +752,8 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     trained = how.trained_bytes(model) + how.optimizer_bytes(model)
     steps = train.total_dialog_turns // responses_per_step(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
-    return Disk(trained, min(train.keep_checkpoints + 1, saves), weight_bytes * model.parameters * train.export_hf)
+    kept = min(train.keep_checkpoints + 1, saves) if train.keep_best is None else train.keep_checkpoints + 2
+    return Disk(trained, kept, weight_bytes * model.parameters * train.export_hf)
 
 
 def require_disk(config: Config, run_dir: Path) -> None:

@@ -27,7 +27,15 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.policy.tensor_files import in_memory
 from sota_grpo.recording.progress import starting
-from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, EXPORTED, RUN_FILE, read_record
+from sota_grpo.recording.run_files import (
+    BEST_FILE,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EXPORTED,
+    RUN_FILE,
+    read_json,
+    read_record,
+)
 from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
@@ -42,6 +50,7 @@ PRESET_OF = {
 }
 _PRESET_OF_SMOLLM2 = {"gsm8k": "smollm_gsm8k", "ifeval": "smollm_ifeval"}
 _PRESET_OF_MODEL = {TINY: "grpo_cpu", SMOLLM2: "smollm_ifeval"}
+BEST = "best"  # in place of a step
 _OF_ONE_TASK = (  # options that have no meaning for another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
@@ -66,7 +75,7 @@ def find_target(
     *,
     config_name: str | None = None,
     task: str | None = None,
-    step: int | None = None,
+    step: int | str | None = None,
     trust: bool = False,
 ) -> Target:
     """Find the model or run ``name`` and return what to evaluate, with ``overrides`` applied to its config.
@@ -80,7 +89,7 @@ def find_target(
         config_name: preset for a model; None: the preset of the task, else of the model (``tiny``, ``smollm2``).
         task: task to evaluate on, or the name of a mixture's entry; None: that of the run or preset. For another task
             than the run's, options of the run's task are dropped.
-        step: evaluate the checkpoint of the run after this many training steps.
+        step: evaluate the checkpoint of the run after this many training steps, or ``best`` (train.keep_best).
         trust: allow the code and the servers that the run's config names.
     """
     run_dir = Path(name).expanduser()
@@ -115,7 +124,7 @@ def find_target(
 
 
 def _run_target(
-    name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | None, trust: bool
+    name: str, run_dir: Path, overrides: Sequence[str], task: str | None, step: int | str | None, trust: bool
 ) -> Target:
     config = load_config(run_dir, trust=True)  # only to read the names of its tasks
     is_entry = task in (config.env.mixture or ())
@@ -142,11 +151,16 @@ def exported_steps(run_dir: Path, config: Config) -> int | None:
     """Return the training steps of a finished run's exported model; None if there is no such model."""
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
-    return int(record["num_steps"]) if is_whole else None
+    return int((record.get("reached") or {}).get("step", record["num_steps"])) if is_whole else None
 
 
-def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
-    """Return (training steps, path) of a run's newest checkpoint, or of that after ``step`` steps."""
+def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, Path]:
+    """Return (training steps, path) of a run's newest checkpoint, of that after ``step`` steps, or of the best."""
+    if step == BEST:
+        best = read_json(run_dir / BEST_FILE)
+        if not best:
+            raise UserError(f"{run_dir} has no {BEST_FILE}: a run with train.keep_best=METRIC writes it.")
+        step = int(best["step"])
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has no checkpoint and no exported model; resume it, or give another run.")

@@ -112,6 +112,11 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
     return parsed
 
 
+def step(text: str) -> int | str:
+    """Return the value of ``--step`` that chooses a checkpoint: a number of steps, or ``best``."""
+    return text if text == "best" else whole("a number of steps", least=0)(text)
+
+
 def above_zero(what: str) -> Callable[[str], float]:
     """Return an argparse type for finite numbers above 0; ``what`` names the value in the error."""
 

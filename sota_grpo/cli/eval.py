@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, whole
+from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, step, whole
 from sota_grpo.cli.score import STANDARD, graded_row, row_writer
 from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError
@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
     add("--engine", metavar="NAME", help="transformers, vllm, vllm_server, sglang_server or scripted; default: auto")
     add("--temperature", metavar="T", type=above_zero("a temperature"), default=1.0, help="of the samples; default: 1")
     add("--seed", metavar="N", type=number, help="of the samples; default: the run's")
-    add("--step", metavar="N", type=number, help="evaluate the run's checkpoint after N steps")
+    add("--step", metavar="N", type=step, help="evaluate the run's checkpoint after N steps; best: of train.keep_best")
     add("--out", metavar="FILE", help="write the result as JSON; - is stdout")
     add("--responses", metavar="FILE", help="write all responses with their scores to this .jsonl, as sota-grpo score")
     add_trust(parser)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.cli import add_parser, add_trust, require_run, whole
+from sota_grpo.cli import add_parser, add_trust, require_run, step, whole
 from sota_grpo.config import DTYPES
 from sota_grpo.errors import UserError
 from sota_grpo.text import readable
@@ -40,8 +40,8 @@ def add_command(commands: Any) -> None:
     add("run_dir", metavar="RUN", help="a run directory")
     add("--to", required=True, choices=("hf", "verl"), help="hf: the model; verl: a script that trains the same")
     add("--out", metavar="DIR", help="new or empty folder; default: RUN/export/hf or RUN/export/verl")
-    steps = "hf: export the checkpoint after N steps; default: the final model, or the newest checkpoint"
-    add("--step", metavar="N", type=whole("a number of steps", least=0), help=steps)
+    steps = "hf: export the checkpoint after N steps; best: of train.keep_best; default: the final model, or the newest"
+    add("--step", metavar="N", type=step, help=steps)
     add("--adapter", action="store_true", help="hf: export the LoRA adapter alone")
     add("--dtype", choices=DTYPES[1:], help="hf: dtype of the weights; default: the trained model's")
     add_trust(parser)

@@ -50,10 +50,14 @@ def section(factory: Callable[[], Any], text: str) -> Any:
 class EvalConfig:
     """Settings of the evaluation on held-out problems."""
 
-    mode: str = opt("on", "evaluate at the start and at the end", ("on", "off"))
+    mode: str = opt("on", "evaluate at the start and at the end; after: not at the start", ("on", "after", "off"))
     every: int = opt(0, "training steps between evaluations; 0: only at the start and at the end")
     num_samples: int = opt(256, "held-out problems to evaluate on, at most", above=0)
     avg_at_k: int = opt(0, "responses per problem sampled at temperature 1, besides the greedy one; 0: none")
+    max_tokens: int | None = opt(None, "most tokens of an evaluated response; null: as in training", above=0)
+    target: float | None = opt(
+        None, "fraction: the run ends when eval/accuracy on all problems reaches it; null: never", above=0, high=1
+    )
 
 
 @dataclass
@@ -368,6 +372,9 @@ class TrainConfig:
     grace_s: float = opt(25.0, "seconds after SIGTERM or SIGHUP until the unfinished step is abandoned")
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: one at the end")
     keep_checkpoints: int = opt(3, "number of newest checkpoints that are kept", above=0)
+    keep_best: str | None = opt(
+        None, "metric of the evaluations, such as eval/accuracy, whose best checkpoint is kept as well (--step best)"
+    )
     export_hf: bool = opt(True, "write the trained model to hf/ at the end")
     resume: str | None = opt(None, "run to continue: its directory, or auto: the newest unfinished run of this config")
 

@@ -146,6 +146,7 @@ hydra.run.dir < output_dir default_local_dir
 logging.wandb < report_to
 train.checkpoint_frequency < save_steps save_freq
 train.keep_checkpoints < save_total_limit
+train.keep_best=eval/accuracy < load_best_model_at_end metric_for_best_model
 train.resume < resume_from_checkpoint resume_mode
 eval.every < eval_steps test_freq
 eval.mode < eval_strategy
@@ -231,7 +232,6 @@ ports are chosen by themselves < vllm_group_port
 engine=transformers batches and caches by itself < cache_implementation pad_to_multiple_of use_transformers_paged
 engine=transformers batches and caches by itself < use_transformers_continuous_batching
 engine=transformers batches and caches by itself < transformers_continuous_batching_config
-sota-grpo eval measures every checkpoint that train.keep_checkpoints keeps < load_best_model_at_end
 """
 
 

@@ -170,8 +170,23 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
     for env in (task.env for task in task_configs(config).values()):
         has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
-        if config.eval.mode == "on" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
-            yield "env.num_heldout=0 leaves eval.mode=on nothing to measure; use eval.mode=off, or give env.eval_path."
+        mode = config.eval.mode
+        if mode != "off" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
+            problem = f"env.num_heldout=0 leaves eval.mode={mode} nothing to measure"
+            yield f"{problem}; use eval.mode=off, or give env.eval_path."
+
+
+def a_target_and_a_best_checkpoint_need_evaluations(config: Config) -> Iterator[str]:
+    measures, every = config.eval.mode != "off", config.eval.every
+    for option, value in (("eval.target", config.eval.target), ("train.keep_best", config.train.keep_best)):
+        if value is not None and not (measures and every):
+            yield (
+                f"{option}={value} needs evaluations during training, but eval.mode={config.eval.mode} and "
+                f"eval.every={every}; use eval.mode=on eval.every=8."
+            )
+    best = config.train.keep_best
+    if best is not None and not best.startswith("eval/"):
+        yield f"train.keep_best={best} is not a metric of the evaluations; use train.keep_best=eval/accuracy."
 
 
 def a_size_chooses_a_model_that_has_no_name(config: Config) -> Iterator[str]:

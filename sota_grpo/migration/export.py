@@ -58,7 +58,7 @@ def write_hf(
     run_dir: Path,
     out: Path,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     adapter: bool = False,
     dtype: DType | None = None,
     trust: bool = False,
@@ -188,7 +188,15 @@ _AMOUNTS = (
 )
 _PRIVATE = ("engine.url", "ray.address", "logging.project", "logging.run_name", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
-_OF_MEASURING = ("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "inference_model.max_tokens")
+_OF_MEASURING = (
+    "env.",
+    "reward.",
+    "seed",
+    "eval.num_samples",
+    "eval.avg_at_k",
+    "inference_model.max_tokens",
+    "eval.max_tokens",
+)
 _NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
 _TEXT = """---

@@ -367,7 +367,7 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     ours.mapped |= {"train_model.devices", "train_model.num_devices"}
     per_step = responses_per_step(config)
     steps = ours["train.total_dialog_turns"] // per_step
-    is_on, every = ours["eval.mode"] == "on", ours["eval.every"]
+    mode, every = ours["eval.mode"], ours["eval.every"]
     options: dict[str, Any] = {
         "data.train_files": ScriptPath("$HERE/train.parquet"),
         "data.val_files": ScriptPath("$HERE/heldout.parquet"),
@@ -378,8 +378,8 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": learner_ranks(config),
         "trainer.save_freq": ours["train.checkpoint_frequency"] or steps,
-        "trainer.val_before_train": is_on,
-        "trainer.test_freq": (every or steps) if is_on else -1,
+        "trainer.val_before_train": mode == "on",
+        "trainer.test_freq": -1 if mode == "off" else every or steps,
         "trainer.experiment_name": ours["logging.run_name"] or facts.name,
         "trainer.default_local_dir": ScriptPath("$HERE/checkpoints"),
         "trainer.v1.trainer_mode": "sync",

@@ -32,6 +32,7 @@ STEPS_FOLDER, DEBUG_FOLDER, REPLAYS = "steps", "debug_logs", "replays"
 #: Folders whose files a run itself reads or writes; other folders are a library's or a user's.
 OWN_FOLDERS = (CHECKPOINTS, EXPORTED, INPUTS, STEPS_FOLDER, DEBUG_FOLDER, REPLAYS, ".hydra")
 GATE_FILE = "gate.json"
+BEST_FILE = "best.json"  # with train.keep_best: step, metric and value of the best checkpoint
 FAILURE_FILE = "failure.json"  # why a run ended too early; deleted when it trains again
 LOCK_FILE = ".lock"
 _LINE_BYTES = 256 << 20  # longest line that is read; runs write shorter ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +26,19 @@ from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely
+from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
-from sota_grpo.recording.run_files import EXPORTED, note_failure, read_config, read_evaluations, reason
+from sota_grpo.recording.run_files import (
+    BEST_FILE,
+    EXPORTED,
+    note_failure,
+    read_config,
+    read_evaluations,
+    read_json,
+    reason,
+)
 from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.stored_steps import StoredSteps
@@ -58,6 +67,17 @@ def as_planned(config: Config, directory: RunDir) -> Config:
     return with_options(config, {MEMORY: planned})
 
 
+def target_line(reached: Mapping[str, float]) -> str:
+    """Return a sentence on a run that has reached its target.
+
+    >>> target_line({"step": 40, "accuracy": 0.3031, "target": 0.3})
+    'eval.target=0.3 was reached after 40 steps: 30.3 %'
+    """
+    steps, percent = reached["step"], 100 * reached["accuracy"]
+    after = "1 step" if steps == 1 else f"{steps} steps"
+    return f"eval.target={reached['target']:g} was reached after {after}: {percent:.1f} %"
+
+
 class Run:
     """One training run of a validated config; the caller has locked its run directory."""
 
@@ -71,6 +91,8 @@ class Run:
         self.saves = BackgroundSaves(self.checkpoints)
         self.stop = StopRequest(grace_s=config.train.grace_s)
         self.steps, self.total = 0, num_steps(config)  # done so far, and in all
+        self.saved: int | None = None  # the step of the last checkpoint
+        self.reached: dict[str, float] | None = None  # step, accuracy and target once eval.target is reached
         self.gc_thresholds = gc.get_threshold()
         self.components: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.components.learner.settings.micro_batch_tokens})
@@ -82,6 +104,7 @@ class Run:
         """Run the start-up checks, train, evaluate and export; return the number of completed training steps."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
+        self._find_best(first)
         components = self.components
         starting("Sending the weights to the engine")
         components.weight_sync.send(version=components.learner.version)
@@ -131,7 +154,7 @@ class Run:
                     self._save(self.steps)
                 saved = " The steps before are saved." if self.steps else ""
                 raise RunFailed(f"Training step {self.steps} cannot be computed: {error}{saved}") from error
-            if done >= self.total:
+            if done >= self.total or self.reached is not None:
                 self._finish(done)
         return done
 
@@ -153,6 +176,7 @@ class Run:
                 logger.info("There is no checkpoint to resume: starting a new run in %s.", self.run_dir)
             return 0
         step, state = newest
+        self.saved = step
         schedule, shorter = self.config.optimizer.schedule, self.directory.shorter
         if shorter is not None and schedule != "constant":
             logger.info(
@@ -190,31 +214,76 @@ class Run:
             "config": asdict(self.config),
         }
         self.saves.save(steps, state, shards)
+        self.saved = steps
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()
         self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
 
-    def _before(self, step: int) -> None:
-        """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run."""
+    def _before(self, step: int) -> bool:
+        """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run.
+
+        Returns:
+            Whether to train: False if ``eval.target`` is reached.
+        """
         if self.saves.saving is not None:
             self.saves.check()
         every = self.config.eval.every
         had_ended = step == self.first == self.directory.shorter
-        if self.config.eval.mode == "on" and (step == 0 or had_ended or (every and step % every == 0)):
-            self._evaluate(step)
+        is_due = had_ended or (every and step % every == 0 if step else self.config.eval.mode == "on")
+        if self.config.eval.mode != "off" and is_due:
+            self._evaluate(step, self.config.eval.target)
+            if self.reached is not None:
+                return False
         if step == self.first:
             starting(f"The first step: {mean_responses_per_step(self.config)} responses")
         self.steps = step
         self.log.begin()
+        return True
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int, subset_for: float | None = None) -> None:
+        """Evaluate and log; on all held-out problems, or on a subset that shows if a target is out of reach.
+
+        An evaluation on all problems decides whether ``eval.target`` is reached and which checkpoint is the best.
+        """
+        evaluator, target = self.components.evaluator, self.config.eval.target
         if step == self.first:
-            starting(f"Evaluating on {len(self.components.evaluator.examples)} held-out problems")
-        metrics = self.components.evaluator.measure()
+            starting(f"Evaluating on {len(evaluator.examples)} held-out problems")
+        metrics = evaluator.measure(subset_for)
         self.run_log.write_step(step, metrics)
         self.run_log.add_seconds("time/eval_s", metrics["time/eval_s"])
-        logger.info("%s", self.components.evaluator.sentence(step, metrics))
+        logger.info("%s", evaluator.sentence(step, metrics))
+        if metrics["eval/num_samples"] < len(evaluator.examples):
+            return
+        if target is not None and metrics["eval/accuracy"] >= target:
+            self.reached = {"step": step, "accuracy": metrics["eval/accuracy"], "target": target}
+        self._keep_best(step, metrics)
+
+    def _find_best(self, step: int) -> None:
+        """Read which checkpoint is the best so far; forget it if it is of another metric, of a later step, or gone."""
+        path, name = self.run_dir / BEST_FILE, self.config.train.keep_best
+        best = read_json(path) or {}
+        there = [saved for saved, _ in self.checkpoints.paths() if saved <= step]
+        self.best = best["value"] if best.get("metric") == name and best.get("step") in there else None
+        self.checkpoints.best = None if self.best is None else best["step"]
+        if self.best is None:
+            path.unlink(missing_ok=True)
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Save the checkpoint of ``step`` and name it in ``best.json`` if its ``train.keep_best`` is the highest."""
+        name = self.config.train.keep_best
+        if name is None:
+            return
+        if name not in metrics:
+            logged = ", ".join(one for one in metrics if one.startswith("eval/"))
+            raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
+        if self.best is not None and metrics[name] <= self.best:
+            return
+        if self.saved != step:
+            self._save(step)
+        self.saves.wait()  # on disk before it is named; the checkpoint that was the best goes with the next save
+        write_json(self.run_dir / BEST_FILE, {"step": step, "metric": name, "value": metrics[name]})
+        self.best, self.checkpoints.best = metrics[name], step
 
     def _after(self, steps: int) -> bool:
         if steps == self.first + 1:
@@ -233,7 +302,9 @@ class Run:
         self.run_log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
 
     def _finish(self, steps: int) -> None:
-        if self.config.eval.mode == "on":
+        if self.reached is not None and self.saved != steps:
+            self._save(steps)
+        elif self.reached is None and self.config.eval.mode != "off":
             self._evaluate(steps)
         if self.config.train.export_hf:
             folder = self.run_dir / EXPORTED
@@ -245,7 +316,7 @@ class Run:
                     "then write it with train.resume=auto."
                 ) from error
         self.saves.wait()
-        self.directory.finish()
+        self.directory.finish(self.reached)
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
@@ -256,6 +327,10 @@ class Run:
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,
         )
+        if (target := self.config.eval.target) is not None and self.reached is None:
+            lines.append(f"eval.target={target:g} was not reached in {steps} steps")
+        elif self.reached is not None:
+            lines.append(target_line(self.reached))
         for line in (*lines, f"Run directory: {self.run_dir}"):
             logger.info("%s", line, extra={"file_only": True})
             say(line)
@@ -323,8 +398,9 @@ def _train(config: Config, run_dir: Path, inputs: PythonInputs) -> int:
     with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
         inputs.write(directory.path, config)
         if directory.finished:
-            say(f"The run in {directory.path} is already finished.")
-            return total
+            reached = directory.reached
+            say(f"The run in {directory.path} is already finished." + (f" {target_line(reached)}." if reached else ""))
+            return total if reached is None else int(reached["step"])
         try:
             with closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
                 return job.train()

@@ -168,6 +168,7 @@ class InstructionsTask(IFEvalTask):
     """Generated prompts with instructions, graded like :class:`IFEvalTask` and with the same options."""
 
     name, hub_name = "instructions", ""  # no dataset
+    unseen: frozenset[str] = frozenset()  # instructions that no training prompt has
 
     @classmethod
     def load(  # type: ignore[override]
@@ -191,11 +192,38 @@ class InstructionsTask(IFEvalTask):
         """
         task = cls(**options)
         examples = [] if eval_path is None else hash_ordered(unique_examples(task.read(eval_path)), data_seed)
-        draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
+        draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen)
         task.train = DrawnExamples([draw], seed, False, num_train)
         task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)
         task._warn_without_punkt(INSTRUCTIONS)
         return task
+
+
+class SeenInstructionsTask(InstructionsTask):
+    """Generated prompts with 20 of the 25 instructions; the others are in held-out prompts only.
+
+    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` has
+    ``prompt_strict_unseen`` too: prompts with at least one of them, of which all instructions are strictly followed.
+    """
+
+    name = "instructions_20"
+    unseen = frozenset(
+        {
+            "keywords:letter_frequency",
+            "combination:two_responses",
+            "change_case:english_capital",
+            "change_case:english_lowercase",
+            "detectable_content:postscript",
+        }
+    )
+
+    def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
+        """Return the benchmark's four accuracies and ``prompt_strict_unseen``."""
+        counts, is_unseen = (
+            super().counts(score, example),
+            not self.unseen.isdisjoint(example.extra["instruction_id_list"]),
+        )
+        return counts | {"prompt_strict_unseen": counts["prompt_strict"] if is_unseen else (0, 0)}
 
 
 @cache
@@ -229,10 +257,14 @@ _COUNTS = {  # kwarg of n, its range
 Kwargs = dict[str, Any]
 
 
-def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
-    """Return a random example of the held-out or the training split whose prompt is not in ``taken``."""
+def _draw(taken: frozenset[str], unseen: frozenset[str], rng: random.Random, heldout: bool) -> Example:
+    """Return a random example of the held-out or the training split whose prompt is not in ``taken``.
+
+    Examples of the training split have none of the instructions ``unseen``.
+    """
+    names = [name for name in texts()["instructions"] if heldout or name not in unseen]
     while True:
-        request, chosen = _draw_instructions(rng, heldout)
+        request, chosen = _draw_instructions(rng, heldout, names)
         sentences = [_say(rng, name, kwargs) for name, kwargs in chosen.items()]
         prompt = _arrange(rng, request, sentences, request_first=_REPEAT in chosen)
         if normalised(prompt) not in taken:
@@ -241,9 +273,9 @@ def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
             return Example(prompt, "", {"instruction_id_list": ids, "kwargs": kwargs})
 
 
-def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str, Kwargs]]:
-    """Return a random request of the split and ``{instruction: kwargs}`` of instructions that can be combined."""
-    words_of, order = texts(), rng.sample(list(texts()["instructions"]), len(texts()["instructions"]))
+def _draw_instructions(rng: random.Random, heldout: bool, names: list[str]) -> tuple[str, dict[str, Kwargs]]:
+    """Return a random request of the split and ``{instruction: kwargs}`` of ``names`` that can be combined."""
+    words_of, order = texts(), rng.sample(names, len(names))
     is_question = order[0] == _CHOICE
     forms = words_of["questions" if is_question else "requests"]
     while True:

@@ -65,8 +65,8 @@ class CheckpointError(RunFailed, RuntimeError):
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    Only one process may write to a directory. ``save`` deletes all but the newest ``keep`` checkpoints, and those of
-    later steps (the run was rewound), so that ``latest`` always returns the last save.
+    Only one process may write to a directory. ``save`` deletes all but the newest ``keep`` checkpoints and that of step
+    ``best``, and those of later steps (the run was rewound), so that ``latest`` always returns the last save.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -83,6 +83,7 @@ class CheckpointStore:
             raise ValueError(f"keep={keep}, but at least 1 checkpoint must be kept to resume from")
         self.directory = Path(directory)
         self.keep = keep
+        self.best: int | None = None
 
     def paths(self) -> list[tuple[int, Path]]:
         """Return (step, path) of every checkpoint in the directory, newest step first."""
@@ -195,13 +196,14 @@ class CheckpointStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self, step: int, shards: Shards | None) -> None:
-        """Delete later steps, all but the newest ``keep``, and leftovers of killed processes."""
+        """Delete later steps, all but the newest ``keep`` and the best, and leftovers of killed processes."""
         for later, path in self.paths():
             if later > step:
                 logger.warning("Deleting %s: the run was rewound, and the newest step is now %d", path.name, step)
                 path.unlink()
-        for _, path in self.paths()[self.keep :]:
-            path.unlink()
+        for older, path in self.paths()[self.keep :]:
+            if older != self.best:
+                path.unlink()
         self._drop_folders(self.directory / f"checkpoint_{step:06d}" if shards is None else shards.folder)
         drop_leftovers(self.directory)
 

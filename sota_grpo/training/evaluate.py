@@ -53,6 +53,40 @@ def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
     return ratio, [(hits - ratio * tried) / trials for hits, tried in counts]
 
 
+#: Fractions of the held-out problems, the first, after which an evaluation with a target ends if that is out of reach.
+SUBSETS = (1 / 16, 1 / 8, 1 / 4)
+#: Largest probability that one of the subsets ends an evaluation although all problems together reach the target.
+MISSED = 0.1
+
+
+def num_needed(target: float, num_problems: int) -> int:
+    """Return the smallest number of right problems of ``num_problems`` whose fraction is at least ``target``.
+
+    >>> num_needed(0.3, 541), num_needed(0.07, 100)
+    (163, 7)
+    """
+    return next(count for count in range(num_problems + 1) if count / num_problems >= target)
+
+
+def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float) -> bool:
+    """Return whether ``hits`` right ones in a random subset are too few for ``target`` on all problems.
+
+    One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right. The
+    hits among ``n`` of them are then hypergeometric, and the hypothesis is rejected if
+
+        P(X <= h) = sum over i <= h of C(K, i) C(N - K, n - i) / C(N, n) < MISSED / len(SUBSETS).
+
+    More right problems make few hits less probable, so the bound is for every accuracy from ``target`` on, and the
+    probability that any of the subsets is misleading is at most ``MISSED``.
+
+    >>> [is_out_of_reach(hits, 136, 541, 0.3) for hits in (31, 32, 33, 34)]  # 22.8, 23.5, 24.3 and 25.0 %
+    [True, True, False, False]
+    """
+    needed = num_needed(target, num_problems)
+    ways = sum(math.comb(needed, i) * math.comb(num_problems - needed, num_subset - i) for i in range(hits + 1))
+    return ways / math.comb(num_problems, num_subset) < MISSED / len(SUBSETS)
+
+
 @dataclass(frozen=True)
 class Response:
     """A graded response; ``followed_up``: the user replied to an earlier response, so this is a later turn's."""
@@ -117,18 +151,22 @@ class Evaluator:
     by_reward: bool = field(default=False, init=False)  # the last evaluation used success_above: no verdicts
     _has_warned: bool = field(default=False, init=False)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self, target: float | None = None) -> dict[str, float]:
         """Evaluate; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
         ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``time/eval_s``, and, if a
-        dialog had a second user turn, ``eval/first_turn_accuracy``."""
-        began, by_problem = time.perf_counter(), dict[int, Sequence[Response]]()
+        dialog had a second user turn, ``eval/first_turn_accuracy``.
 
-        def keep(is_greedy: bool, problem: int, responses: Sequence[Response]) -> None:
-            if is_greedy:
-                by_problem[problem] = responses
-
-        measured = self.evaluate(on_graded=keep)
-        problems, greedy = [by_problem[index] for index in range(len(by_problem))], measured["greedy"]
+        With a ``target`` (a fraction) the first problems, :data:`SUBSETS` of all, are evaluated first; if the target
+        :func:`is_out_of_reach`, they are all that is measured. ``eval/num_samples`` is the number of problems.
+        """
+        began, count, problems = time.perf_counter(), len(self.examples), list[list[Response]]()
+        for share in (1.0,) if target is None else (*SUBSETS, 1.0):
+            problems += self.responses(1, temperature=0.0, problems=range(len(problems), math.ceil(share * count)))
+            hits = sum(one.score.success for (one,) in problems)
+            if target is not None and is_out_of_reach(hits, len(problems), count, target):
+                break
+        measured = self.evaluate(problems)
+        greedy = measured["greedy"]
         metrics = {"eval/accuracy": greedy["accuracy"], "eval/stderr": greedy["stderr"]}
         metrics |= {"eval/num_samples": len(problems)}
         metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
@@ -145,6 +183,7 @@ class Evaluator:
 
     def evaluate(
         self,
+        greedy: list[list[Response]] | None = None,
         *,
         temperature: float = 1.0,
         on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
@@ -152,6 +191,7 @@ class Evaluator:
         """Measure greedy accuracy, and of ``avg_at_k`` samples per problem avg@k and pass@1, 2, 4, ..., k.
 
         Args:
+            greedy: the graded greedy responses to the first problems, if there are any: only these are evaluated.
             temperature: of the ``avg_at_k`` samples.
             on_graded: called for each problem with (is greedy, problem index, graded responses).
 
@@ -159,14 +199,16 @@ class Evaluator:
             JSON-serializable dict; accuracies are fractions in [0, 1] with the standard error over problems. ``counts``
             has (hits, trials) of each problem for every greedy accuracy, as :func:`gains` needs them.
         """
-        problems = self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
+        problems = greedy or self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
+        indices = range(len(problems))
         counted, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
         counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **counted}
-        greedy = _shares(problems, weights) | {name: accuracy(counted[name]) for name in counted}
-        result: dict[str, Any] = {"num_problems": len(problems), "greedy": greedy, "counts": counts}
+        shares = _shares(problems, weights) | {name: accuracy(counted[name]) for name in counted}
+        result: dict[str, Any] = {"num_problems": len(problems), "greedy": shares, "counts": counts}
         responses, count = [one for group in problems for one in group], self.avg_at_k
         if count:
-            problems = self.responses(count, temperature=temperature, on_graded=partial(on_graded, False))
+            graded = partial(on_graded, False)
+            problems = self.responses(count, temperature=temperature, problems=indices, on_graded=graded)
             responses += [one for group in problems for one in group]
             right = [sum(one.score.success for one in group) for group in problems]
             ks = sorted({count, *(1 << power for power in range(count.bit_length()))})
@@ -179,6 +221,8 @@ class Evaluator:
         """Return a sentence on the last evaluation: its accuracy, or its mean reward if graders gave no verdicts."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
+        if metrics["eval/num_samples"] < len(self.examples):
+            after += f", on the first {metrics['eval/num_samples']} of {len(self.examples)} problems"
         if reward == metrics["eval/accuracy"]:
             return f"Held-out accuracy {after}: {percent:.1f} %"
         if self.by_reward:
@@ -213,27 +257,29 @@ class Evaluator:
         counts: dict[str, list[Counts]] = {}
         if count is None:
             return counts
-        for example, responses in zip(self.examples, problems, strict=True):
+        for example, responses in zip(self.examples, problems):
             each = [count(response.score, example) for response in responses]
             for name in each[0]:
                 hits, trials = zip(*(one[name] for one in each))
                 counts.setdefault(name, []).append((sum(hits), sum(trials)))
-        return counts
+        return {name: pairs for name, pairs in counts.items() if any(tried for _, tried in pairs)}
 
     def responses(
         self,
         num_samples: int,
         *,
         temperature: float,
+        problems: range | None = None,
         on_graded: Callable[[int, Sequence[Response]], object] = lambda problem, responses: None,
     ) -> list[list[Response]]:
         """Return ``num_samples`` graded responses to each problem, in order; temperature 0 is greedy.
 
+        ``problems`` are the indices of the problems; None: all of them.
         ``on_graded(problem index, responses)`` is called in this thread when a problem is graded.
         """
+        indices = range(len(self.examples)) if problems is None else problems
         prompts = [
-            Prompt(index, example, num_samples, sample_seed(self.seed, index, 1))
-            for index, example in enumerate(self.examples)
+            Prompt(index, self.examples[index], num_samples, sample_seed(self.seed, index, 1)) for index in indices
         ]
         sampling = Sampling(max_tokens=self.max_tokens, temperature=temperature)
         graded: dict[int, list[Response]] = {}
@@ -241,15 +287,14 @@ class Evaluator:
             index, texts = group.prompt.group_id, group.rows.get(keys.RESPONSE_TEXT)
             graded[index] = [_response(*one) for one in zip(texts, group.samples, group.scores, strict=True)]
             on_graded(index, graded[index])
-        problems = [graded[index] for index in range(len(prompts))]
-        scores = [response.score for responses in problems for response in responses]
+        scores = [response.score for index in indices for response in graded[index]]
         errors = [score.error for score in scores if score.error is not None]
         if errors:
             logger.warning(
                 "The grader failed on %d of %d responses of this evaluation; they count as wrong. First error: %s",
                 *(len(errors), len(scores), errors[0]),
             )
-        return problems
+        return [graded[index] for index in indices]
 
 
 def _response(text: str, sample: Sample, score: Score) -> Response:

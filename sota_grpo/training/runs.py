@@ -41,6 +41,8 @@ FREE_OPTIONS = (
     "train.micro_batch_tokens",
     "train.checkpoint_frequency",
     "train.keep_checkpoints",
+    "train.keep_best",
+    "eval.target",
     "train.export_hf",
     "train.grace_s",
     *(f"{role}.{option}" for role in ROLES for option in ("num_devices", "devices")),
@@ -115,15 +117,28 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all requested steps.
+        finished: that run has done all requested steps, or reached a score of at least ``target``.
+        reached: the step at which that run reached its target, the accuracy and the target; else None.
         shorter: number of steps of that run, if more are requested now; else None.
     """
 
-    def __init__(self, path: Path, digest: str, num_steps: int, lock: IO[bytes], passed: Any = None):
+    def __init__(
+        self,
+        path: Path,
+        digest: str,
+        num_steps: int,
+        lock: IO[bytes],
+        passed: Any = None,
+        target: float | None = None,
+    ):
         record = read_record(path)
         self.path = path
         self.resumed = record is not None
-        self.finished = record is not None and bool(record.get("finished")) and record.get("num_steps", 0) >= num_steps
+        self.reached: dict[str, float] | None = (record or {}).get("reached")
+        is_done = record is not None and record.get("num_steps", 0) >= num_steps
+        if self.reached is not None:
+            is_done = target is not None and self.reached["accuracy"] >= target
+        self.finished = is_done and bool((record or {}).get("finished"))
         before = num_steps if record is None else int(record.get("num_steps", num_steps))
         self.shorter = before if before < num_steps else None
         self._row: dict[str, Any] = {"signature": digest, "num_steps": num_steps}
@@ -153,9 +168,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
-    def finish(self) -> None:
-        """Record that the run is finished."""
-        self._write(RUN_FILE, json.dumps({**self._row, "finished": True}))
+    def finish(self, reached: Mapping[str, float] | None = None) -> None:
+        """Record that the run is finished; ``reached``: step, accuracy and target if it reached its target."""
+        self._write(RUN_FILE, json.dumps(self._row | ({"reached": reached} if reached else {}) | {"finished": True}))
 
     def close(self) -> None:
         """Unlock the directory; idempotent."""
@@ -184,6 +199,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
             another config.
     """
     digest, passed = signature(config), config.get("passed")
+    target = config.get("eval", {}).get("target")
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
         sibling = _newest_sibling(run_dir, digest, num_steps, passed)
         if sibling is not None:
@@ -205,7 +221,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     if path is not run_dir:
         drop_empty(run_dir)
     drop_leftovers(path)
-    return RunDir(path, digest, num_steps, lock, passed)
+    return RunDir(path, digest, num_steps, lock, passed, target)
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:

@@ -149,6 +149,11 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.dataset=table env.dataset_path=rows.jsonl env.num_heldout=0", "nothing to measure; use eval.mode=off"),
         ("env.num_heldout=0", "use eval.mode=off, or give env.eval_path"),
     ],
+    "a_target_and_a_best_checkpoint_need_evaluations": [
+        ("eval.target=0.3 eval.every=0", "eval.every=0; use eval.mode=on eval.every=8"),
+        ("train.keep_best=eval/accuracy eval.mode=off eval.every=2", "needs evaluations during training"),
+        ("train.keep_best=reward eval.every=2", "use train.keep_best=eval/accuracy"),
+    ],
     "a_size_chooses_a_model_that_has_no_name": [("model.size=3B", "leave it at 1.5B, or add model.name=null")],
     "every_transform_and_sampler_is_in_a_file": [
         ("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME"),

@@ -403,11 +403,12 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
     [
         ("avx512f avx512_vnni", False),
         ("avx512f avx512_bf16", True),
-        ("amx_bf16 amx_tile", True),
+        ("avx512f avx512_bf16 vendor_id : GenuineIntel", False),
+        ("avx512_bf16 amx_bf16 amx_tile vendor_id : GenuineIntel", True),
         ("asimd BF16 i8mm", True),
     ],
 )
-def test_the_presets_of_a_cpu_use_half_precision_where_it_has_instructions_for_it(
+def test_the_presets_of_a_cpu_use_half_precision_where_it_is_faster(
     flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"

@@ -18,7 +18,16 @@ from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.training.evaluate import Evaluator, Response, accuracy, pass_at_k
+from sota_grpo.training.evaluate import (
+    MISSED,
+    SUBSETS,
+    Evaluator,
+    Response,
+    accuracy,
+    is_out_of_reach,
+    num_needed,
+    pass_at_k,
+)
 from tests.training_rigs import make_env, make_saying
 
 SEED = random.randrange(1 << 30)
@@ -90,6 +99,39 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples:
             assert pass_at_k(right, num_samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     with pytest.raises(ValueError, match="need 1 <= k"):
         pass_at_k(1, num_samples, num_samples + 1)
+
+
+@pytest.mark.parametrize("target", [0.37, 0.5, 0.7])
+def test_a_subset_rarely_misses_a_target_that_is_reached(target: float) -> None:
+    """Of all subsets of 5 of 10 problems, whatever share of them is right; fewer right ones are missed more often."""
+    needed = num_needed(target, 10)
+    assert needed / 10 >= target > (needed - 1) / 10
+    shares = []
+    for right in range(11):
+        hits = [sum(problem < right for problem in subset) for subset in itertools.combinations(range(10), 5)]
+        shares.append(statistics.fmean(is_out_of_reach(each, 5, 10, target) for each in hits))
+        assert right < needed or shares[-1] < MISSED / len(SUBSETS)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1
+
+
+@pytest.mark.parametrize(("num_right", "count"), [(0, 5), (2, 10), (10, 40), (40, 40)])
+def test_a_target_is_confirmed_on_all_problems_or_refuted_by_few(num_right: int, count: int) -> None:
+    """At half of 40, none of the first 5 is too few (p = 0.024), and 2 of 10; 2 of 5 and 10 of 10 are not."""
+    env, seen = make_env(), list[int]()
+    examples = (list(env.task.heldout) * 2)[:40]
+
+    def say(request: GroupRequest, index: int) -> str:
+        seen.append(request.group_id)
+        return env.task.gold_response(examples[request.group_id]) if request.group_id < num_right else "no idea"
+
+    rollouts = Rollouts(env, make_saying(env, say))
+    evaluator = Evaluator(rollouts, examples, max_tokens=64, avg_at_k=0, seed=SEED)
+    metrics = evaluator.measure(0.5)
+    assert metrics["eval/num_samples"] == count
+    assert metrics["eval/accuracy"] == num_right / count
+    assert sorted(seen) == list(range(count)), "no problem is sampled twice"
+    assert (f"on the first {count} of 40 problems" in evaluator.sentence(3, metrics)) == (count < 40)
 
 
 def test_every_response_is_handed_over_once_with_its_problem() -> None:

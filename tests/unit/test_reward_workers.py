@@ -70,7 +70,7 @@ def test_training_in_sync_continues_and_counts_what_failed(env: TaskEnv, pool: G
         SimpleNamespace(write=lambda step, batch, update, metrics: batches.append((batch, update, metrics))),
         first_step=0,
         num_steps=2,
-        before=lambda step: None,
+        before=lambda step: True,
         after=lambda steps: True,
     )
     assert done == 2

@@ -1,0 +1,158 @@
+"""A run ends at its target score, on whatever step that is, and keeps its best checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint
+from sota_grpo.cli import step
+from sota_grpo.errors import UserError
+from sota_grpo.run.app import train
+from sota_grpo.training.evaluate import Evaluator
+from sota_grpo.training.runs import RunDir
+from tests.config.test_config import composed
+from tests.e2e.conftest import SMALL, metrics, without_clock
+
+OPTIONS = (
+    *(*SMALL, "engine=scripted", "check.mode=off", "train.export_hf=false", "train.checkpoint_frequency=0"),
+    *("env.reward_workers=0", "env.num_heldout=32", "logging.report=false", "logging.store_steps=false"),
+    *("eval.every=1", "eval.avg_at_k=0", "optimizer.schedule=constant"),
+)
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Give the policy after each number of steps an accuracy; there are 8 problems, 2 of them in the subset."""
+
+    def score(*accuracies: float) -> None:
+        def measure(evaluator: Evaluator, target: float | None = None) -> dict[str, float]:
+            accuracy = accuracies[evaluator.rollouts.engine.version]
+            is_whole = target is None or accuracy > target - 0.2
+            return {
+                **{"eval/accuracy": accuracy, "eval/stderr": 0.0, "eval/reward": accuracy, "eval/reward_stderr": 0.0},
+                **{"eval/num_samples": 8 if is_whole else 2, "time/eval_s": 0.0},
+            }
+
+        monkeypatch.setattr(Evaluator, "measure", measure)
+
+    return score
+
+
+def run(run_dir: Path, *options: str) -> int:
+    return train(composed("grpo_cpu", *OPTIONS, *options), run_dir)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem[-6:]) for path in (run_dir / "checkpoints").glob("*.pt"))
+
+
+def test_a_run_ends_at_its_target_and_says_so_again(
+    tmp_path: Path, scoring: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scoring(0.1, 0.45, 0.5, 0.2, 0.3)
+    run_dir, sentence = tmp_path / "run", "eval.target=0.5 was reached after 2 steps: 50.0 %"
+    assert run(run_dir, "eval.target=0.5", "train.export_hf=true") == 2
+    assert sentence in capsys.readouterr().out.splitlines()
+    assert checkpoints(run_dir) == [2]
+    assert exported_steps(run_dir, composed("grpo_cpu", *OPTIONS, "train.export_hf=true")) == 2
+    before = metrics(run_dir)
+    assert [row["step"] for row in before] == [0, 0, 1, 1, 2]
+    again = ("train.resume=auto", "train.export_hf=true")
+    assert run(run_dir, "eval.target=0.4", *again) == 2
+    assert f"The run in {run_dir} is already finished. {sentence}.\n" in capsys.readouterr().out
+    assert metrics(run_dir) == before
+    assert run(run_dir, "eval.target=0.6", *again) == 4, "a higher target continues the run"
+    assert "eval.target=0.6 was not reached in 4 steps" in capsys.readouterr().out.splitlines()
+    assert run(tmp_path / "whole") == 4
+
+    def steps(path: Path) -> list[dict]:
+        return [row for row in without_clock(metrics(path)) if "eval/accuracy" not in row]
+
+    assert steps(run_dir) == steps(tmp_path / "whole")
+
+
+def test_a_run_that_was_killed_before_it_could_say_so_ends_as_well(
+    tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring(0.1, 0.2, 0.5, 0.0, 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDir, "finish", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, "eval.target=0.5")
+    assert run(tmp_path, "eval.target=0.5", "train.resume=auto") == 2
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["reached"] == {"step": 2, "accuracy": 0.5, "target": 0.5}
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 0, 1, 1, 2]
+
+
+def test_a_target_that_the_last_step_reaches_is_reached(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.0, 0.0, 0.0, 0.0, 1.0)
+    assert run(tmp_path, "eval.target=1", "eval.every=3") == 4
+    assert json.loads((tmp_path / "run.json").read_text())["reached"]["step"] == 4
+
+
+def test_a_target_that_the_model_has_before_training_ends_the_run(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.9, 0.1)
+    assert run(tmp_path, "eval.target=0.5") == 0
+    assert (checkpoints(tmp_path), [row["step"] for row in metrics(tmp_path)]) == ([0], [0])
+    assert run(tmp_path, "eval.target=0.5", "train.resume=auto") == 0
+
+
+def test_without_the_evaluation_before_training_the_first_is_after_some_steps(
+    tmp_path: Path, scoring: Callable[..., None]
+) -> None:
+    scoring(0.9, 0.1, 0.5, 0.1, 0.1)
+    assert run(tmp_path, "eval.target=0.5", "eval.mode=after", "eval.every=2") == 2
+    assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == [2]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_ends_at_its_target(tmp_path: Path, grpo: Callable) -> None:
+    """The embedded policy answers two of five arithmetic problems before it is trained."""
+    options = ("engine=transformers", "check.mode=off", "eval.mode=after", "eval.every=1", "eval.num_samples=32")
+    options += ("eval.target=0.05", "train.keep_best=eval/accuracy", "inference_model.max_tokens=96")
+    done = grpo(tmp_path, *SMALL, *options, script="grpo-async.py")
+    assert done.returncode == 0, done.stderr
+    assert "eval.target=0.05 was reached after 1 step:" in done.stdout
+    assert find_checkpoint(tmp_path, "best")[0] == 1
+    again = grpo(tmp_path, *SMALL, *options, "train.resume=auto", script="grpo-async.py")
+    assert again.stdout.startswith(f"The run in {tmp_path} is already finished. eval.target=0.05 was reached")
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    options = ("train.keep_best=eval/accuracy", "train.keep_checkpoints=1", "train.checkpoint_frequency=1")
+    scoring(0.1, 0.5, 0.3, 0.5, 0.2)
+    assert run(tmp_path, *options) == 4
+    assert checkpoints(tmp_path) == [1, 4]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "metric": "eval/accuracy", "value": 0.5}
+    assert find_checkpoint(tmp_path, "best") == (1, tmp_path / "checkpoints" / "checkpoint_000001.pt")
+    scoring(0.1, 0.5, 0.3, 0.5, 0.2, 0.4, 0.6)
+    assert run(tmp_path, *options, "train.resume=auto", "train.total_dialog_turns=96") == 6
+    assert checkpoints(tmp_path) == [1, 6]
+    assert find_checkpoint(tmp_path, "best")[0] == 6
+
+
+def test_the_best_checkpoint_is_chosen_on_the_command_line(tmp_path: Path) -> None:
+    assert [step(text) for text in ("best", "0", "12")] == ["best", 0, 12]
+    with pytest.raises(argparse.ArgumentTypeError, match="'better' is not a number of steps"):
+        step("better")
+    with pytest.raises(UserError, match=r"has no best\.json: a run with train\.keep_best=METRIC writes it"):
+        find_checkpoint(tmp_path, "best")
+
+
+def test_an_evaluation_of_a_subset_is_not_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.1, 0.45, 0.3, 0.4, 0.2)
+    run(tmp_path, "train.keep_best=eval/accuracy", "eval.target=0.65")
+    assert find_checkpoint(tmp_path, "best")[0] == 4, "the only one on all problems"
+
+
+def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.1)
+    with pytest.raises(UserError, match=r"keep_best=eval/acuracy is no metric .* use one of eval/accuracy, eval/st"):
+        run(tmp_path, "train.keep_best=eval/acuracy")
+    assert not list(tmp_path.glob("checkpoints/*"))
