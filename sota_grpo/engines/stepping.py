@@ -285,9 +285,6 @@ class SteppingEngine(Streams, ABC):
     def _restore_memory(self) -> None:
         """Undo :meth:`_free_memory`."""
 
-    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """Raise ValueError for a request that this engine cannot sample; called by :meth:`submit`, in any thread."""
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("This engine is closed; build a new one to sample again.")
@@ -307,7 +304,6 @@ class SteppingEngine(Streams, ABC):
         """
         self._require_open()
         (room,) = response_rooms([request], sampling, self.max_model_len)
-        self._refuse(request, sampling)
         future: Future[GroupOutput] = Future()
         self._submitted.append(Flight(request, room, sampling, future))
         return future

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +34,6 @@ from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.stored_steps import StoredSteps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rl.table import RowTable
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.text import GREEN, RED, say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
@@ -111,10 +109,12 @@ class Run:
             self.log = StepLog(
                 self.run_log, progress, self.stored, components.tokenizer, components.task, publish_seconds
             )
+            buffer = components.collector.replay_buffer
+            batches = components.collector if buffer is None else buffer
             try:
                 with progress:
                     done = run(
-                        self._batches(),
+                        iter(batches),
                         self.stored,
                         components.collector,
                         self.log,
@@ -134,15 +134,6 @@ class Run:
             if done >= self.total:
                 self._finish(done)
         return done
-
-    def _batches(self) -> Iterator[RowTable]:
-        """Yield batches from the collector, or in mode=async from the replay buffer that it fills concurrently."""
-        collector = self.components.collector
-        if collector.replay_buffer is None:
-            yield from collector
-        else:
-            collector.start()
-            yield from collector.replay_buffer
 
     def _restore(self) -> int:
         """Load the newest checkpoint if the run is resumed; return the number of the first step to train."""
@@ -193,7 +184,7 @@ class Run:
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()
-        self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
+        self.run_log.phase_seconds["time/checkpoint_s"] += time.perf_counter() - began
 
     def _before(self, step: int) -> None:
         """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run."""
@@ -207,13 +198,15 @@ class Run:
             starting(f"The first step: {mean_responses_per_step(self.config)} responses")
         self.steps = step
         self.log.begin()
+        if step == self.first and self.components.collector.replay_buffer is not None:  # filled from now on
+            self.components.collector.start()
 
     def _evaluate(self, step: int) -> None:
         if step == self.first:
             starting(f"Evaluating on {len(self.components.evaluator.examples)} held-out problems")
         metrics = self.components.evaluator.measure()
         self.run_log.write_step(step, metrics)
-        self.run_log.add_seconds("time/eval_s", metrics["time/eval_s"])
+        self.run_log.phase_seconds["time/eval_s"] += metrics["time/eval_s"]
         logger.info("%s", self.components.evaluator.sentence(step, metrics))
 
     def _after(self, steps: int) -> bool:
@@ -230,7 +223,7 @@ class Run:
         return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
-        self.run_log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
+        self.run_log.phase_seconds["time/report_s"] += self.report.finish() if last else self.report.checkpoint()
 
     def _finish(self, steps: int) -> None:
         if self.config.eval.mode == "on":
