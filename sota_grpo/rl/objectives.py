@@ -64,15 +64,11 @@ class LossTokens:
     advantage: Tensor
     mask: Tensor
     weight: Tensor
+    old: Tensor  # log-probs in the denominator of the ratio: proximal if the batch has them, else behaviour
     proximal: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
     kept: Tensor | None = None
-
-    @property
-    def old(self) -> Tensor:
-        """Log-probs in the denominator of the ratio: proximal if the batch has them, else behaviour."""
-        return self.behaviour if self.proximal is None else self.proximal
 
 
 def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
@@ -489,6 +485,7 @@ class GRPOLoss(LossModule):
             weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
         mask = mask & (weight != 0)
         selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
+        selected["old"] = selected.get("proximal", selected["behaviour"])
         return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), kept=kept, **selected)
 
     def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:

@@ -300,7 +300,7 @@ def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
 def _values(rows: RowTable, key: Any) -> list[Any]:
     """Return an entry of all rows as a list of numbers or texts."""
     values = rows.get(key)
-    return values.flatten().tolist() if isinstance(values, Tensor) else [_text(value) for value in values]
+    return values.flatten().tolist() if isinstance(values, Tensor) else list(values)
 
 
 class GroupAdvantage(RowTransform):

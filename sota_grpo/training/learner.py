@@ -108,8 +108,8 @@ class Learner:
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
-        whole = not any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
+        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        alone = self.device.type == "cuda" and not self.is_sharded and not self.scaler.is_enabled()
         #: The fused optimizer clips the gradient and skips non-finite steps: then a step has one GPU sync.
         self.skips_by_itself = alone and isinstance(self.optimizer, torch.optim.AdamW)
         self.drops_out = bool(dropouts(policy))
@@ -183,7 +183,8 @@ class Learner:
         else:
             self.scaler.unscale_(self.optimizer)
             limit = self.settings.clip_grad_norm or math.inf
-            gradient_norm = replicated(nn.utils.clip_grad_norm_(self.parameters, limit))
+            gradient_norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+            gradient_norm = replicated(gradient_norm) if self.is_sharded else gradient_norm
         losses, metrics, norm = self._measured(totals, gradient_norm)
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
