@@ -113,7 +113,7 @@ def add(engine: SteppingEngine, requests: Sequence[GroupRequest], sampling: Samp
         future = engine.submit(request, sampling)
         future.add_done_callback(lambda done, ticket=ticket: ended.append((ticket, done)))
     with engine._between_steps():
-        engine._take_in()
+        engine._start_together([engine._submitted.popleft() for _ in requests])
     return tickets
 
 

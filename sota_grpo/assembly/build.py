@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -255,15 +255,11 @@ def make_weight_sync(
 ) -> EngineWeightSync:
     """Return the weight sync to an engine in this process: the adapter alone if supported, else merged weights."""
     if not config.train_model.lora.enabled:
-        return EngineWeightSync(partial(_state, model), engine, make_room)
+        return EngineWeightSync(lambda: model.state_dict().items(), engine, make_room)  # a tied head has its own name
     if not (engine.takes_adapters or config.inference_model.serve_adapter):
         return EngineWeightSync(partial(engine_weights, model), engine, make_room)
     engine.base = partial(engine_weights, model, merged=False)
     return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(engine_weights, model))
-
-
-def _state(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    return model.state_dict().items()  # a tied head has its own name too
 
 
 def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
@@ -403,6 +399,7 @@ def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learn
         return EngineWeightSync(learner.adapter, engine, make_room, learner.weights)
     model = learner.policy.model
     if not config.train_model.lora.enabled:
-        return EngineWeightSync(lambda: WeightPack.of(_state(model), dtype=engine.weight_dtype), engine, make_room)
+        packed = lambda: WeightPack.of(model.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
+        return EngineWeightSync(packed, engine, make_room)
     engine.base = partial(packed_weights, model, merged=False)
     return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(packed_weights, model))

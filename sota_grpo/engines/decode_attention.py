@@ -34,35 +34,25 @@ class GrowingLayer(DynamicLayer):
     keys: torch.Tensor  # type: ignore[assignment]
     values: torch.Tensor  # type: ignore[assignment]
 
-    def __init__(self, **_: Any):
-        super().__init__()
-        self._length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states[:, :, :0]
-        self.values = value_states[:, :, :0]
-        self.is_initialized = True
+    _length = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self._length + key_states.shape[2]
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        start, end = self._length, self._length + key_states.shape[2]
         if end > self.keys.shape[2]:
-            self.keys, self.values = self._grown(self.keys, key_states), self._grown(self.values, value_states)
-        self.keys[:, :, self._length : end] = key_states
-        self.values[:, :, self._length : end] = value_states
+            columns = end + max(64, end // 2)
+            self.keys, self.values = (
+                torch.cat([old[:, :, :start], new.new_empty((*new.shape[:2], columns - start, new.shape[3]))], dim=2)
+                for old, new in ((self.keys, key_states), (self.values, value_states))
+            )
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grown(self, old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        end = self._length + like.shape[2]
-        columns = end + max(64, end // 2)
-        new = like.new_empty((like.shape[0], like.shape[1], columns, like.shape[3]))
-        new[:, :, : self._length] = old[:, :, : self._length]
-        return new
 
     def get_seq_length(self) -> int:
         return self._length
@@ -308,13 +298,16 @@ def decode_attention(
         unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
         if unknown:
             raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
-        if prompts.prefilled is None:
-            return _over_both(query, key, value, prompts, module.layer_idx, scale), None  # type: ignore[arg-type]
         attention_mask = None
-    if query.shape[2] == 1 and query.shape[1] != key.shape[1] and kwargs.get("position_bias") is None:
-        folded = _folded(query, key)
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scale)
-        return _unfolded(out, query), None
+    over_both = prompts is not None and prompts.prefilled is None
+    is_grouped = query.shape[2] == 1 and query.shape[1] != key.shape[1] and kwargs.get("position_bias") is None
+    if over_both or is_grouped:
+        folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        if over_both:
+            out = _over_both(folded, key, value, prompts, module.layer_idx, scale)  # type: ignore[arg-type]
+        else:
+            out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scale)
+        return out.reshape(*query.shape[:3], -1).transpose(1, 2), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -323,30 +316,22 @@ AttentionInterface.register(DECODE_ATTENTION, decode_attention)
 AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 
-def _folded(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Reshape ``[rows, heads, T, width]`` to ``[rows, key heads, n * T, width]``; ``n`` heads share a key head."""
-    return query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
-
-
-def _unfolded(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`_folded` on the attention's output; return ``[rows, T, heads, width]``."""
-    return out.reshape(*query.shape[:3], -1).transpose(1, 2)
-
-
 def _over_both(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: SharedPrompts, layer: int, scale: float
 ) -> torch.Tensor:
-    """Return the attention ``[rows, 1, heads, width]`` of one token per row over its prompt and its sampled tokens."""
-    folded = _folded(query, key)
-    rows, heads, n, _ = folded.shape
-    out, response_lse = attend(folded.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
+    """Return the attention of one token per row over its prompt and its sampled tokens.
+
+    ``query`` and the result are ``[rows, key heads, n, width]``: the ``n`` query heads that share a key head.
+    """
+    rows, heads, n, _ = query.shape
+    out, response_lse = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
     out = out.view(rows, heads, n, -1)
     if (held := prompts.held.get(layer)) is not None:
         bias = prompts.bias(held[0])
-        of_prompt, lse = attend(prompts.spread(folded), held[0].flatten(0, 1), held[1].flatten(0, 1), bias, scale)
+        of_prompt, lse = attend(prompts.spread(query), held[0].flatten(0, 1), held[1].flatten(0, 1), bias, scale)
         weight = torch.sigmoid(response_lse.view(rows, heads, n, 1) - prompts.collect(lse, n))
         out = torch.lerp(prompts.collect(of_prompt, n), out, weight)
-    return _unfolded(out, query).to(value.dtype)
+    return out.to(value.dtype)
 
 
 def attend(

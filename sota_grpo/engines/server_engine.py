@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from itertools import chain, starmap
 from pathlib import Path
@@ -376,12 +377,13 @@ class ServerEngine(SteppingEngine):
         if self._failure is not None:
             raise RuntimeError(f"This engine failed; build a new one: {self._failure}") from self._failure
 
-    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         if request.num_samples > self._max_rows:
             raise ValueError(
                 f"Group {request.group_id} requests {request.num_samples} samples, more than the max_rows="
                 f"{self._max_rows} that the server samples at once; raise max_rows."
             )
+        return super().submit(request, sampling)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from sota_grpo.engines.server_engine import ServerEngine
 from sota_grpo.engines.stepping import Flight
 from sota_grpo.http import ServerError
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.records import GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
 
@@ -62,17 +63,17 @@ class SGLangEngine(ServerEngine):
         """Return the environment variable that makes SGLang report log-probs after temperature."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
-    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        super()._refuse(request, sampling)
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
             raise ValueError(
                 "SGLang reports log-probs before top-p and top-k, which differ from the sampled distribution's; use "
                 f"top_p=1, top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
                 f"min_p={sampling.min_p:g}."
             )
+        return super().submit(request, sampling)
 
     def _check_sampling(self) -> None:
-        """No-op: :meth:`_refuse` excludes the sampling settings under which log-probs would differ."""
+        """No-op: :meth:`submit` excludes the sampling settings under which log-probs would differ."""
 
     def _request_names(self, ticket: int, num_samples: int) -> list[str]:
         """Return the request id of each sample; SGLang aborts by prefix, so a dot must separate groups 1 and 10."""

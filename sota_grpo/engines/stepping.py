@@ -208,15 +208,6 @@ class Flight(NamedTuple):
     future: Future[GroupOutput]
 
 
-def are_drawn_alike(first: Sampling, other: Sampling) -> bool:
-    """Return whether two sampling settings can share a batch: they are equal except for ``max_tokens``.
-
-    >>> are_drawn_alike(Sampling(max_tokens=8), Sampling(max_tokens=9))
-    True
-    """
-    return replace(first, max_tokens=other.max_tokens) == other
-
-
 class SteppingEngine(Streams, ABC):
     """Base class of engines; a subclass implements how to start, step and drop groups, which it knows by tickets.
 
@@ -258,7 +249,7 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Start groups, by ticket; their sampling is equal except for ``max_tokens``, which each ``room`` replaces."""
+        """Start groups, by ticket, each with its own sampling, whose ``max_tokens`` its ``room`` replaces."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
@@ -285,9 +276,6 @@ class SteppingEngine(Streams, ABC):
     def _restore_memory(self) -> None:
         """Undo :meth:`_free_memory`."""
 
-    def _refuse(self, request: GroupRequest, sampling: Sampling) -> None:
-        """Raise ValueError for a request that this engine cannot sample; called by :meth:`submit`, in any thread."""
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("This engine is closed; build a new one to sample again.")
@@ -307,7 +295,6 @@ class SteppingEngine(Streams, ABC):
         """
         self._require_open()
         (room,) = response_rooms([request], sampling, self.max_model_len)
-        self._refuse(request, sampling)
         future: Future[GroupOutput] = Future()
         self._submitted.append(Flight(request, room, sampling, future))
         return future
@@ -321,7 +308,9 @@ class SteppingEngine(Streams, ABC):
         try:
             with self._between_steps():
                 try:
-                    self._take_in()
+                    submitted = [self._submitted.popleft() for _ in range(len(self._submitted))]
+                    if flights := [flight for flight in submitted if not flight.future.cancelled()]:
+                        self._start_together(flights)
                     busy = bool(self._flights)
                     if busy:
                         self._require_open()
@@ -378,15 +367,6 @@ class SteppingEngine(Streams, ABC):
         for flight in (*(self._submitted.popleft() for _ in range(len(self._submitted))), *flights.values()):
             self._ended.append((flight, RuntimeError(f"Group {flight.request.group_id} {why}.")))
         self._drop(flights)  # last: a broken engine may fail here
-
-    def _take_in(self) -> None:
-        """Start the submitted groups; consecutive groups with equal sampling are started together."""
-        while self._submitted:
-            sampling, flights = self._submitted[0].sampling, []
-            while self._submitted and are_drawn_alike(self._submitted[0].sampling, sampling):
-                flights.append(self._submitted.popleft())
-            if flights := [flight for flight in flights if not flight.future.cancelled()]:
-                self._start_together(flights)
 
     def _start_together(self, flights: Sequence[Flight]) -> None:
         """Start all groups; if that is refused, start each one alone, so that only refused groups fail."""

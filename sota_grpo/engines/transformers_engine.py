@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from sota_grpo.engines.stepping import (
     Flight,
     SteppingEngine,
     StopStrings,
-    are_drawn_alike,
     checked_weights,
     matrix_dtype,
     tied_names,
@@ -318,6 +318,12 @@ def _num_rows(batch: Mapping[int, Flight]) -> int:
     return sum(flight.request.num_samples for flight in batch.values())
 
 
+def are_drawn_alike(batch: Mapping[int, Flight], flight: Flight) -> bool:
+    """Return whether ``flight`` can share the batch: the sampling is equal except for ``max_tokens``."""
+    sampling = next(iter(batch.values())).sampling
+    return replace(sampling, max_tokens=flight.sampling.max_tokens) == flight.sampling
+
+
 class TransformersEngine(SteppingEngine):
     """Rollout engine that samples with its own copy of a transformers model.
 
@@ -379,9 +385,10 @@ class TransformersEngine(SteppingEngine):
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
         self._wake_now()
-        batch: dict[int, Flight] = {}  # consecutive groups of at most max_rows samples together
+        batch: dict[int, Flight] = {}  # consecutive groups with equal sampling, of at most max_rows samples together
         for ticket, flight in flights.items():
-            if not batch or _num_rows(batch) + flight.request.num_samples > self._max_rows:
+            fits = _num_rows(batch) + flight.request.num_samples <= self._max_rows
+            if not (batch and fits and are_drawn_alike(batch, flight)):
                 self._waiting.append(batch := {})
             batch[ticket] = flight
 
@@ -412,15 +419,14 @@ class TransformersEngine(SteppingEngine):
             if self._running and num_rows + _num_rows(batch) > self._max_rows:
                 return
             self._waiting.popleft()
-            sampling, *_ = (flight.sampling for flight in batch.values())
-            while self._waiting and are_drawn_alike(next(iter(self._waiting[0].values())).sampling, sampling):
+            while self._waiting and are_drawn_alike(batch, next(iter(self._waiting[0].values()))):
                 if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
                     break
                 batch |= self._waiting.popleft()
             decoder = GroupDecoder(
                 self._model,
                 [flight.request for flight in batch.values()],
-                sampling,
+                next(iter(batch.values())).sampling,
                 [flight.room for flight in batch.values()],
                 self._eos_token_ids,
                 self._pad_token_id,

@@ -148,6 +148,10 @@ def _permutation(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
+def _named(example: Example) -> str:
+    return f"the prompt of {example.query[:60]!r}" + (f" ({one_line(example.place)})" if example.place else "")
+
+
 class PromptSource:
     """The prompts of a task as token ids, and the grader of its responses.
 
@@ -211,8 +215,6 @@ class PromptSource:
         Raises:
             UserError: the prompt is longer than ``max_prompt_tokens``, or the template cannot render it.
         """
-        location = f" ({one_line(example.place)})" if example.place else ""
-        name = f"the prompt of {example.query[:60]!r}{location}"
         key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
         ids = None if observation else self._prompt_ids.get(key)
         if ids is None:
@@ -221,12 +223,12 @@ class PromptSource:
                 chat = self._chats.get(task_of_example(example.extra), self._chats[None])
                 ids = chat.ids([*before, {**last, "content": last["content"] + observation}])
             except UserError as error:
-                raise UserError(f"{name}: {error}") from error
+                raise UserError(f"{_named(example)}: {error}") from error
             if not observation:
                 self._prompt_ids[key] = ids
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
-                f"{name} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; raise "
+                f"{_named(example)} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; raise "
                 "inference_model.max_model_len if the model allows more, or remove the problem from the dataset."
             )
         return ids

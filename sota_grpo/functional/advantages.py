@@ -95,7 +95,7 @@ def group_advantages(
     if rewards.numel() == 0:
         return rewards.to(dtype)
     values = rewards.double()
-    index, counts = _group_index(group_ids)
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     alike = torch.zeros_like(values, dtype=torch.bool)
     if chosen in GROUP_TERMS or scale in GROUP_TERMS:
         alike |= _constant_rows(values, index, counts)
@@ -152,7 +152,7 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | No
     [False, False, True, True]
     """
     _check_rows(rewards, group_ids)
-    index, counts = _group_index(group_ids)
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return _constant_rows(rewards.double(), index, counts, counted)
 
 
@@ -201,12 +201,6 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
         )
     left = (max_tokens - buffer_tokens - lengths).clamp(min=-buffer_tokens, max=0)
     return (left.double() / buffer_tokens).float()
-
-
-def _group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each row's group among the G distinct ids ``[N]``, and the size of each group ``[G]``."""
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return index, counts
 
 
 def _group_sum(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:

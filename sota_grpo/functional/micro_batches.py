@@ -129,6 +129,10 @@ def fill(
     """
     full, even = [], []
     for group in groups:
+        if _Batch(0).weight(slots_per_token, *_size(group)) <= token_budget:
+            full.append(group)
+            even.append(group)
+            continue
         lengths = [(length, 1, group.prompt + length) for length in group.responses]
         cuts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
         full += [group.subset(cut.members) for cut in cuts]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -348,10 +349,7 @@ def _nat_bounds(
     _check_width("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; it bounds the ratio from above and must be greater than 1.")
-
-    def constant(value: float) -> Tensor:
-        return log_ratio.new_full((), value)
-
+    constant = partial(log_ratio.new_full, ())
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
     lower = constant(-clip_low).where(negative, constant(-math.inf))

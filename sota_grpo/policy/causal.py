@@ -39,6 +39,7 @@ from sota_grpo.policy.shared_prompt import (
 
 logger = logging.getLogger(__name__)
 
+KERNEL_DEVICES = ("cuda",)  # types of devices whose attention takes kernels, which need a layout's tables
 ENTROPY = "entropy"
 #: Model families whose packed rows are tested to equal padded rows: if one of them is padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
@@ -140,9 +141,9 @@ class CausalPolicy(TensorDictModuleBase):
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        sets = _support_sets(rows)
-        padded = [rows.get(key).to(device) for key in self.in_keys]
-        return self.scorer(None, *padded, support=None if sets is None else sets.to(device))
+        support = support_of(rows)
+        sets = None if support is None else _support_sets(rows, *support).to(device)
+        return self.scorer(None, *(rows.get(key).to(device) for key in self.in_keys), support=sets)
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
@@ -157,7 +158,8 @@ class CausalPolicy(TensorDictModuleBase):
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         layout = pack(tokens, attention_mask, assistant_mask)
-        layout.support = _support_sets(rows)
+        if (support := support_of(rows)) is not None:
+            layout.support = _support_sets(rows, *support)
         return layout
 
 
@@ -167,12 +169,10 @@ def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
     return None if ids is None or counts is None else (ids, counts)
 
 
-def _support_sets(rows: TensorDictBase) -> SupportSets | None:
-    """Return the sampling supports of all assistant tokens, row after row, on the CPU; None if there are none."""
-    if (support := support_of(rows)) is None:
-        return None
+def _support_sets(rows: TensorDictBase, ids: Tensor, counts: Tensor) -> SupportSets:
+    """Return the sampling supports of all assistant tokens, row after row, on the CPU; see :func:`support_of`."""
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
-    ids, counts = (tensor.cpu() for tensor in support)
+    ids, counts = ids.cpu(), counts.cpu()
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
     return SupportSets.of(ids[real], counts[mask], tokens[mask])
 
@@ -297,7 +297,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
         position_ids=layout.positions,
         use_cache=False,
         layout=layout,
-        tables=layout.tables,
+        tables=layout.tables if layout.tokens.device.type in KERNEL_DEVICES else None,
     )
     return output.last_hidden_state[0]
 

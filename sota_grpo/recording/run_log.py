@@ -14,6 +14,7 @@ import numbers
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,7 +74,7 @@ class RunLog:
         term_weights: weights of the reward terms, for the debug log; a missing one (of a penalty) is 1.
 
     Attributes:
-        phase_seconds: total seconds since this start by phase (``time/..._s``).
+        phase_seconds: total seconds since this start by phase (``time/..._s``), for the closing lines of the run.
     """
 
     def __init__(
@@ -87,16 +88,12 @@ class RunLog:
         self._run_dir, self._sinks = Path(run_dir), tuple(sinks)
         self._num_examine, self._term_weights = num_examine, dict(term_weights or {})
         self._debug_log: Path | None = None  # until the first write
-        self.phase_seconds: dict[str, float] = {}
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
         for name in (METRICS_FILE, ROLLOUTS_FILE):
             path = _writable(self._run_dir / name)
             end = max((offset + len(line) for _, offset, line in whole_lines(path)), default=0)
             if end < path.stat().st_size:
                 os.truncate(path, end)
-
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add ``seconds`` to the total of ``phase`` (``time/..._s``), for the closing lines of the run."""
-        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a separate line.
@@ -306,12 +303,12 @@ class StepLog:
         metrics |= system_metrics()
         for name, value in metrics.items():
             if name.startswith("time/"):
-                self._run_log.add_seconds(name, value)
+                self._run_log.phase_seconds[name] += value
         self._run_log.write_step(step, metrics)
         rows = rollout_rows(batch, self._tokenizer, self._task.messages)
         self._run_log.write_rollouts(step, rows)
         if stored_s := self._stored.write(step, metrics, batch, rows):
-            self._run_log.add_seconds("time/store_s", stored_s)
+            self._run_log.phase_seconds["time/store_s"] += stored_s
         self._progress.update(step + 1, metrics)
         self._watch.look(step, metrics)
 

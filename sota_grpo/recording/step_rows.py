@@ -126,15 +126,14 @@ def rollout_rows(
         )
         if tasks := metric_tasks(extra):
             plain[-1]["task"] = tasks[-1]
-        dialog = dialog_of(row, tokenizer)
-        if dialog is not None:
-            example = Example(row[keys.QUERY], row[keys.ANSWER], extra)
+        if not at_one_go or keys.DIALOG in row:
+            dialog, example = dialog_of(row, tokenizer), Example(row[keys.QUERY], row[keys.ANSWER], extra)
             plain[-1]["dialog"] = dialog if messages is None else {"prompt": messages(example), **dialog}
     return plain
 
 
-def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the turns of a dialog after its prompt, or None for a response in one turn without tools.
+def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
+    """Return the turns of a dialog after its prompt.
 
     ``turns`` are in token order, each with ``role``, ``trained`` (sampled from the policy; other turns are masked out
     of the loss), ``tokens`` (their number), ``text`` (special tokens included) and, for tool calls, ``calls``: a list
@@ -148,11 +147,9 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
     """
     ids = row[keys.RESPONSE_TOKENS]
     sampled = row[keys.ASSISTANT_MASK][-len(ids) :]
-    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
-    if record is None and bool(sampled.all()):
-        return None
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else {}
     turns, start = [], 0
-    calls_and_replies, replied = iter(_calls(record or {})), ["user"]  # turns before the policy's first are a user's
+    calls_and_replies, replied = iter(_calls(record)), ["user"]  # turns before the policy's first are a user's
     for trained, run in groupby(sampled.tolist()):
         count = len(list(run))
         text = tokenizer.decode(ids[start : start + count])
@@ -164,7 +161,7 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any] | None:
             turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
         turns.append(turn)
         start += count
-    ended = {name: record[name] for name in ("ended", "error") if record and name in record}
+    ended = {name: record[name] for name in ("ended", "error") if name in record}
     return {"turns": turns, **ended}
 
 

@@ -64,15 +64,11 @@ class LossTokens:
     advantage: Tensor
     mask: Tensor
     weight: Tensor
+    old: Tensor  # log-probs in the denominator of the ratio: proximal if the batch has them, else behaviour
     proximal: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
     kept: Tensor | None = None
-
-    @property
-    def old(self) -> Tensor:
-        """Log-probs in the denominator of the ratio: proximal if the batch has them, else behaviour."""
-        return self.behaviour if self.proximal is None else self.proximal
 
 
 def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
@@ -329,6 +325,7 @@ class GRPOLoss(LossModule):
         self.distill_coeff, self.advantage_coeff = distill_coeff, advantage_coeff
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
+        self.optional_terms = {name for name in ("entropy", "ref_log_prob") if self.surrogate.reads(name)}
         self.ratio, self.dual_clip, self.surrogate_options = ratio, dual_clip, dict(surrogate_options or {})
         self.kl_estimator, self.kl_unbiased, self.off_policy_threshold = kl_estimator, kl_unbiased, off_policy_threshold
         self.correction, self.correction_mode = correction, correction_mode
@@ -431,14 +428,14 @@ class GRPOLoss(LossModule):
             **{"dual_clip": self.dual_clip, **self.surrogate_options},
         }
         chosen = self.surrogate
-        if chosen.reads("entropy"):
+        if "entropy" in self.optional_terms:
             if tokens.entropy is None:
                 raise ValueError(
                     "the objective reads the entropy; let actor_network write 'entropy', or, with a TorchRL wrapper, "
                     "pass entropy_bonus=True."
                 )
             terms["entropy"] = tokens.entropy.detach()
-        if chosen.reads("ref_log_prob"):
+        if "ref_log_prob" in self.optional_terms:
             terms["ref_log_prob"] = self._reference("the objective reads ref_log_prob", tokens)
         clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
         value = of_terms(chosen.loss, terms)
@@ -488,6 +485,7 @@ class GRPOLoss(LossModule):
             weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
         mask = mask & (weight != 0)
         selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
+        selected["old"] = selected.get("proximal", selected["behaviour"])
         return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), kept=kept, **selected)
 
     def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:

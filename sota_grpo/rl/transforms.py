@@ -300,7 +300,7 @@ def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
 def _values(rows: RowTable, key: Any) -> list[Any]:
     """Return an entry of all rows as a list of numbers or texts."""
     values = rows.get(key)
-    return values.flatten().tolist() if isinstance(values, Tensor) else [_text(value) for value in values]
+    return values.flatten().tolist() if isinstance(values, Tensor) else list(values)
 
 
 class GroupAdvantage(RowTransform):
@@ -358,11 +358,8 @@ class GroupAdvantage(RowTransform):
         self.baseline: Any = "none" if self.estimator else baseline
         self.scale, self.eps, self.group_size = scale, eps, group_size
         self.decouple_terms, self.term_weights = decouple_terms, term_weights
+        self.written_key = out_keys[0]
         self._waiting: dict[Any, list[TensorDictBase]] = {}  # rows of incomplete groups
-
-    @property
-    def written_key(self) -> NestedKey:  # type: ignore[override]
-        return self.out_keys[0]
 
     def _write(self, rows: RowTable) -> None:
         group_ids = self._group_ids(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +43,6 @@ from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.stored_steps import StoredSteps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
-from sota_grpo.rl.table import RowTable
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.text import GREEN, RED, say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
@@ -134,10 +132,12 @@ class Run:
             self.log = StepLog(
                 self.run_log, progress, self.stored, components.tokenizer, components.task, publish_seconds
             )
+            buffer = components.collector.replay_buffer
+            batches = components.collector if buffer is None else buffer
             try:
                 with progress:
                     done = run(
-                        self._batches(),
+                        iter(batches),
                         self.stored,
                         components.collector,
                         self.log,
@@ -157,15 +157,6 @@ class Run:
             if done >= self.total or self.reached is not None:
                 self._finish(done)
         return done
-
-    def _batches(self) -> Iterator[RowTable]:
-        """Yield batches from the collector, or in mode=async from the replay buffer that it fills concurrently."""
-        collector = self.components.collector
-        if collector.replay_buffer is None:
-            yield from collector
-        else:
-            collector.start()
-            yield from collector.replay_buffer
 
     def _restore(self) -> int:
         """Load the newest checkpoint if the run is resumed; return the number of the first step to train."""
@@ -218,7 +209,7 @@ class Run:
         if on_cpu:
             self.saves.wait()
         self.stored.after_checkpoint()
-        self.run_log.add_seconds("time/checkpoint_s", time.perf_counter() - began)
+        self.run_log.phase_seconds["time/checkpoint_s"] += time.perf_counter() - began
 
     def _before(self, step: int) -> bool:
         """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run.
@@ -240,6 +231,8 @@ class Run:
         self.steps = step
         self.log.begin()
         return True
+        if step == self.first and self.components.collector.replay_buffer is not None:  # filled from now on
+            self.components.collector.start()
 
     def _evaluate(self, step: int, subset_for: float | None = None) -> None:
         """Evaluate and log; on all held-out problems, or on a subset that shows if a target is out of reach.
@@ -251,7 +244,7 @@ class Run:
             starting(f"Evaluating on {len(evaluator.examples)} held-out problems")
         metrics = evaluator.measure(subset_for)
         self.run_log.write_step(step, metrics)
-        self.run_log.add_seconds("time/eval_s", metrics["time/eval_s"])
+        self.run_log.phase_seconds["time/eval_s"] += metrics["time/eval_s"]
         logger.info("%s", evaluator.sentence(step, metrics))
         if metrics["eval/num_samples"] < len(evaluator.examples):
             return
@@ -299,7 +292,7 @@ class Run:
         return not self.stop.requested
 
     def _report(self, *, last: bool) -> None:
-        self.run_log.add_seconds("time/report_s", self.report.finish() if last else self.report.checkpoint())
+        self.run_log.phase_seconds["time/report_s"] += self.report.finish() if last else self.report.checkpoint()
 
     def _finish(self, steps: int) -> None:
         if self.reached is not None and self.saved != steps:

@@ -246,7 +246,6 @@ class Slots:
         )
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
-        self._in_flight_versions: Counter[int] = Counter()
         self._stream, self._version = stream, version
         self.num_taken = 0
 
@@ -257,21 +256,22 @@ class Slots:
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
         """Discard a zero-advantage group; return newly drawn groups that replace it or others."""
-        self._remove(group)
+        del self.in_flight[group.group_id]
         self.refill.add(group, rows)
         return self._replace()
 
     def finish(self, group: Group, rows: RowTable) -> None:
         """Move a finished group from ``in_flight`` to the buffer."""
         self.buffer.add(rows)
-        self._remove(group)
+        del self.in_flight[group.group_id]
 
     def batch_is_ready(self) -> bool:
         """Return whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
         finished = self._finished.versions
-        admitted = self._in_flight_versions + finished + self.refill.held_versions()
+        in_flight = Counter(group.version for group in self.in_flight.values())
+        admitted = in_flight + finished + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
@@ -281,12 +281,12 @@ class Slots:
         done = self._finished.versions + self.refill.held_versions()
         waits = bool(self.in_flight)
         if self._finished.sampler is None:
-            waits = not oldest_are_finished(self.num_groups, self._in_flight_versions + done, done)
+            in_flight = Counter(group.version for group in self.in_flight.values())
+            waits = not oldest_are_finished(self.num_groups, in_flight + done, done)
         if waits:
             return []
         settled = self.refill.settle()
-        for group, _ in settled:
-            self._launch(group)
+        self.in_flight |= {group.group_id: group for group, _ in settled}
         return settled
 
     def take(self) -> None:
@@ -297,10 +297,12 @@ class Slots:
     def take_back(self) -> list[Group]:
         """Put the groups of a batch that a transform rejected in flight again; return them, to be sampled again."""
         self.num_taken = 0
-        return [  # as drawn by an earlier step: a zero-advantage one counts in round 1
-            self._launch(Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0))
+        again = {  # as drawn by an earlier step: a zero-advantage one counts in round 1
+            group_id: Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0)
             for group_id, version in sorted(self._finished.taken.items())
-        ]
+        }
+        self.in_flight |= again
+        return list(again.values())
 
     def release(self) -> list[Group]:
         """Free the slots of the current batch; return newly drawn groups for them."""
@@ -316,16 +318,8 @@ class Slots:
 
     def _admit(self, step: int, index: int) -> Group:
         ((group_id, example),) = self._stream.draw(1)
-        return self._launch(Group(group_id, example, self._version(), step, index))
-
-    def _launch(self, group: Group) -> Group:
-        self.in_flight[group.group_id] = group
-        self._in_flight_versions[group.version] += 1
+        group = self.in_flight[group_id] = Group(group_id, example, self._version(), step, index)
         return group
-
-    def _remove(self, group: Group) -> None:
-        del self.in_flight[group.group_id]
-        self._in_flight_versions[group.version] -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the prompt stream, the ids of groups in flight, and the rows of finished groups."""
@@ -353,9 +347,10 @@ class Slots:
                 f"{self.num_groups} and {self.max_policy_age}; resume with the same values."
             )
         self._stream.load_state_dict(state["stream"])
-        self.in_flight, self._in_flight_versions = {}, Counter()
-        for group_id, *draw in sorted(state["in_flight"]):
-            self._launch(Group(group_id, self._stream.example_of(group_id), *draw))
+        self.in_flight = {
+            group_id: Group(group_id, self._stream.example_of(group_id), *draw)
+            for group_id, *draw in sorted(state["in_flight"])
+        }
         for target, saved in zip((self.buffer.storage, self._finished), state["finished"], strict=True):
             target.load_state_dict(saved)
         self.refill.load_state_dict(state["refill"], self._stream.example_of)

@@ -521,7 +521,7 @@ class PromptGroupCollector(BaseCollector):
             self._to_request += groups
             return
         for group in groups:
-            self._start(self._collect_group, group)
+            self._loop.start(self._live(self._collect_group(group)))
 
     def _wait_for_batch(self) -> None:
         """Wait until the batch is ready; without a dispatcher thread, run the groups' coroutines meanwhile."""
@@ -551,7 +551,7 @@ class PromptGroupCollector(BaseCollector):
                 if not counts[SAMPLE] + counts[GRADE]:
                     groups, self._to_request = self._to_request, []
                     for group in groups:
-                        self._start(self._collect_group, group)
+                        self._loop.start(self._live(self._collect_group(group)))
                 self._loop.run_once(_POLL_S)
 
     def _batch_is_ready(self) -> bool:
@@ -567,16 +567,13 @@ class PromptGroupCollector(BaseCollector):
                 *(self._slots.refill.num_draws, len(settled)),
             )
         for group, rows in settled:
-            self._loop.post(partial(self._start, self._finish, group, rows))
+            self._loop.post(partial(self._loop.start, self._live(self._finish(group, rows))))
         return False
 
-    def _start(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        self._loop.start(self._run(work, *args))
-
-    async def _run(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Await a group's ``work(*args)``; the next request for a batch raises its failure, other groups continue."""
+    async def _live(self, work: Awaitable[None]) -> None:
+        """Await a group's ``work``; the next request for a batch raises its failure, other groups continue."""
         try:
-            await work(*args)
+            await work
         except GeneratorExit:  # the collector was deleted
             raise
         except BaseException as failure:

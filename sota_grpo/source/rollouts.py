@@ -116,13 +116,6 @@ class Rollouts:
     def __init__(self, env: PromptSource, engine: Engine, poll: Callable[[], object] | None = None):
         self.env, self.engine, self.poll = env, engine, poll
 
-    def request(self, prompt: Prompt) -> GroupRequest:
-        """Return the request to the engine; it includes the example if ``env`` has multi-turn dialogs."""
-        example = prompt.example if self.env.multi_turn else None
-        return GroupRequest(
-            prompt.group_id, self.env.prompt_ids(prompt.example), prompt.num_samples, prompt.seed, example
-        )
-
     async def group(self, prompt: Prompt, sampling: Sampling, clock: StageClock | None = None) -> Graded:
         """Sample and grade one group.
 
@@ -139,10 +132,14 @@ class Rollouts:
         limit = getattr(self.env.task, "max_tokens", lambda _: sampling.max_tokens)(prompt.example)
         sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
         with clock.stage(SAMPLE):
-            output = await result(self.engine.submit(self.request(prompt), sampling))
+            prompt_ids = self.env.prompt_ids(prompt.example)
+            example = prompt.example if self.env.multi_turn else None  # the turns of a dialog are answered by it
+            request = GroupRequest(prompt.group_id, prompt_ids, prompt.num_samples, prompt.seed, example)
+            output = await result(self.engine.submit(request, sampling))
         with clock.stage(GRADE):  # rows are built only now: a group in flight needs little memory
-            samples, prompt_ids = output.samples, output.prompt_ids or self.env.prompt_ids(prompt.example)
-            rows = group_table(drawn_entries(prompt.group_id, prompt.example, prompt_ids), samples, self.env.tokenizer)
+            samples = output.samples
+            entries = drawn_entries(prompt.group_id, prompt.example, output.prompt_ids or prompt_ids)
+            rows = group_table(entries, samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
                 # the loss ignores tokens with unknown log-probs, but this package's engines must know them
                 raise UnusableValues(

@@ -113,4 +113,4 @@ class EngineWeightSync(WeightSyncScheme):
         """Undo :meth:`sleep`, after releasing the learner's cached memory so that the engine can allocate it."""
         if self.make_room is not None:
             self.make_room()
-        self.engine.wake()
+            self.engine.wake()

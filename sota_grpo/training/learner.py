@@ -108,6 +108,11 @@ class Learner:
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.precision == "fp16")
+        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
+        alone = self.device.type == "cuda" and not self.is_sharded and not self.scaler.is_enabled()
+        #: The fused optimizer clips the gradient and skips non-finite steps: then a step has one GPU sync.
+        self.skips_by_itself = alone and isinstance(self.optimizer, torch.optim.AdamW)
+        self.drops_out = bool(dropouts(policy))
         self.entropy_coef = loss.entropy_coeff  # under entropy_target: applied only while the entropy is below it
         if settings.entropy_target is not None:
             self._apply_entropy_coef(0.0)
@@ -149,7 +154,7 @@ class Learner:
         steady = self.settings.entropy_target is None  # else zero-advantage rows may get an entropy gradient later
         learns_less = self.loss.advantage_only and steady
         sizes = (self.num_shares, self.policy.shared_prompt)
-        return Planner(self.settings, self.seed, *sizes, learns_less, bool(dropouts(self.policy)), self.shape)
+        return Planner(self.settings, self.seed, *sizes, learns_less, self.drops_out, self.shape)
 
     def _mismatch(self, rows: Sequence[Row], measured: Mapping[int, Tensor]) -> float | None:
         """Return the mean KL between the engine and the log-probs in ``own``; None if there is no token."""
@@ -178,7 +183,8 @@ class Learner:
         else:
             self.scaler.unscale_(self.optimizer)
             limit = self.settings.clip_grad_norm or math.inf
-            gradient_norm = replicated(nn.utils.clip_grad_norm_(self.parameters, limit))
+            gradient_norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+            gradient_norm = replicated(gradient_norm) if self.is_sharded else gradient_norm
         losses, metrics, norm = self._measured(totals, gradient_norm)
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
@@ -204,13 +210,6 @@ class Learner:
         if self.scaler.is_enabled():
             metrics |= {"skipped_steps": int(skipped), "loss_scale": scale}
         return metrics
-
-    @property
-    def skips_by_itself(self) -> bool:
-        """Whether the fused optimizer clips the gradient and skips non-finite steps: then a step has one GPU sync."""
-        whole = not any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        alone = self.device.type == "cuda" and whole and not self.scaler.is_enabled()
-        return alone and isinstance(self.optimizer, torch.optim.AdamW)
 
     def _stepped(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Step with fused AdamW unless a loss or gradient is not finite; return the gradient norm before clipping."""
@@ -493,10 +492,10 @@ class Learner:
         Raises:
             RunFailed: out of memory a second time, or with several ranks, which would have to agree on the size.
         """
-        tokens, half = self.settings.micro_batch_tokens, self.half
         try:
             return compute()
         except torch.OutOfMemoryError as error:
+            tokens, half = self.settings.micro_batch_tokens, self.half
             lacking = f"The learner's device lacks memory for micro-batches of {tokens:,} tokens ({first_line(error)})"
             if self.halved or self.ranks.size > 1:
                 raise RunFailed(

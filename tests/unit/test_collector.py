@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
+from sota_grpo.engines.stepping import EventLoop
 from sota_grpo.errors import RunFailed
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
@@ -83,14 +84,17 @@ def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
     assert list(map(plain, late.next_batch().unbind(0))) == list(map(plain, here.next_batch().unbind(0)))
 
 
-def test_a_request_has_its_example_where_the_dialog_continues() -> None:
-    for multi_turn in (False, True):
-        env = make_env(multi_turn=multi_turn)
-        example = env.task.train[3]
-        request = Rollouts(env, make_scripted(env)).request(Prompt(7, example, num_samples=2, seed=5))
-        assert (request.group_id, request.num_samples, request.seed) == (7, 2, 5)
-        assert request.prompt_ids == env.prompt_ids(example)
-        assert request.example == (example if multi_turn else None)
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_a_request_has_its_example_where_the_dialog_continues(multi_turn: bool) -> None:
+    env = make_env(multi_turn=multi_turn)
+    engine, example, requests = make_scripted(env), env.task.train[3], []
+    engine.submit = lambda request, sampling: requests.append(request) or Future()
+    prompt = Prompt(7, example, num_samples=2, seed=5)
+    EventLoop(engine).start(Rollouts(env, engine).group(prompt, Sampling(max_tokens=8)))
+    (request,) = requests
+    assert (request.group_id, request.num_samples, request.seed) == (7, 2, 5)
+    assert request.prompt_ids == env.prompt_ids(example)
+    assert request.example == (example if multi_turn else None)
 
 
 def test_a_collector_that_cannot_work_is_refused() -> None:

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from sota_grpo import keys
 from sota_grpo.assembly import devices, learning
 from sota_grpo.config import Config
-from sota_grpo.policy import sharding, shared_prompt
+from sota_grpo.policy import causal, sharding, shared_prompt
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
@@ -59,6 +59,7 @@ def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the way that it takes on CUDA; nothing is compiled yet."""
     torch._dynamo.reset()
     monkeypatch.setattr(shared_prompt, "_takes_kernels", lambda query, value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     for operation, kernel in (
         (shared_prompt.packed_attention, kernels.packed_attention),
         (shared_prompt._packed_attention_backward, kernels.packed_attention_backward),

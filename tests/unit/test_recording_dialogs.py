@@ -94,8 +94,7 @@ def test_without_a_record_the_mask_says_who_spoke(record: dict[str, Any] | None)
     ]
 
 
-def test_what_was_said_at_one_go_is_a_dialog_only_with_tools() -> None:
-    assert dialog_of(row_of([("abc", True)]), Letters()) is None
+def test_what_was_said_at_one_go_is_a_dialog_with_tools() -> None:
     record = {"messages": [spoken("abc")], "failed": [], "ended": "answer", "error": None}
     assert dialog_of(row_of([("abc", True)], record), Letters()) == {
         "turns": [{"role": "assistant", "trained": True, "tokens": 3, "text": "abc"}],

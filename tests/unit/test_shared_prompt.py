@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedModel
 
 from sota_grpo import keys
-from sota_grpo.policy import shared_prompt
+from sota_grpo.policy import causal, shared_prompt
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
@@ -128,6 +128,7 @@ def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: 
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     calls = []
     monkeypatch.setattr(module, "_takes_kernels", lambda query, value: True)
+    monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(module, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args))
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert calls
