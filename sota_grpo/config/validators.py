@@ -202,7 +202,7 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
         yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
-    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment):
+    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
 
@@ -226,6 +226,19 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
     if env.reasoning or replies(config):
         other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
+
+
+def an_agent_makes_its_own_requests(config: Config) -> Iterator[str]:
+    env = config.env
+    if env.agent is None:
+        return
+    for option, value in (("env.tools", env.tools), ("env.environment", env.environment)):
+        if value is not None:
+            yield f"{option}={value} has no effect with env.agent={env.agent}, which has its own tools; leave it out."
+    if env.reasoning:
+        yield f"env.reasoning=true has no effect with env.agent={env.agent}, which decides what follows; leave it out."
+    if env.max_steps < 2 and env.mixture is None:
+        yield f"env.agent={env.agent} may make one request only, because env.max_steps=1; use 16."
 
 
 def every_transform_and_sampler_is_in_a_file(config: Config) -> Iterator[str]:
