@@ -34,7 +34,7 @@ QUESTION = {"role": "user", "content": "What is 4 + 5?"}
 
 
 class Rig:
-    """A gateway over a scripted engine, which says ``says(number of the request)`` and notes the prompts it is given."""
+    """A gateway over a scripted engine, which says ``texts`` in turn and notes the prompts that it gets."""
 
     def __init__(self, max_model_len: int = 600):
         self.tokenizer, self.prompts, self.texts, self.fails = load_tokenizer("tiny"), [], [CALL, "It is 9."], False
