@@ -63,7 +63,8 @@ class AgentEngine(Streams):
         if agents is None:
             return self.engine.submit(request, sampling)
         inputs = reward_inputs(self._env.task, "", request.example)
-        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}  # under TRL's names
+        messages = [dict(message) for message in self._env.task.messages(request.example)]
+        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": messages}  # under TRL's names
         return GroupEpisodes(request, row, agents, self._gateway, sampling)
 
     def advance(self) -> bool:
