@@ -6,18 +6,13 @@ With the embedded policy after ``make agent``, which has learned the form of a c
 import json
 import re
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculate",
-        "description": "Give its value.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "Of numbers."}},
-            "required": ["expression"],
-        },
-    },
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string", "description": "Of numbers."}}}
+FUNCTION = {
+    "name": "calculate",
+    "description": "Give its value.",
+    "parameters": PARAMETERS | {"required": ["expression"]},
 }
+TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 def calculate(expression):
@@ -32,7 +27,8 @@ def calculate(expression):
 def solve(client, messages):
     """Ask until there is no call; return the last number of the answer."""
     for _ in range(3):
-        message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = reply.choices[0].message
         messages = [*messages, message]
         if not message.tool_calls:
             numbers = re.findall(r"-?\d+", message.content or "")

@@ -253,7 +253,8 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
-        if config.env.environment is None and not judges_alone(config):  # these do not say what is a success
+        env = config.env
+        if env.environment is None and env.agent is None and not judges_alone(config):  # these do not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:
