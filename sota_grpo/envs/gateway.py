@@ -133,7 +133,7 @@ class Session:
         Raises:
             BadRequest: the request cannot be rendered, is too long, or is one too many.
         """
-        form = self._gateway.form(json.dumps(chat.tools, sort_keys=True))
+        form = self._gateway.form(json.dumps(chat.tools))
         known = set(self._gateway.stop)
         if unknown := [text for text in chat.stop if text not in known]:
             raise BadRequest(
@@ -206,7 +206,7 @@ class Session:
 
 def _digests(chat: ChatRequest) -> list[bytes]:
     """Return the digest of the tools and the first ``n`` messages, for each ``n`` from 0 on."""
-    digests = [hashlib.sha256(json.dumps(chat.tools, sort_keys=True).encode()).digest()]
+    digests = [hashlib.sha256(json.dumps(chat.tools).encode()).digest()]
     for message in chat.messages:
         digests.append(_next(digests[-1], message))
     return digests
