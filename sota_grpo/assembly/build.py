@@ -55,13 +55,14 @@ from sota_grpo.assembly.sampling import (
 )
 from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
+from sota_grpo.config.secrets import AGENTS_KEY
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import AgentEngine
 from sota_grpo.envs.dialogs import DialogEngine
-from sota_grpo.envs.gateway import Gateway
+from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.errors import UserError
 from sota_grpo.files import load_instances
 from sota_grpo.functional import max_groups_admitted
@@ -236,8 +237,11 @@ def with_dialogs(
     agents = task_agents(config, instances)
     if not agents:
         return with_turns
-    kwargs = {"template_kwargs": config.env.chat_template_kwargs, "stop": config.inference_model.stop}
+    queue = next((one.instances for one in agents.values() if isinstance(one.instances, SessionQueue)), None)
+    kwargs = {"template_kwargs": config.env.chat_template_kwargs, "stop": config.inference_model.stop, "queue": queue}
     gateway = opened.enter_context(closing(Gateway(engine, env.tokenizer, **kwargs)))
+    if queue is not None:
+        logger.info("Programs may open sessions: POST %s/v1/sessions, with the key in %s.", gateway.url, AGENTS_KEY)
     return AgentEngine(with_turns, gateway, env, agents)
 
 

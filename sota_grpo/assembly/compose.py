@@ -19,6 +19,7 @@ from sota_grpo.files import file_reference
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
+from sota_grpo.tasks.agents import SESSIONS
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -235,7 +236,7 @@ def needs_consent(config: Config) -> dict[str, str]:
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
     for name, agent in _values(config, "env.agent"):
-        if file_reference(agent) is None:
+        if file_reference(agent) is None and agent != SESSIONS:
             acts[name] = f"run the command {one_line(agent)}"
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files of its model"

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config, max_support, model_name, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
-from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
+from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, EngineOptions, is_server, make_engine, resolve_engine_name
@@ -24,6 +24,7 @@ from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import Agents
 from sota_grpo.envs.dialogs import GradedTurns, Responder, Rules, ToolResponder, TurnTokens
+from sota_grpo.envs.gateway import SessionQueue
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
 from sota_grpo.policy.end_tokens import end_token_ids
@@ -37,7 +38,7 @@ from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
-from sota_grpo.tasks.agents import AGENT, agent_spec
+from sota_grpo.tasks.agents import AGENT, SESSIONS, agent_spec
 from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
@@ -148,9 +149,17 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
                 offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
         starting("Starting the tools")
-    started = {}
+    started: dict[Any, Any] = {}
     for spec in dict.fromkeys(offered.values()):
         kind, value, timeout_s, per_worker = spec
+        if kind == AGENT and value == SESSIONS:
+            if (key := key_of(AGENTS_KEY)) is None:
+                raise UserError(
+                    f"env.agent={SESSIONS} needs a key for the programs that open sessions; set the environment "
+                    f"variable {AGENTS_KEY}."
+                )
+            started[spec] = opened.enter_context(closing(SessionQueue(timeout_s, key)))
+            continue
         made = agent_spec(value) if kind == AGENT else instance_spec(value, kind)
         instances = Instances(made, timeout_s=timeout_s, per_worker=per_worker)
         started[spec] = opened.enter_context(closing(instances))

@@ -132,7 +132,7 @@ class EnvConfig:
     agent: str | None = opt(
         None,
         "FILE.py:NAME or a command line: your own agent, which samples through an OpenAI or Anthropic client and "
-        "returns the reward; at most env.max_steps responses per sample",
+        "returns the reward; at most env.max_steps responses per sample; sessions: programs outside of the run",
     )
     transforms: list[str] = section(
         list,

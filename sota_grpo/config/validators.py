@@ -254,7 +254,9 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
         env = config.env
-        if env.environment is None and env.agent is None and not judges_alone(config):  # these do not say what is a success
+        if (
+            env.environment is None and env.agent is None and not judges_alone(config)
+        ):  # these do not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:

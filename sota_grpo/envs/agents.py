@@ -17,7 +17,7 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams, Task, result
 from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED
-from sota_grpo.envs.gateway import Gateway
+from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rl.records import LARGEST, TURNS, GroupOutput, GroupRequest, Sampling, task_of_example
 from sota_grpo.tasks.wrappers import reward_inputs
@@ -30,9 +30,9 @@ RUN = "run"  # the call that runs an agent
 
 @dataclass(frozen=True)
 class Agents:
-    """The worker processes of one task's agent, and the most responses of an episode."""
+    """The worker processes of one task's agent, or the queue of outside programs; the most responses of an episode."""
 
-    instances: Instances
+    instances: Instances | SessionQueue
     max_turns: int
 
 

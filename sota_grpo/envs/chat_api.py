@@ -77,7 +77,7 @@ def openai_request(body: Any) -> ChatRequest:
     stop = body.get("stop") or []
     return ChatRequest(
         _named(messages),
-        tuple(_tool(tool, "function") for tool in _list(tools, "tools")) if choice == "auto" else (),
+        tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
         _count(limit, "max_tokens"),
         _count(body.get("n"), "n") or 1,
         (stop,) if isinstance(stop, str) else tuple(stop),
@@ -116,12 +116,16 @@ def anthropic_request(body: Any) -> ChatRequest:
     for message in _list(body.get("messages"), "messages"):
         messages += _anthropic_messages(_object(message, "a message"))
     tools = [
-        {"type": "function", "function": {**_object(tool, "a tool"), "parameters": tool.get("input_schema")}}
+        {
+            "function": {
+                name.replace("input_schema", "parameters"): value for name, value in _object(tool, "a tool").items()
+            }
+        }
         for tool in (_list(body.get("tools") or [], "tools") if choice == "auto" else [])
     ]
     return ChatRequest(
         _named(messages),
-        tuple(_tool(tool, "function") for tool in tools),
+        tuple(_tool(tool) for tool in tools),
         _count(body.get("max_tokens"), "max_tokens"),
         stop=tuple(body.get("stop_sequences") or ()),
         stream=bool(body.get("stream")),
@@ -299,14 +303,14 @@ def _id_of(value: Any) -> dict[str, str]:
     return {} if value is None else {"tool_call_id": str(value)}
 
 
-def _tool(tool: Any, key: str) -> dict[str, Any]:
-    """Return a tool's schema with its name, description and parameters only."""
-    function = _object(_object(tool, "a tool").get(key), "the function of a tool")
+def _tool(tool: Any) -> dict[str, Any]:
+    """Return a tool's schema as chat templates need it: with a description and parameters."""
+    function = _object(_object(tool, "a tool").get("function"), "the function of a tool")
     name, parameters = function.get("name"), function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(name, str) or not name:
         raise BadRequest("a tool has no name.")
-    description = {"name": name, "description": str(function.get("description") or "")}
-    return {"type": "function", "function": {**description, "parameters": _object(parameters, f"the schema of {name}")}}
+    parameters = _object(parameters, f"the schema of {name}")
+    return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
 def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

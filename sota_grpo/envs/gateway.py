@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -46,11 +48,14 @@ from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.tool_schemas import call_id
 from sota_grpo.text import one_line, sentence
+from sota_grpo.workers.base import pending_future
+from sota_grpo.workers.instances import Answer, InstanceLost, Opened
 
 logger = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 32 << 20  # bytes of a request's body
 _START_S = 30.0
+_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that asks for an episode
 _MOST_FORMS = 64  # sets of tools whose readers are kept
 
 
@@ -217,6 +222,75 @@ def _next(digest: bytes, message: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(digest + json.dumps(read, sort_keys=True).encode()).digest()
 
 
+class SessionQueue:
+    """Episodes that wait for an outside program to run them, in place of agents in worker processes.
+
+    It has the methods of :class:`~sota_grpo.workers.instances.Instances` that an episode calls. The server gives an
+    episode to the next program that asks (``POST /v1/sessions``), and ends it with the reward that the program sends
+    (``POST /v1/sessions/end``), or without one ``timeout_s`` seconds after it was given.
+
+    Args:
+        timeout_s: longest time of an episode, in seconds.
+        key: API key of the programs.
+    """
+
+    schemas: tuple[dict[str, Any], ...] = ()
+    has_reward = True
+
+    def __init__(self, timeout_s: float, key: str):
+        self.timeout_s, self.key = timeout_s, key
+        self._rows: dict[int, Mapping[str, Any]] = {}
+        self._keys = itertools.count()
+        self._waiting: deque[tuple[Mapping[str, Any], Future[list[Answer]]]] = deque()
+        self._given: dict[str, Future[list[Answer]]] = {}  # by the key of its session
+
+    def open(self, row: Mapping[str, Any]) -> Future[Opened]:
+        """Take the row of an episode."""
+        key, opened = next(self._keys), pending_future()
+        self._rows[key] = row
+        opened.set_result(Opened(key, None))
+        return opened
+
+    def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
+        """Queue an episode; return the future of what its program sends at its end."""
+        ended: Future[list[Answer]] = pending_future()
+        ((_, address),) = calls
+        self._waiting.append(({"row": self._rows.pop(key), **address}, ended))
+        return ended
+
+    def take(self) -> Mapping[str, Any] | None:
+        """Return ``row``, ``base_url`` and ``api_key`` of the next episode; None if none waits."""
+        while self._waiting:
+            episode, ended = self._waiting.popleft()
+            if not ended.done():
+                self._given[episode["api_key"]] = ended
+                return episode
+        return None
+
+    def end(self, api_key: str, result: Any) -> None:
+        """End an episode with the reward that its program sends; no-op if it has ended."""
+        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
+            ended.set_result([Answer(json.dumps(result), is_error=False)])
+
+    def expire(self, api_key: str) -> None:
+        """End an episode that took too long; no-op if it has ended."""
+        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
+            ended.set_exception(InstanceLost(f"TimeoutError: no end of the session within {self.timeout_s:g} s"))
+
+    def wait_ready(self) -> None:
+        """No-op: the programs come when they want."""
+
+    def drop(self, key: int) -> None:
+        """Forget an episode that was not queued."""
+        self._rows.pop(key, None)
+
+    def close(self) -> None:
+        """Fail all episodes; idempotent."""
+        for ended in [*self._given.values(), *(ended for _, ended in self._waiting)]:
+            if not ended.done():
+                ended.set_exception(InstanceLost("the run has ended"))
+
+
 class Gateway:
     """The HTTP server of a run's agents, in a thread of its own, on a free port of this machine.
 
@@ -225,6 +299,7 @@ class Gateway:
         tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
+        queue: episodes for outside programs; None: agents run in worker processes.
 
     Raises:
         UserError: the package aiohttp is missing, or no port can be opened.
@@ -237,7 +312,9 @@ class Gateway:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         stop: Sequence[str] = (),
+        queue: SessionQueue | None = None,
     ):
+        self._queue = queue
         self.engine, self.max_model_len, self.stop = engine, engine.max_model_len, tuple(stop)
         self.sessions: dict[str, Session] = {}
         kwargs = dict(template_kwargs or {})
@@ -301,6 +378,8 @@ class Gateway:
         app.router.add_post("/v1/chat/completions", self._handler(web, self._openai))
         app.router.add_post("/v1/messages", self._handler(web, self._anthropic))
         app.router.add_get("/v1/models", self._handler(web, self._models))
+        app.router.add_post("/v1/sessions", self._handler(web, self._next_session))
+        app.router.add_post("/v1/sessions/end", self._handler(web, self._end_session))
         self._stopping = asyncio.Event()
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
@@ -312,7 +391,7 @@ class Gateway:
         finally:
             await runner.cleanup()
 
-    def _handler(self, web: Any, answer: Callable[[Session, Any], Any]) -> Callable[[Any], Any]:
+    def _handler(self, web: Any, answer: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
         """Return a handler of aiohttp that checks the key and answers with JSON, events or an error."""
 
         def failed(request: Any, error: BadRequest) -> Any:
@@ -323,7 +402,10 @@ class Gateway:
 
         async def handle(request: Any) -> Any:
             given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            session = self.sessions.get(given.strip() or request.headers.get("x-api-key", ""))
+            key = given.strip() or request.headers.get("x-api-key", "")
+            session: Any = self.sessions.get(key)
+            if request.path == "/v1/sessions" and self._queue is not None:
+                session = self._queue if secrets.compare_digest(key.encode(), self._queue.key.encode()) else None
             try:
                 if session is None:
                     raise BadRequest("the API key is not that of an open session.", 401, "invalid_api_key")
@@ -364,6 +446,24 @@ class Gateway:
         (reply,), size = await session.complete(chat)
         made = anthropic_reply(reply, size)
         return anthropic_events(made) if chat.stream else made
+
+    async def _next_session(self, queue: SessionQueue, body: Any) -> Any:
+        """Give the next episode to an outside program; without one for 20 s, an empty object."""
+        if queue is not self._queue:
+            raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+        ends = self._loop.time() + _LONG_POLL_S
+        while self._loop.time() < ends:
+            if (episode := queue.take()) is not None:
+                self._loop.call_later(queue.timeout_s, queue.expire, episode["api_key"])
+                return dict(episode)
+            await asyncio.sleep(_POLL_S)
+        return {}
+
+    async def _end_session(self, session: Session, body: Any) -> Any:
+        if self._queue is None:
+            raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+        self._queue.end(session.key, body)
+        return {}
 
     async def _models(self, session: Session, body: Any) -> Any:
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}

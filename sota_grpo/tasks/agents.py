@@ -24,6 +24,7 @@ from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceLost, InstanceSpec
 
 AGENT = "agent"
+SESSIONS = "sessions"  # the value of the option with which outside programs run the episodes
 OPTION = f"env.{AGENT}"
 
 

@@ -8,10 +8,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import urllib3
 
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose, needs_consent
 from sota_grpo.envs.agents import AgentEngine, Agents
+from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -155,6 +157,31 @@ def test_rows_of_agents_are_graded_by_their_rewards(run, file) -> None:
     assert graded.rows.get(keys.REWARD).flatten().tolist() == [0.5, 0.5]
     assert graded.rows.has(keys.PARENTS)
     assert [score.success for score in graded.scores] == [True, True]
+
+
+def test_outside_programs_run_episodes_and_end_them_with_a_reward(run) -> None:
+    rig, queue = run.rig, SessionQueue(2.0, "outside")
+    with closing(Gateway(rig.engine, rig.tokenizer, queue=queue)) as gateway:
+        engine = AgentEngine(rig.engine, gateway, run.env, {None: Agents(queue, 8)})
+
+        def post(path: str, key: str, body: object = None) -> urllib3.BaseHTTPResponse:
+            headers = {"Authorization": f"Bearer {key}"}
+            return urllib3.request("POST", gateway.url + path, json=body or {}, headers=headers, retries=False)
+
+        assert post("/v1/sessions", "wrong").status == 401
+        request = GroupRequest(0, (), 3, seed=1, example=run.task.train[0])
+        future = engine.submit(request, Sampling(max_tokens=30))
+        for reward in (0.5, {"reward": 2, "steps": 3}, None):
+            episode = post("/v1/sessions", "outside").json()
+            assert episode["base_url"] == f"{gateway.url}/v1"
+            messages = {"messages": episode["row"]["prompt"]}
+            assert post("/v1/chat/completions", episode["api_key"], messages).status == 200
+            if reward is not None:  # the last program is silent
+                assert post("/v1/sessions/end", episode["api_key"], reward).status == 200
+        records = [sample.record for sample in future.result(timeout=60).samples]
+    assert [record["reward"] for record in records] == [0.5, 2.0, None]
+    assert "TimeoutError" in records[2]["error"]
+    assert records[1]["info"] == {"steps": 3}
 
 
 def test_a_saved_config_runs_its_agent_with_consent_only() -> None:
