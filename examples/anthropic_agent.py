@@ -7,7 +7,7 @@ SCHEMA = {
     "properties": {"expression": {"type": "string", "description": "Of numbers."}},
     "required": ["expression"],
 }
-TOOLS = [{"name": "calculate", "description": "Give its value.", "input_schema": SCHEMA}]
+TOOLS = [{"name": "calculate", "description": "Give its value.", "input_schema": SCHEMA, "return": {"type": "string"}}]
 
 
 def calculate(expression):

@@ -1,7 +1,4 @@
-"""Train an agent as it is: written with OpenAI's SDK, with a tool, a retry and a sub-agent, and without a line of ours.
-
-With the embedded policy after ``make agent``, which has learned the form of a call and not to use it (docs/agents.md).
-"""
+"""Train an agent as it is: written with OpenAI's SDK, with a tool, a retry and a sub-agent (docs/agents.md)."""
 
 import json
 import re
@@ -11,6 +8,7 @@ FUNCTION = {
     "name": "calculate",
     "description": "Give its value.",
     "parameters": PARAMETERS | {"required": ["expression"]},
+    "return": {"type": "string"},  # as `make agent` has shown it to the policy
 }
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
