@@ -1,8 +1,8 @@
 """Keep API tokens in environment variables of this process and its workers, out of configs and files.
 
 ``HF_TOKEN`` is the token of the hub, for gated models; ``SOTA_GRPO_API_KEY`` the key of the server at ``engine.url``;
-``SOTA_GRPO_JUDGE_KEY`` that of the judge; ``SOTA_GRPO_AGENTS_KEY`` that of outside programs that run agents; W&B has
-its own variables. The overrides ``model.hub_token=TOKEN`` and ``engine.api_key=TOKEN`` are moved to the variables before
+``SOTA_GRPO_JUDGE_KEY`` the judge's; ``SOTA_GRPO_AGENTS_KEY`` that of programs that open sessions; W&B has
+its own variables. The overrides ``model.hub_token=TOKEN`` and ``engine.api_key=TOKEN`` move to the variables before
 Hydra reads them; ``ps`` and Ray's job list still show them.
 """
 
