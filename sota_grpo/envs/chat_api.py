@@ -20,7 +20,7 @@ from sota_grpo.text import one_line
 MODEL = "policy"  # the name under which the policy is listed
 #: Options that would change the distribution or the form of a reply: refused unless they have no effect.
 _REFUSED = ("frequency_penalty", "presence_penalty", "logit_bias", "functions", "prediction", "audio", "modalities")
-_NONE = (None, 0, {}, [], ["text"])
+_NONE: tuple[Any, ...] = (None, 0, {}, [], ["text"])
 
 
 class BadRequest(ValueError):

@@ -90,8 +90,8 @@ class TokenTree:
         tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)
         sampled, log_probs, versions = np.zeros(size, bool), np.zeros(size, np.float32), np.full(size, -1, np.int64)
         for start, response in self._responses.items():
-            at = slice(start, start + len(response.token_ids))
-            sampled[at], log_probs[at], versions[at] = True, response.log_probs.numpy(), response.versions.numpy()
+            span = slice(start, start + len(response.token_ids))
+            sampled[span], log_probs[span], versions[span] = True, response.log_probs.numpy(), response.versions.numpy()
         kept = sampled.copy()
         kept[:common] = True
         for at in range(size - 1, 0, -1):

@@ -350,8 +350,8 @@ def branch_rows(
     for number, (row, path) in enumerate(paths):
         branches[number, : len(path)], mask[number, : len(path)] = tokens[row, path], True
         at[row, path] = np.arange(len(path)) + number * width
-    row, column = assistant_mask.nonzero(as_tuple=True)
-    return branches, mask, torch.from_numpy(at)[row, parents[row, column]]
+    rows, columns = assistant_mask.nonzero(as_tuple=True)
+    return branches, mask, torch.from_numpy(at)[rows, parents[rows, columns]]
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:
