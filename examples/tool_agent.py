@@ -27,7 +27,7 @@ result = sota_grpo.train(
         "env.max_steps=3",
         "engine=transformers",
         "eval.mode=off",
-        "train.total_dialog_turns=1024",
+        "train.total_dialog_turns=128",
     ],
 )
 print(result.metrics[["reward", "success"]])

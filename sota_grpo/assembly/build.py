@@ -50,15 +50,19 @@ from sota_grpo.assembly.sampling import (
     max_model_len,
     open_env,
     start_engine,
+    task_agents,
     task_of,
 )
 from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
+from sota_grpo.config.secrets import AGENTS_KEY
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
+from sota_grpo.envs.agents import AgentEngine
 from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.errors import UserError
 from sota_grpo.files import load_instances
 from sota_grpo.functional import max_groups_admitted
@@ -143,7 +147,7 @@ def build(
         sampling = make_sampling(config)
         collector = PromptGroupCollector(
             env,
-            with_dialogs(config, env, engine, instances),
+            with_dialogs(config, env, engine, instances, opened),
             sampling=sampling,
             dialog_turns_per_batch=groups_per_step(config) * env.repeats,
             weight_sync=weight_sync,
@@ -224,10 +228,21 @@ def _planned(config: Config) -> Plan:
     return plan
 
 
-def with_dialogs(config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances]) -> Engine:
-    """Return ``engine``, wrapped in a :class:`DialogEngine` if any task is multi-turn."""
+def with_dialogs(
+    config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances], opened: ExitStack
+) -> Engine:
+    """Return ``engine``, wrapped in engines of multi-turn tasks and agents; ``opened`` closes the agents' server."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
-    return DialogEngine(engine, rules) if rules else engine
+    with_turns = DialogEngine(engine, rules) if rules else engine
+    agents = task_agents(config, instances)
+    if not agents:
+        return with_turns
+    queue = next((one.instances for one in agents.values() if isinstance(one.instances, SessionQueue)), None)
+    kwargs = {"template_kwargs": config.env.chat_template_kwargs, "stop": config.inference_model.stop, "queue": queue}
+    gateway = opened.enter_context(closing(Gateway(engine, env.tokenizer, **kwargs)))
+    if queue is not None:
+        logger.info("Programs may open sessions: POST %s/v1/sessions, with the key in %s.", gateway.url, AGENTS_KEY)
+    return AgentEngine(with_turns, gateway, env, agents)
 
 
 def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:

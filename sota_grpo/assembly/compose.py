@@ -19,6 +19,7 @@ from sota_grpo.files import file_reference
 from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, unreadable
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rewards.sandbox import is_url
+from sota_grpo.tasks.agents import SESSIONS
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 from sota_grpo.untrusted import read_yaml, require_plain
@@ -36,7 +37,7 @@ ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_
 UNUSED_WITHOUT_LOSS = ("ray.address", "train.sampler", "env.transforms", "algorithm.objective", "algorithm.baseline")
 UNUSED_WITHOUT_SAMPLES = (
     *("ray.address", "reward.path", "engine.url", "inference_model.engine_kwargs"),
-    *("env.tools", "env.environment", "env.sandbox", "env.transforms", "train.sampler"),
+    *("env.tools", "env.environment", "env.agent", "env.sandbox", "env.transforms", "train.sampler"),
     *("reward.judge.url", "reward.judge.rubric"),
 )
 _UNKNOWN = re.compile(r"Could not override '([^']+)'. To append")  # Hydra proposes +, which our schema refuses
@@ -234,6 +235,9 @@ def needs_consent(config: Config) -> dict[str, str]:
     for name, environment in _values(config, "env.environment"):
         if (server := server_of(environment)) is not None:
             acts[name] = server.act()
+    for name, agent in _values(config, "env.agent"):
+        if file_reference(agent) is None and agent != SESSIONS:
+            acts[name] = f"run the command {one_line(agent)}"
     if config.model.trust_remote_code:
         acts["model.trust_remote_code"] = "run the Python files of its model"
     for option, is_input in (

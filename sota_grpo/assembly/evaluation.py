@@ -54,7 +54,7 @@ BEST = "best"  # in place of a step
 _OF_ONE_TASK = (  # options that have no meaning for another task
     *READERS,
     *("reward.path", "reward.name", "reward.weights", "reward.success_above", "env.reasoning", "env.max_steps"),
-    *("env.tools", "env.environment", "env.mixture"),
+    *("env.tools", "env.environment", "env.agent", "env.mixture"),
     *(name for name, _, _ in walk() if name.startswith("reward.judge.")),
 )
 
@@ -214,7 +214,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         grader = task_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
-        yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances)))
+        yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances, opened)))
 
 
 def check(

@@ -16,13 +16,15 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config, max_support, model_name, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
-from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, key_of
+from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import ENGINES, Deadlines, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
+from sota_grpo.envs.agents import Agents
 from sota_grpo.envs.dialogs import GradedTurns, Responder, Rules, ToolResponder, TurnTokens
+from sota_grpo.envs.gateway import SessionQueue
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
 from sota_grpo.policy.end_tokens import end_token_ids
@@ -36,6 +38,7 @@ from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Example, Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
+from sota_grpo.tasks.agents import AGENT, SESSIONS, agent_spec
 from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
@@ -91,7 +94,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
     is_replaced = reward.path is not None and "builtin" not in names
-    if judges_alone(config) or is_replaced or env.environment is not None:
+    if judges_alone(config) or is_replaced or env.environment is not None or env.agent is not None:
         options["answer_required"] = False  # of an environment without a reward: see rewarded_dialogs
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: a default
@@ -140,15 +143,25 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     offered = {}
     for name, entry in task_configs(config).items():
         env = entry.env
-        kind, value = ("factory", env.environment) if env.tools is None else ("functions", env.tools)
-        if value is not None:
-            offered[name] = kind, value, env.timeout_s, env.environments_per_worker
+        offers = {"functions": env.tools, "factory": env.environment, AGENT: env.agent}
+        for kind, value in offers.items():
+            if value is not None:
+                offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
         starting("Starting the tools")
-    started = {}
+    started: dict[Any, Any] = {}
     for spec in dict.fromkeys(offered.values()):
         kind, value, timeout_s, per_worker = spec
-        instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=per_worker)
+        if kind == AGENT and value == SESSIONS:
+            if (key := key_of(AGENTS_KEY)) is None:
+                raise UserError(
+                    f"env.agent={SESSIONS} needs a key for the programs that open sessions; set the environment "
+                    f"variable {AGENTS_KEY}."
+                )
+            started[spec] = opened.enter_context(closing(SessionQueue(timeout_s, key)))
+            continue
+        made = agent_spec(value) if kind == AGENT else instance_spec(value, kind)
+        instances = Instances(made, timeout_s=timeout_s, per_worker=per_worker)
         started[spec] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
@@ -163,10 +176,11 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
         pool, reward = instances.get(name), configs[name].reward
         if pool is None:
             return task
-        adds = reward.path is not None or not pool.has_reward
+        has_reward = pool.has_reward or configs[name].env.agent is not None
+        adds = reward.path is not None or not has_reward
         if adds and reward.path is None and isinstance(task, TableTask):
             task.require_answers()
-        return with_tools(task, has_reward=pool.has_reward, adds_task_terms=adds, success_above=reward.success_above)
+        return with_tools(task, has_reward=has_reward, adds_task_terms=adds, success_above=reward.success_above)
 
     return task.with_tasks(rewarded) if isinstance(task, MixtureTask) else rewarded(config.env.dataset, task)
 
@@ -181,7 +195,7 @@ def dialog_rules(
     """
     rules: dict[str | None, Rules] = {}
     for name, entry in task_configs(config).items():
-        if entry.env.max_steps > 1:
+        if entry.env.max_steps > 1 and entry.env.agent is None:
             task_instances, options = instances.get(name), entry.env
             turns = TurnTokens(env.tokenizer, template_kwargs(entry, task_instances))
             responder: Responder = GradedTurns(task_grader(env.grader), turns)
@@ -191,9 +205,19 @@ def dialog_rules(
     return rules
 
 
+def task_agents(config: Config, instances: Mapping[str, Instances]) -> dict[str | None, Agents]:
+    """Return the agent of each task that has one, by the task's name in the mixture (None for the only task)."""
+    return {
+        name if config.env.mixture else None: Agents(instances[name], entry.env.max_steps)
+        for name, entry in task_configs(config).items()
+        if entry.env.agent is not None
+    }
+
+
 def template_kwargs(config: Config, instances: Instances | None) -> dict[str, Any]:
     """Return the arguments of the chat template: ``env.chat_template_kwargs``, and the tools' schemas."""
-    return {**(config.env.chat_template_kwargs or {}), **({"tools": instances.schemas} if instances else {})}
+    schemas = instances.schemas if instances else []
+    return {**(config.env.chat_template_kwargs or {}), **({"tools": schemas} if schemas else {})}
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:

@@ -133,15 +133,22 @@ class EnvConfig:
         "FILE.py:FACTORY: makes objects with reset, methods that the policy may call as tools, and optionally "
         "get_reward; or a server: mcp:COMMAND, mcp+http://HOST:PORT/mcp, openenv+http://HOST:PORT",
     )
+    agent: str | None = opt(
+        None,
+        "FILE.py:NAME or a command line: your own agent, which samples through an OpenAI or Anthropic client and "
+        "returns the reward; at most env.max_steps responses per sample; sessions: programs outside of the run",
+    )
     transforms: list[str] = section(
         list,
         "FILE.py:NAME of your TorchRL transforms, applied in order to each graded prompt group before its advantage",
     )
     environments_per_worker: int = opt(
-        8, "responses whose tools or environments share a process; a call that hangs fails all of them", above=0
+        8, "responses whose tools, environments or agents share a process; a call that hangs fails all of them", above=0
     )
     reward_workers: int = opt(1, "grader processes; 0: grade in the trainer, where a hanging grader hangs the run")
-    timeout_s: float = opt(60.0, "longest seconds of a grading or tool call; then its process is replaced", above=0)
+    timeout_s: float = opt(
+        60.0, "longest seconds of a grading or tool call, or of an agent; then its process is replaced", above=0
+    )
 
 
 @dataclass
@@ -464,7 +471,7 @@ def reward_names(config: Config) -> list[str]:
 #: Options whose value may be ``FILE.py:NAME``.
 IN_FILES = (
     *("algorithm.objective", "algorithm.baseline", "train.sampler"),
-    *("env.dataset", "env.tools", "env.environment", "env.transforms"),
+    *("env.dataset", "env.tools", "env.environment", "env.agent", "env.transforms"),
 )
 
 

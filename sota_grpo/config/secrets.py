@@ -1,8 +1,9 @@
 """Keep API tokens in environment variables of this process and its workers, out of configs and files.
 
 ``HF_TOKEN`` is the token of the hub, for gated models; ``SOTA_GRPO_API_KEY`` the key of the server at ``engine.url``;
-``SOTA_GRPO_JUDGE_KEY`` that of the judge; W&B has its own variables. The overrides ``model.hub_token=TOKEN`` and
-``engine.api_key=TOKEN`` are moved to the variables before Hydra reads them; ``ps`` and Ray's job list still show them.
+``SOTA_GRPO_JUDGE_KEY`` the judge's; ``SOTA_GRPO_AGENTS_KEY`` that of programs that open sessions; W&B has
+its own variables. The overrides ``model.hub_token=TOKEN`` and ``engine.api_key=TOKEN`` move to the variables before
+Hydra reads them; ``ps`` and Ray's job list still show them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Sequence
 from sota_grpo.errors import UserError
 
 VARIABLE, API_KEY, JUDGE_KEY = "HF_TOKEN", "SOTA_GRPO_API_KEY", "SOTA_GRPO_JUDGE_KEY"
+AGENTS_KEY = "SOTA_GRPO_AGENTS_KEY"
 WHAT = {VARIABLE: "the hub's token", API_KEY: "the server's key", JUDGE_KEY: "the judge's key"}
+WHAT |= {AGENTS_KEY: "the agents' key"}
 TOKENS = {"model.hub_token": VARIABLE, "engine.api_key": API_KEY}
 _GIVEN = re.compile(rf"\+{{0,2}}({'|'.join(map(re.escape, TOKENS))})=(.*)", re.DOTALL)
 _ELSEWHERE = re.compile(r"(hub_token|api_key)['\"]?\s*[:=@]")

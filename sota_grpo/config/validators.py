@@ -217,7 +217,7 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
         yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
-    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment):
+    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
 
@@ -243,6 +243,19 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
 
 
+def an_agent_makes_its_own_requests(config: Config) -> Iterator[str]:
+    env = config.env
+    if env.agent is None:
+        return
+    for option, value in (("env.tools", env.tools), ("env.environment", env.environment)):
+        if value is not None:
+            yield f"{option}={value} has no effect with env.agent={env.agent}, which has its own tools; leave it out."
+    if env.reasoning:
+        yield f"env.reasoning=true has no effect with env.agent={env.agent}, which decides what follows; leave it out."
+    if env.max_steps < 2 and env.mixture is None:
+        yield f"env.agent={env.agent} may make one request only, because env.max_steps=1; use 16."
+
+
 def every_transform_and_sampler_is_in_a_file(config: Config) -> Iterator[str]:
     for value in config.env.transforms:
         if file_reference(value) is None:
@@ -255,7 +268,10 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
-        if config.env.environment is None and not judges_alone(config):  # these do not say what is a success
+        env = config.env
+        if (
+            env.environment is None and env.agent is None and not judges_alone(config)
+        ):  # these do not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:

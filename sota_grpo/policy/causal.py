@@ -32,6 +32,7 @@ from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
     Layout,
+    branch_rows,
     is_right_padded,
     pack,
     shared_attention,
@@ -141,9 +142,11 @@ class CausalPolicy(TensorDictModuleBase):
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        support = support_of(rows)
-        sets = None if support is None else _support_sets(rows, *support).to(device)
-        return self.scorer(None, *(rows.get(key).to(device) for key in self.in_keys), support=sets)
+        sets = _support_sets(rows)
+        padded = [rows.get(key).to(device) for key in self.in_keys]
+        if (parents := rows.get(keys.PARENTS, None)) is not None:
+            padded += [tensor.to(device) for tensor in branch_rows(*(each.cpu() for each in (*padded, parents)))]
+        return self.scorer(None, *padded, support=None if sets is None else sets.to(device))
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
@@ -157,7 +160,8 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"row {row} begins with an assistant token, which no token predicts; prepend a prompt")
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
-        layout = pack(tokens, attention_mask, assistant_mask)
+        parents = rows.get(keys.PARENTS, None)
+        layout = pack(tokens, attention_mask, assistant_mask, None if parents is None else parents.cpu())
         if (support := support_of(rows)) is not None:
             layout.support = _support_sets(rows, *support)
         return layout
@@ -205,14 +209,21 @@ class Scorer(nn.Module):
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CausalPolicy.log_probs`; input: a layout, or the three padded ``rows``, on the model's device."""
+        """See :meth:`CausalPolicy.log_probs`; input: a layout, or padded ``rows``, on the model's device.
+
+        ``rows`` are tokens and masks ``[N, T]``; if rows are trees, then also the three tensors of
+        :func:`~sota_grpo.policy.shared_prompt.branch_rows`.
+        """
         model = base_model(self.model)
         if layout is not None:
             hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
             log_probs, entropy = self._head(hidden, layout.targets, layout.support)
             return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
-        tokens, attention_mask, mask = rows
-        hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
+        tokens, attention_mask, mask, *branches = rows
+        if branches:
+            hidden = padded_hidden(model, *branches[:2]).flatten(0, 1)[branches[2]]
+        else:
+            hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
         log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], support)
         nothing = log_probs.new_zeros(mask.shape)
         padded = nothing.masked_scatter(mask, log_probs)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -205,15 +205,18 @@ def _tiles(start: int, stop: int) -> list[tuple[int, int]]:
     return [(first, min(first + TILE, stop)) for first in range(start, stop, TILE)]
 
 
-def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layout:
+def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents: Tensor | None = None) -> Layout:
     """Return the packed layout of right-padded rows, in which equal prompts are stored once.
 
-    A row's prompt is all tokens before its first assistant token; a row without one is a prompt without a response.
+    A row's prompt is all tokens before its first assistant token; a row without one is a prompt without a response. A
+    row that is a tree (``keys.PARENTS``) has a response per leaf; their prompt is what all leaves of a root have in
+    common. Tokens that only some of the leaves have in common are computed once per leaf.
 
     Args:
         tokens: int64 ``[N, T]``; the layout is computed on the CPU, see :meth:`Layout.to`.
         attention_mask: bool ``[N, T]``, False for padding, which must be at the end of each row.
         assistant_mask: bool ``[N, T]``, the tokens that the policy sampled.
+        parents: int64 ``[N, T]``, the position of each token's predecessor; None: the position before it.
 
     Raises:
         ValueError: padding precedes a real token.
@@ -238,24 +241,29 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     positions: list[Any] = []
     blocks: list[Block] = []
     end = 0
-    by_prompt: dict[bytes, list[int]] = {}
-    for row, length in enumerate(prompt):
-        by_prompt.setdefault(ids[row, :length].tobytes(), []).append(row)
-    for rows in by_prompt.values():
-        shared = prompt[rows[0]]
-        source.append(np.arange(shared) + rows[0] * width)
+    by_prompt: dict[bytes, list[tuple[int, Any]]] = {}  # (row, its positions on a path from a root to a leaf)
+    for row, shared in enumerate(prompt):
+        branches = [Branch(shared, np.arange(total[row]))]
+        if parents is not None:
+            branches = tree_branches(parents[row, : total[row]], completion_mask[row, : total[row]])
+        for shared, path in branches:
+            by_prompt.setdefault(ids[row, path[:shared]].tobytes(), []).append((row, path))
+    for text, paths in by_prompt.items():
+        shared = len(text) // ids.itemsize
+        row, path = paths[0]
+        source.append(path[:shared] + row * width)
         positions.append(np.arange(shared))
         start, end = end, end + shared
-        packed[rows, :shared] = np.arange(start, end)
+        for row, path in paths:
+            packed[row, path[:shared]] = np.arange(start, end)
         prompt_end, runs = end, []
-        rows = sorted((row for row in rows if total[row] > shared), key=total.__getitem__)
-        for length, equal in groupby(rows, key=lambda row: total[row] - shared):
+        paths = sorted(((row, path) for row, path in paths if len(path) > shared), key=lambda one: len(one[1]))
+        for length, equal in groupby(paths, key=lambda one: len(one[1]) - shared):
             first, count = end, 0
-            for row in equal:
-                here = np.arange(shared, shared + length)
-                source.append(here + row * width)
-                positions.append(here)
-                packed[row, shared : shared + length] = np.arange(end, end + length)
+            for row, path in equal:
+                source.append(path[shared:] + row * width)
+                positions.append(np.arange(shared, shared + length))
+                packed[row, path[shared:]] = np.arange(end, end + length)
                 count, end = count + 1, end + length
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
@@ -265,12 +273,85 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor) -> Layo
     return Layout(
         tokens=tokens.flatten()[torch.from_numpy(np.concatenate(source))],
         positions=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
-        predicting=where[predicted, column],
+        predicting=where[predicted, column if parents is None else parents[predicted, column + 1]],
         targets=tokens[predicted, column + 1],
         slots=predicted * width + column + 1,
         packed_at=where,
         blocks=tuple(blocks),
     )
+
+
+class Branch(NamedTuple):
+    """A path of a tree of tokens: its positions in the row from a root to a leaf, of which ``shared`` are a prompt."""
+
+    shared: int
+    path: Any  # int64 [length]
+
+
+def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
+    """Return the paths from the roots to the leaves of a row that is a tree (``keys.PARENTS``), leaves in their order.
+
+    The prompt of a root with several leaves is what its paths have in common; with one leaf, the tokens before the
+    first assistant token.
+
+    Args:
+        parents: int64 ``[T]``, position of each token's predecessor; -1 for a root.
+        completion_mask: bool ``[T]``, the tokens that the policy sampled.
+
+    >>> branches = tree_branches(torch.tensor([-1, 0, 1, 2, 1, 4, -1]), torch.tensor([0, 0, 1, 1, 1, 1, 0]).bool())
+    >>> [(branch.shared, branch.path.tolist()) for branch in branches]
+    [(2, [0, 1, 2, 3]), (2, [0, 1, 4, 5]), (1, [6])]
+    """
+    before = parents.numpy()
+    starts = np.flatnonzero(before != np.arange(-1, len(before) - 1))
+    starts = np.union1d([0], starts).astype(np.int64)  # of runs, in which each token follows the one before it
+    inner, paths = {*before[starts].tolist()}, []
+    for end in [*starts[1:].tolist(), len(before)]:
+        last, pieces = end - 1, []
+        if last in inner:
+            continue
+        while last >= 0:
+            start = int(starts[np.searchsorted(starts, last, "right") - 1])
+            pieces.append(np.arange(start, last + 1))
+            last = int(before[start])
+        paths.append(np.concatenate(pieces[::-1]))
+    shared: dict[int, int] = {}
+    for root in {int(path[0]) for path in paths}:
+        first, *others = (path for path in paths if path[0] == root)
+        said = np.flatnonzero(completion_mask.numpy()[first])
+        shared[root] = int(said[0]) if len(said) and not others else len(first)
+        for other in others:
+            length = min(shared[root], len(other))
+            differs = np.flatnonzero(first[:length] != other[:length])
+            shared[root] = int(differs[0]) if len(differs) else length
+    return [Branch(shared[int(path[0])], path) for path in paths]
+
+
+def branch_rows(
+    tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the branches of rows that are trees as padded rows, for a model that cannot pack them.
+
+    Args:
+        tokens, attention_mask, assistant_mask, parents: see :func:`pack`.
+
+    Returns:
+        Tokens int64 and attention mask bool of the ``B`` branches, ``[B, D]``; and for each of the ``M`` assistant
+        tokens, row by row, the position of its predecessor in the flattened ``[B, D]``.
+    """
+    paths = [
+        (row, branch.path)
+        for row, length in enumerate(attention_mask.sum(-1).tolist())
+        for branch in tree_branches(parents[row, :length], assistant_mask[row, :length])
+    ]
+    width = max(len(path) for _, path in paths)
+    branches, mask = tokens.new_zeros(len(paths), width), attention_mask.new_zeros(len(paths), width)
+    at = np.zeros(tokens.shape, np.int64)
+    for number, (row, path) in enumerate(paths):
+        branches[number, : len(path)], mask[number, : len(path)] = tokens[row, path], True
+        at[row, path] = np.arange(len(path)) + number * width
+    rows, columns = assistant_mask.nonzero(as_tuple=True)
+    return branches, mask, torch.from_numpy(at)[rows, parents[rows, columns]]
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:

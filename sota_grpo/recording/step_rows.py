@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -23,7 +24,11 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     """Return the metrics of a batch (means over responses); ``version``: version of the policy that is trained."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
-    turns = (sampled[1:] & ~sampled[:-1]).sum() / len(batch)
+    begins = sampled[1:] & ~sampled[:-1]
+    if batch.has(keys.PARENTS):  # a turn of another branch may follow one of the policy's in the row
+        jumps = torch.cat([_jumps(row) for row in batch.rows(keys.ASSISTANT_MASK, keys.PARENTS)])
+        begins = sampled[1:] & (~sampled[:-1] | jumps[1:])
+    turns = begins.sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
     reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
     age = version - _column(batch, keys.POLICY_VERSION)
@@ -63,6 +68,12 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
+
+
+def _jumps(row: Row) -> torch.Tensor:
+    """Return bool ``[T]``: tokens of a tree that do not follow the token before them in the row."""
+    line = torch.arange(-1, len(row[keys.ASSISTANT_MASK]) - 1)
+    return row[keys.PARENTS] != line if keys.PARENTS in row else torch.zeros_like(line, dtype=torch.bool)
 
 
 def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
@@ -138,7 +149,8 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
     ``turns`` are in token order, each with ``role``, ``trained`` (sampled from the policy; other turns are masked out
     of the loss), ``tokens`` (their number), ``text`` (special tokens included) and, for tool calls, ``calls``: a list
     with ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). With tools, ``ended``
-    is the reason why the dialog ended, and ``error`` why its environment was lost.
+    is the reason why the dialog ended, and ``error`` why its environment was lost. In a tree, a turn that does not
+    follow the one before it has ``after``: the index of the turn that it follows, -1 for the prompt, -2 for none.
 
     Three tokens of the policy, two of a tool, one of the policy::
 
@@ -147,20 +159,30 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
     """
     ids = row[keys.RESPONSE_TOKENS]
     sampled = row[keys.ASSISTANT_MASK][-len(ids) :]
-    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else {}
-    turns, start = [], 0
-    calls_and_replies, replied = iter(_calls(record)), ["user"]  # turns before the policy's first are a user's
-    for trained, run in groupby(sampled.tolist()):
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
+    if record is None and bool(sampled.all()):
+        return None
+    turns: list[dict[str, Any]] = []
+    start, before = 0, len(row[keys.ASSISTANT_MASK]) - len(ids)
+    jumps = _jumps(row)[before:]
+    of_tree = record if keys.PARENTS not in row else {}  # its messages are those of one branch
+    calls_and_replies, replied = iter(_calls(of_tree or {})), ["user"]  # turns before the policy's first are a user's
+    ends: list[int] = []
+    for (trained, _), run in groupby(zip(sampled.tolist(), jumps.cumsum(0).tolist())):
         count = len(list(run))
         text = tokenizer.decode(ids[start : start + count])
         turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
+        if jumps[start]:
+            parent = int(row[keys.PARENTS][before + start])
+            turn["after"] = bisect_right(ends, parent - before) if parent >= before else -1 if parent >= 0 else -2
         if trained:
             calls, replied = next(calls_and_replies, ([], []))
             turn |= {"calls": calls} if calls else {}
         else:
-            turn["role"] = " and ".join(dict.fromkeys(replied)) or "unknown"
+            turn["role"] = " and ".join(dict.fromkeys(replied)) or ("context" if keys.PARENTS in row else "unknown")
         turns.append(turn)
         start += count
+        ends.append(start)
     ended = {name: record[name] for name in ("ended", "error") if name in record}
     return {"turns": turns, **ended}
 

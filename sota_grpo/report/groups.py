@@ -265,8 +265,9 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the turns of a dialog after its prompt, or None for a response in one turn; the row is untrusted.
 
     ``turns``: ``role`` (or empty), ``said`` (1: written by the policy), ``tokens`` (number), ``text`` unless the page
-    has the tokens, and ``calls`` with ``name``, ``arguments``, ``reply`` (None: no reply) and ``error``. ``ended``:
-    why a dialog with tools ended; ``lost``: why its environment was lost.
+    has the tokens, ``after`` if it begins a branch (the turn that it follows, -1: the prompt, -2: none), and ``calls``
+    with ``name``, ``arguments``, ``reply`` (None: no reply) and ``error``. ``ended``: why a dialog with tools ended;
+    ``lost``: why its environment was lost.
     """
     dialog = row.get("dialog")
     if not isinstance(dialog, dict):
@@ -292,6 +293,7 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
                 "tokens": number(turn.get("tokens")) or 0,
                 **({} if row.get("pieces") else {"text": clipped(str(turn.get("text") or ""))}),
                 **({"calls": calls} if calls else {}),
+                **({"after": after} if isinstance(after := number(turn.get("after")), int) else {}),
             }
         )
     ended = {"ended": clipped_name(dialog.get("ended")), "lost": clipped_name(dialog.get("error"), 500)}

@@ -37,6 +37,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sota_grpo import keys
 from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
 from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.policy.shared_prompt import tree_branches
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, row_list
 
@@ -50,6 +51,7 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.LOSS_WEIGHT, 0.0),
     (keys.OBJECTIVE_MASK, False),
     (keys.TOKEN_VERSION, -1),
+    (keys.PARENTS, -1),
     (keys.SUPPORT_COUNTS, 0),
     (keys.SUPPORT_IDS, -1),  # padded to a separate width
 )
@@ -121,10 +123,18 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
     rows.set(keys.RESPONSE_TEXT, texts)
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
+    if any(sample.parents is not None for sample in samples):
+        rows.set(keys.PARENTS, [_parents(len(ids), sample) for sample in samples])
     if any(sample.support is not None for sample in samples):
         rows.set(keys.SUPPORT_IDS, [one.support and one.support.ids for one in samples])
         rows.set(keys.SUPPORT_COUNTS, [one.support and torch.cat([off.int(), one.support.counts]) for one in samples])
     return rows
+
+
+def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
+    """Return ``keys.PARENTS`` of a sample's row."""
+    line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
+    return line if sample.parents is None else torch.cat([line[:num_prompt_tokens], sample.parents])
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
@@ -353,7 +363,8 @@ def filled(
 class Prompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens before, after and trained on.
+    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens before, after and trained on. Of a tree,
+    the prompt is that of its first branch, and ``response`` counts all other tokens as often as they are computed.
     """
 
     text: bytes
@@ -369,13 +380,20 @@ class Prompt(NamedTuple):
 def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
     """Return the :class:`Prompt` of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
-    listed: Any = rows.rows(*names, keys.LOG_PROBS) if isinstance(rows, RowTable) else rows
+    listed: Any = rows.rows(*names, keys.LOG_PROBS, keys.PARENTS) if isinstance(rows, RowTable) else rows
     prompts = []
     for row in listed:
         completion_mask, tokens = (row[name].cpu().numpy() for name in names)
         sampled = int(known_tokens(row).count_nonzero())
         length = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
-        prompts.append(Prompt(tokens[:length].tobytes(), length, len(tokens) - length, sampled))
+        response = len(tokens) - length
+        if (parents := row.get(keys.PARENTS, None)) is not None:
+            branches = tree_branches(parents.cpu(), row[keys.ASSISTANT_MASK].cpu())
+            length = branches[0].shared
+            computed = {branch.path[0]: branch.shared for branch in branches}  # the prompt of each root
+            response = sum(computed.values()) - length + sum(len(branch.path) - branch.shared for branch in branches)
+            tokens = tokens[branches[0].path]
+        prompts.append(Prompt(tokens[:length].tobytes(), length, response, sampled))
     return prompts
 
 

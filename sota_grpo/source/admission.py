@@ -193,7 +193,8 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
         RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``; RunFailed if
             ``sampler`` chose its group.
     """
-    oldest = int(rows.get(keys.POLICY_VERSION).min())
+    versions = rows.get(keys.POLICY_VERSION)
+    oldest = int(versions.where(versions >= 0, version).min())  # -1: an agent that made no request
     if not 0 <= version - oldest <= max_policy_age:
         fault = (
             f"The batch has a token of policy version {oldest} in training at version {version}, but "

@@ -269,7 +269,7 @@ def _no_score(response: str, example: Example) -> Score:
 
 
 ENVIRONMENT = "environment"  # the reward term of ``get_reward``
-_COUNTED = ("tool_calls", "tool_errors")
+_COUNTED = ("tool_calls", "tool_errors", "requests")
 
 
 def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:

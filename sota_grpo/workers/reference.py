@@ -20,7 +20,14 @@ from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.fleet import Fleet
 
-_READ = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
+_READ = (
+    keys.FULL_TOKENS,
+    keys.ATTENTION_MASK,
+    keys.ASSISTANT_MASK,
+    keys.PARENTS,
+    keys.SUPPORT_IDS,
+    keys.SUPPORT_COUNTS,
+)
 MAX_ATTEMPTS = 3  # if three workers died with the same rows, a fourth would too
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,7 +172,7 @@ class ReferenceService:
         ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
         cut: list[dict[Any, torch.Tensor]] = [
             {key: value[:end] for key, value in row.items()}
-            for row, end in zip(RowTable.of(rows).rows(*_READ[:3]), ends.tolist())
+            for row, end in zip(RowTable.of(rows).rows(*_READ[:4]), ends.tolist())
         ]
         if (support := support_of(rows)) is not None:
             for row, end, ids, counts in zip(cut, ends.tolist(), *support):

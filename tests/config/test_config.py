@@ -165,6 +165,12 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("reward.path=r.py reward.name=[a,a]", "give different names"),
         ("reward.path=r.py reward.name=7", "reward.name=7 is not the name"),
     ],
+    "an_agent_makes_its_own_requests": [
+        ("env.agent=a.py:run", "env.max_steps=1; use 16"),
+        ("env.agent=a.py:run env.max_steps=4 env.tools=b.py:add", "env.tools=b.py:add has no effect"),
+        ("env.agent=a.py:run env.max_steps=4 env.environment=b.py:E", "env.environment=b.py:E has no effect"),
+        ("env.agent=a.py:run env.max_steps=4 env.reasoning=true", "env.reasoning=true has no effect"),
+    ],
     "tools_have_turns_to_answer_in": [
         ("env.tools=t.py:f", "use 4"),
         ("env.tools=t env.max_steps=2", "is no FILE.py:NAME"),
@@ -351,6 +357,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str)
         ["env.max_samples=5"],
         ["env.reasoning=true", "env.max_steps=2"],
         ["env.dataset=countdown", "env.max_steps=3"],
+        ["env.agent=a.py:run", "env.max_steps=2"],
+        ["env.agent='python a.py'", "env.max_steps=16"],
         ["env.dataset=instructions", "env.eval_path=x.jsonl", "env.system_prompt=Hi", "reward.all_weight=1"],
         ["env.dataset=math", "reward.wrong=-2", "env.answer_format=tags"],
         ["env.dataset=reasoning_gym", "env.tasks={chain_sum: 2, gcd: {weight: 1, level: 2, max_value: 50}, lcm: 0}"],

@@ -37,6 +37,7 @@ def brief(completions, **columns):
     "tools.py": _shown("tasks.md", "tools.py"),
     "guess.py": _shown("tasks.md", "guess.py"),
     "shop.py": _shown("tasks.md", "shop.py"),
+    "my_agent.py": _shown("agents.md", "my_agent.py"),
 }
 
 

@@ -16,7 +16,7 @@ from sota_grpo import keys
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.step_rows import dialog_of, rollout_rows
-from sota_grpo.report.groups import scan
+from sota_grpo.report.groups import dialog_columns, scan
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 from sota_grpo.rl.table import Key, RowTable
@@ -100,6 +100,22 @@ def test_what_was_said_at_one_go_is_a_dialog_with_tools() -> None:
         "turns": [{"role": "assistant", "trained": True, "tokens": 3, "text": "abc"}],
         **{"ended": "answer", "error": None},
     }
+
+
+def test_a_turn_of_a_tree_says_what_it_follows() -> None:
+    """``ab`` and ``cd`` follow the prompt, ``e`` follows ``a``, ``g`` begins another prompt after ``f``."""
+    row = row_of([("ab", True), ("cd", True), ("e", False), ("f", True), ("g", False), ("h", True)], {"messages": []})
+    begun = len(row[keys.ASSISTANT_MASK]) - 8
+    parents = torch.arange(-1, begun + 7)
+    parents[begun + 2], parents[begun + 4], parents[begun + 6] = begun - 1, begun, -1
+    row[keys.PARENTS] = parents
+    turns = dialog_of(row, Letters())["turns"]
+    assert [(turn["role"], turn["text"], turn.get("after")) for turn in turns] == [
+        *(("assistant", "ab", None), ("assistant", "cd", -1), ("context", "e", 0), ("assistant", "f", None)),
+        *(("context", "g", -2), ("assistant", "h", None)),
+    ]
+    page = dialog_columns({"dialog": {"turns": turns}})
+    assert [turn.get("after") for turn in page["turns"]] == [None, -1, 0, None, -2, None]
 
 
 def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> None:

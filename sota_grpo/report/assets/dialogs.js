@@ -10,13 +10,32 @@ const ENDED = {
 
 function dialogOf(sample) {
   let from = 0;
-  const turns = sample.turns.map((turn, at) => {
+  const turns = [];
+  const depths = [];
+  sample.turns.forEach((turn, at) => {
     const [first, last] = [from, at === sample.turns.length - 1 ? Infinity : from + turn.tokens];
     from = last;
-    return turnOf(turn, sample.pieces ? tokensOf(sample, first, last) : passage(turn.text), at ? sample.turns[at - 1] : null, sample.turns[at + 1]);
+    const item = turnOf(turn, sample.pieces ? tokensOf(sample, first, last) : passage(turn.text), at ? sample.turns[at - 1] : null, sample.turns[at + 1]);
+    depths.push(turn.after === undefined ? (depths[at - 1] ?? 0) : turn.after < 0 ? 0 : depths[turn.after] + 1);
+    item.style.marginLeft = `${Math.min(depths[at], 8)}rem`;
+    if (turn.after !== undefined) item.querySelector(".who").append(followsOf(turns[turn.after], turn.after));
+    turns.push(item);
   });
   const ended = sample.ended ? el("p", { class: "ended" }, ENDED[sample.ended] ?? readable(`It ended: ${sample.ended}.`)) : null;
   return [el("ol", { class: "dialog" }, turns), ended, sample.lost ? passage(sample.lost, { class: "text failed" }) : null];
+}
+
+// Where a branch of an agent's requests begins: a button that shows the turn which it follows.
+function followsOf(earlier, after) {
+  const text = after === -2 ? "another prompt" : after === -1 ? "a branch after the prompt" : `a branch after turn ${after + 1}`;
+  if (!earlier) return el("span", { class: "quiet" }, `, ${text}`);
+  const button = el("button", { type: "button", class: "branch" }, text);
+  button.addEventListener("click", () => {
+    earlier.tabIndex = -1;
+    earlier.scrollIntoView({ block: "center" });
+    earlier.focus();
+  });
+  return button;
 }
 
 function turnOf(turn, words, before, after) {

@@ -1,0 +1,174 @@
+"""An engine whose samples are episodes of a user's agent, which samples through the run's :class:`~.gateway.Gateway`.
+
+The agent runs in a worker process (:mod:`sota_grpo.workers.instances`) that may hang or crash. When it returns, the
+tokens of all its requests are one sample (:mod:`.token_tree`), with its reward in the sample's record.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from sota_grpo.engines import Engine
+from sota_grpo.engines.stepping import Streams, Task, result
+from sota_grpo.envs.chat_tokens import num_shared
+from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED
+from sota_grpo.envs.gateway import Gateway, SessionQueue
+from sota_grpo.envs.prompts import PromptSource
+from sota_grpo.rl.records import LARGEST, TURNS, GroupOutput, GroupRequest, Sampling, task_of_example
+from sota_grpo.tasks.wrappers import reward_inputs
+from sota_grpo.text import one_line
+from sota_grpo.workers.base import resolve
+from sota_grpo.workers.instances import InstanceLost, Instances
+
+RUN = "run"  # the call that runs an agent
+
+
+@dataclass(frozen=True)
+class Agents:
+    """The worker processes of one task's agent, or the queue of outside programs; the most responses of an episode."""
+
+    instances: Instances | SessionQueue
+    max_turns: int
+
+
+class AgentEngine(Streams):
+    """An engine over an engine: a sample is an episode of the user's agent, with as many requests as it makes.
+
+    Args:
+        engine: samples the agents' requests; groups of tasks without an agent are passed on to it.
+        gateway: the server that the agents use; :meth:`close` closes it.
+        env: source of the prompts, whose rows the agents get.
+        agents: :class:`Agents` by task name in a mixture; without a mixture under the key None.
+    """
+
+    def __init__(self, engine: Engine, gateway: Gateway, env: PromptSource, agents: Mapping[str | None, Agents]):
+        self.engine: Any = engine
+        self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+        self._gateway, self._env, self._agents = gateway, env, dict(agents)
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        """Start the agents of a group; return the future of their episodes.
+
+        Raises:
+            ValueError: the request has no example.
+        """
+        if request.example is None:
+            raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
+        agents = self._agents.get(task_of_example(request.example.extra))
+        if agents is None:
+            return self.engine.submit(request, sampling)
+        inputs = reward_inputs(self._env.task, "", request.example)
+        messages = [dict(message) for message in self._env.task.messages(request.example)]
+        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": messages}  # under TRL's names
+        return GroupEpisodes(request, row, agents, self._gateway, sampling)
+
+    def advance(self) -> bool:
+        """Run one step of the engine."""
+        return self.engine.advance()
+
+    def close(self) -> None:
+        """Close the server and the engine."""
+        self._gateway.close()
+        self.engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward every other attribute to the engine: weight updates, sleep, wake."""
+        if name == "engine":  # before __init__
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+
+class GroupEpisodes(Future[GroupOutput]):
+    """Future of the episodes of a group; it resolves when the last agent has returned, failed or timed out.
+
+    Args:
+        request: the group's request.
+        row: the dataset row that the agents get.
+        agents: their processes.
+        gateway: the server of their requests.
+        sampling: sampling options of every request.
+    """
+
+    def __init__(
+        self, request: GroupRequest, row: Mapping[str, Any], agents: Agents, gateway: Gateway, sampling: Sampling
+    ):
+        super().__init__()
+        self._request, self._row, self._agents = request, row, agents
+        self.sessions = [
+            gateway.open(request, index, sampling, agents.max_turns) for index in range(request.num_samples)
+        ]
+        self._records: dict[int, dict[str, Any]] = {}
+        self._keys: dict[int, int] = {}
+        self._lock = threading.Lock()
+        for index in range(request.num_samples):
+            Task(self._episode(index))
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            for session in self.sessions:
+                session.close()
+            for key in [*self._keys.values()]:
+                self._agents.instances.drop(key)
+        return cancelled
+
+    async def _episode(self, index: int) -> None:
+        """Run one agent; the last one that ends resolves the group."""
+        session, instances = self.sessions[index], self._agents.instances
+        record: dict[str, Any] = {"reward": None, "error": None}
+        try:
+            try:
+                opened = await result(instances.open(self._row))
+                self._keys[index] = opened.key
+                called = {"base_url": session.base_url, "api_key": session.key}
+                (answer,) = await result(instances.call(opened.key, [(RUN, called)]))
+                record |= _result(answer.content, answer.is_error)
+                instances.drop(opened.key)
+            except InstanceLost as error:
+                record["error"] = str(error)
+            finally:
+                session.close()
+            self._ended(index, record)
+        except Exception as error:  # no worker starts any more
+            with self._lock:
+                if not self.done() and self.set_running_or_notify_cancel():
+                    self.set_exception(error)
+
+    def _ended(self, index: int, record: dict[str, Any]) -> None:
+        with self._lock:
+            self._records[index] = record
+            is_last = len(self._records) == self._request.num_samples and not self.done()
+        if is_last and self.set_running_or_notify_cancel():
+            resolve(self, self._output)
+
+    def _output(self) -> GroupOutput:
+        prompts = [session.tree.prompt for session in self.sessions if session.tree.num_sampled]
+        common = num_shared(prompts) if prompts else 0
+        samples = []
+        for index, session in enumerate(self.sessions):
+            record = self._records[index]
+            ended = TRUNCATED if session.truncated else TURNS if session.is_full else ANSWERED
+            record |= {"ended": LOST if record["error"] else ended, "requests": session.num_turns}
+            record["messages"] = session.messages
+            samples.append(session.tree.sample(common, truncated=session.truncated, record=record))
+        prompt_ids = tuple(prompts[0][:common]) if prompts else None
+        return GroupOutput(self._request.group_id, tuple(samples), prompt_ids)
+
+
+def _result(content: str, is_error: bool) -> dict[str, Any]:
+    """Return ``reward`` and further entries of what an agent returned, or its ``error``."""
+    if is_error:
+        return {"error": content.removeprefix("error: ")}
+    try:
+        value = json.loads(content)
+        reward = float(value.pop("reward") if isinstance(value, dict) else value)
+        if abs(reward) <= LARGEST:
+            return {"reward": reward, **({"info": value} if isinstance(value, dict) and value else {})}
+    except (ValueError, TypeError, KeyError):
+        pass
+    return {"error": f"the agent returned {one_line(content, 80)}, which is no finite reward; return a number"}

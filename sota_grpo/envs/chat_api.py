@@ -1,0 +1,327 @@
+"""Requests and replies of two chat APIs: OpenAI's ``/v1/chat/completions`` and Anthropic's ``/v1/messages``.
+
+Both become a :class:`ChatRequest`, whose messages have the form of chat templates: ``role`` (``system``, ``user``,
+``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict, ``tool_call_id``. What an agent
+sends back of an earlier reply has the same form as that reply, so that the request is known to continue it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sota_grpo.rl.tool_schemas import ToolCall
+from sota_grpo.text import one_line
+
+MODEL = "policy"  # the name under which the policy is listed
+#: Options that would change the distribution or the form of a reply: refused unless they have no effect.
+_REFUSED = ("frequency_penalty", "presence_penalty", "logit_bias", "functions", "prediction", "audio", "modalities")
+_NONE: tuple[Any, ...] = (None, 0, {}, [], ["text"])
+
+
+class BadRequest(ValueError):
+    """A request that cannot be answered; ``status`` is the HTTP status, ``code`` OpenAI's error code."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for ``n`` replies to ``messages``, with at most ``max_tokens`` tokens each (None: the run's limit).
+
+    ``tools`` are JSON schemas in OpenAI's form; ``stop`` are the strings at which the client wants a reply to end.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    with_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One reply: its text outside of tool calls, its calls, and how many tokens it has."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    truncated: bool
+    num_tokens: int
+
+
+def openai_request(body: Any) -> ChatRequest:
+    """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or has an option without support.
+
+    >>> openai_request({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
+    ({'role': 'user', 'content': 'Hi'},)
+    """
+    body = _object(body, "the request")
+    for name in _REFUSED:
+        if body.get(name) not in _NONE:
+            raise BadRequest(f"{name} is not supported: responses have the distribution that is trained; leave it out.")
+    if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
+        raise BadRequest("response_format is not supported; leave it out.")
+    choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
+    if choice not in ("auto", "none"):
+        raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
+    messages = [_openai_message(message) for message in _list(body.get("messages"), "messages")]
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    stop = body.get("stop") or []
+    return ChatRequest(
+        _named(messages),
+        tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
+        _count(limit, "max_tokens"),
+        _count(body.get("n"), "n") or 1,
+        (stop,) if isinstance(stop, str) else tuple(stop),
+        bool(body.get("stream")),
+        bool((body.get("stream_options") or {}).get("include_usage")),
+    )
+
+
+def _openai_message(message: Any) -> dict[str, Any]:
+    message = _object(message, "a message")
+    role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use system, user, assistant or tool.")
+    parsed: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
+        calls.append(_call(call.get("id"), function.get("name"), _arguments(function.get("arguments"))))
+    return parsed | ({"tool_calls": calls} if calls else {}) | _id_of(message.get("tool_call_id"))
+
+
+def anthropic_request(body: Any) -> ChatRequest:
+    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an option without support.
+
+    >>> turns = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "9"}]}]
+    >>> anthropic_request({"system": "Add.", "messages": turns, "max_tokens": 5}).messages[1]
+    {'role': 'tool', 'content': '9', 'tool_call_id': 'a'}
+    """
+    body = _object(body, "the request")
+    choice = _object(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
+    if choice not in ("auto", "none"):
+        raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": _text(body["system"])})
+    for message in _list(body.get("messages"), "messages"):
+        messages += _anthropic_messages(_object(message, "a message"))
+    tools = [
+        {
+            "function": {
+                name.replace("input_schema", "parameters"): value for name, value in _object(tool, "a tool").items()
+            }
+        }
+        for tool in (_list(body.get("tools") or [], "tools") if choice == "auto" else [])
+    ]
+    return ChatRequest(
+        _named(messages),
+        tuple(_tool(tool) for tool in tools),
+        _count(body.get("max_tokens"), "max_tokens"),
+        stop=tuple(body.get("stop_sequences") or ()),
+        stream=bool(body.get("stream")),
+    )
+
+
+def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of one of Anthropic's: results of tools first, then the text."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use user or assistant.")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    blocks = [_object(block, "a content block") for block in _list(content, "content")]
+    of_kind = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("tool_result", "tool_use")}
+    for block in of_kind["tool_result"]:
+        yield {"role": "tool", "content": _text(block.get("content"))} | _id_of(block.get("tool_use_id"))
+    thoughts = (*of_kind, "thinking", "redacted_thinking")
+    text = _text([block for block in blocks if block.get("type") not in thoughts])
+    calls = [_call(block.get("id"), block.get("name"), _arguments(block.get("input"))) for block in of_kind["tool_use"]]
+    if role == "assistant":
+        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+    elif text or not of_kind["tool_result"]:
+        yield {"role": role, "content": text}
+
+
+def openai_reply(request: ChatRequest, replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
+    """Return the body of the response to ``/v1/chat/completions``."""
+    num_tokens = sum(reply.num_tokens for reply in replies)
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens}
+    choices = [
+        {"index": index, "message": openai_message(reply), "logprobs": None, "finish_reason": _finish(reply)}
+        for index, reply in enumerate(replies)
+    ]
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time())}
+    return {
+        **head,
+        "model": MODEL,
+        "choices": choices,
+        "usage": usage | {"total_tokens": num_prompt_tokens + num_tokens},
+    }
+
+
+def openai_message(reply: Reply) -> dict[str, Any]:
+    """Return a reply as OpenAI's assistant message."""
+    made = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for call in reply.calls
+    ]
+    return {
+        "role": "assistant",
+        "content": reply.content or (None if made else ""),
+        **({"tool_calls": made} if made else {}),
+    }
+
+
+def _finish(reply: Reply) -> str:
+    return "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
+
+
+def openai_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the server-sent events of a streamed reply, which has one piece per choice."""
+    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for choice in body["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+        for piece, reason in ((delta, None), ({}, choice["finish_reason"])):
+            made = {"index": choice["index"], "delta": piece, "logprobs": None, "finish_reason": reason}
+            yield f"data: {json.dumps({**head, 'choices': [made]})}\n\n"
+    if request.with_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': body['usage']})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def anthropic_reply(reply: Reply, num_prompt_tokens: int) -> dict[str, Any]:
+    """Return the body of the response to ``/v1/messages``."""
+    content: list[dict[str, Any]] = (
+        [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
+    )
+    content += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in reply.calls
+    ]
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": content,
+        "stop_reason": reasons[_finish(reply)],
+        "stop_sequence": None,
+        "usage": {"input_tokens": num_prompt_tokens, "output_tokens": reply.num_tokens},
+    }
+
+
+def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the server-sent events of a streamed reply, which has one piece per content block."""
+    usage = body["usage"]
+
+    def event(kind: str, **values: Any) -> str:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n"
+
+    begun = {**body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for index, block in enumerate(body["content"]):
+        empty: dict[str, Any] = {**block, "text": ""}
+        delta: dict[str, Any] = {"type": "text_delta", "text": block.get("text")}
+        if block["type"] == "tool_use":
+            empty, delta = (
+                {**block, "input": {}},
+                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
+            )
+        yield event("content_block_start", index=index, content_block=empty)
+        yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    ended = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    yield event("message_delta", delta=ended, usage={"output_tokens": usage["output_tokens"]})
+    yield event("message_stop")
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{what} is a {type(value).__name__}, not a JSON object.")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list) or (not value and what != "tools"):
+        raise BadRequest(f"{what} must be a JSON array with at least one entry.")
+    return value
+
+
+def _count(value: Any, name: str) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise BadRequest(f"{name}={one_line(str(value), 40)} must be a whole number of at least 1.")
+    return value
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content: a string, None, or parts of text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in _list(content, "content") if content else []:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise BadRequest(f"content of the type {one_line(str(kind), 40)!r} is not supported; send text.")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _arguments(arguments: Any) -> Any:
+    """Return the arguments of a call as chat templates take them: a dict; as they are if they are no JSON object."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments or {}
+
+
+def _call(given: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str):
+        raise BadRequest("a tool call has no name.")
+    return {"type": "function", "id": str(given or ""), "function": {"name": name, "arguments": arguments}}
+
+
+def _id_of(value: Any) -> dict[str, str]:
+    return {} if value is None else {"tool_call_id": str(value)}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """Return a tool's schema as chat templates need it: with a description and parameters."""
+    function = _object(_object(tool, "a tool").get("function"), "the function of a tool")
+    name, parameters = function.get("name"), function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(name, str) or not name:
+        raise BadRequest("a tool has no name.")
+    parameters = _object(parameters, f"the schema of {name}")
+    return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
+
+
+def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the messages, in which the result of a tool has the name of the call that it answers."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls") or ()
+        if call["id"]
+    }
+    return tuple(
+        message | {"name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
+        for message in messages
+    )

@@ -1,0 +1,482 @@
+"""An HTTP server through which agents sample from the run's policy, as from OpenAI's or Anthropic's API.
+
+Each sample has a :class:`Session` with a key of its own. A request is tokenised by the run's chat template. If it
+repeats an earlier request of its session with the reply, and adds results of tools or user turns, it continues that
+request's token ids, which are never tokenised again; any other request begins a branch (:mod:`.token_tree`)::
+
+    agent                                 session
+    [user q]                              prompt  p q          sampled  a b
+    [user q, assistant ab, tool r]        p q a b + r          sampled  d      continues the first
+    [user q]                              p q                  sampled  c      a second branch (a retry)
+
+The server listens on this machine only, and answers requests that have the key of an open session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from sota_grpo.engines import Engine
+from sota_grpo.envs.chat_api import (
+    MODEL,
+    BadRequest,
+    ChatRequest,
+    Reply,
+    anthropic_events,
+    anthropic_reply,
+    anthropic_request,
+    openai_events,
+    openai_reply,
+    openai_request,
+)
+from sota_grpo.envs.chat_tokens import ChatTokens, TurnTokens
+from sota_grpo.envs.token_tree import TokenTree
+from sota_grpo.envs.tool_calls import ToolCallReader, message_of
+from sota_grpo.errors import UserError
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.tool_schemas import call_id
+from sota_grpo.text import one_line, sentence
+from sota_grpo.workers.base import pending_future
+from sota_grpo.workers.instances import Answer, InstanceLost, Opened
+
+logger = logging.getLogger(__name__)
+
+LARGEST_REQUEST = 32 << 20  # bytes of a request's body
+_START_S = 30.0
+_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that asks for an episode
+_MOST_FORMS = 64  # sets of tools whose readers are kept
+
+
+class ChatForm:
+    """Renders requests with one set of tools as token ids, and parses the policy's replies.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        tools: JSON schemas of the tools.
+        template_kwargs: further arguments of ``apply_chat_template``.
+
+    Raises:
+        UserError: the chat template does not support tools.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]):
+        kwargs = {**template_kwargs, **({"tools": [*tools]} if tools else {})}
+        self.turns = TurnTokens(tokenizer, kwargs)
+        self._reader = ToolCallReader(tokenizer, tools, template_kwargs) if tools else None
+        self.prompt = ChatTokens(
+            tokenizer,
+            lambda messages: tokenizer.apply_chat_template(
+                [*messages], tokenize=False, add_generation_prompt=True, **kwargs
+            ),
+        )
+
+    def reply(self, sample: Sample, num_calls: int) -> Reply:
+        """Parse a reply; its calls get the ids of the calls from number ``num_calls`` on.
+
+        A reply with a call that names no tool is text, as the policy wrote it.
+        """
+        text, size = self.turns.text(sample.token_ids), len(sample.token_ids)
+        if self._reader is None:
+            return Reply(text, (), sample.truncated, size)
+        turn = self._reader.read(sample.token_ids.tolist())
+        if not all(call.name for call in turn.calls):
+            return Reply(text, (), sample.truncated, size)
+        calls = (replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, num_calls))
+        return Reply(turn.content, tuple(calls), sample.truncated, size)
+
+
+class Session:
+    """The requests of one sample: a tree of their tokens, and which messages lead to which of its positions.
+
+    Args:
+        gateway: the server.
+        request: the group's request; sample ``index`` of it is this session's.
+        sampling: sampling options of every request.
+        max_turns: most responses that the session samples.
+
+    Attributes:
+        key: the API key of the session's requests.
+        messages: the last request's messages and its first reply.
+    """
+
+    def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
+        self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), [dict[str, Any]()]
+        self.num_turns = self.num_calls = 0
+        self.truncated = False  # the last response
+        self._gateway, self._request, self._sampling, self._max_turns = gateway, request, sampling, max_turns
+        self._seed = sample_seed(request.seed, request.first_sample + index)
+        self._ends: dict[bytes, int] = {}  # digest of tools and messages -> position of the last token
+        self._pending: set[Future[GroupOutput]] = set()
+        self._lock = threading.Lock()
+        self.is_open = True
+
+    @property
+    def base_url(self) -> str:
+        """Address of the server for OpenAI's clients; Anthropic's take it without ``/v1``."""
+        return f"{self._gateway.url}/v1"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the session has sampled as many responses as it may."""
+        return self.num_turns >= self._max_turns
+
+    async def complete(self, chat: ChatRequest) -> tuple[list[Reply], int]:
+        """Sample the replies to a request; return them and the number of tokens of its prompt.
+
+        Raises:
+            BadRequest: the request cannot be rendered, is too long, or is one too many.
+        """
+        form = self._gateway.form(json.dumps(chat.tools))
+        known = set(self._gateway.stop)
+        if unknown := [text for text in chat.stop if text not in known]:
+            raise BadRequest(
+                f"stop={one_line(str(unknown[0]), 60)!r} is not a stop string of the run; set inference_model.stop."
+            )
+        digests = _digests(chat)
+        with self._lock:
+            prompt_ids = self._prompt_ids(form, chat, digests)
+            room = self._gateway.max_model_len - len(prompt_ids)
+            if room < 1:
+                raise BadRequest(
+                    f"the messages have {len(prompt_ids)} tokens, but the policy's context has "
+                    f"{self._gateway.max_model_len} (inference_model.max_model_len); send fewer.",
+                    code="context_length_exceeded",
+                )
+            if self.num_turns + chat.n > self._max_turns:
+                raise BadRequest(
+                    f"the sample has had {self.num_turns} responses of at most {self._max_turns}; set env.max_steps.",
+                    code="too_many_responses",
+                )
+            if not self.is_open:
+                raise BadRequest("the session has ended.", 401)
+            seed = sample_seed(self._seed, self.num_turns)
+            self.num_turns += chat.n
+            limit = min(self._sampling.max_tokens, chat.max_tokens or self._sampling.max_tokens)
+            request = GroupRequest(self._request.group_id, tuple(prompt_ids), chat.n, seed)
+            future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=limit))
+            self._pending.add(future)
+        try:
+            output = await asyncio.wrap_future(future)
+        finally:
+            self._pending.discard(future)
+        replies = []
+        with self._lock:
+            if not self.is_open:
+                raise BadRequest("the session has ended.", 401)
+            node = self.tree.add_prompt(prompt_ids)
+            for sample in output.samples:
+                end = self.tree.add_response(node, sample)
+                reply = form.reply(sample, self.num_calls)
+                self.num_calls += len(reply.calls)
+                replies.append(reply)
+                self._ends[_next(digests[-1], message_of(reply.content, reply.calls))] = end
+            self.messages = [*chat.messages, message_of(replies[0].content, replies[0].calls)]
+            self.truncated = replies[-1].truncated
+        return replies, len(prompt_ids)
+
+    def _prompt_ids(self, form: ChatForm, chat: ChatRequest, digests: Sequence[bytes]) -> list[int]:
+        """Return the request's token ids: those of the earlier request that it continues, and the messages since."""
+        try:
+            for number in range(len(chat.messages) - 1, 0, -1):
+                if (end := self._ends.get(digests[number])) is not None:
+                    rest = chat.messages[number:]
+                    if all(message["role"] in ("user", "tool") for message in rest):
+                        ids = self.tree.path(end)
+                        return [*ids, *form.turns.ids(rest, ids[-1])]
+            return [*form.prompt.ids(chat.messages)]
+        except UserError as error:
+            raise BadRequest(f"{sentence(error)}") from error
+
+    def close(self) -> None:
+        """Refuse further requests, and cancel those in flight; idempotent."""
+        with self._lock:
+            self.is_open = False
+            self._gateway.sessions.pop(self.key, None)
+            pending = [*self._pending]
+        for future in pending:
+            future.cancel()
+
+
+def _digests(chat: ChatRequest) -> list[bytes]:
+    """Return the digest of the tools and the first ``n`` messages, for each ``n`` from 0 on."""
+    digests = [hashlib.sha256(json.dumps(chat.tools).encode()).digest()]
+    for message in chat.messages:
+        digests.append(_next(digests[-1], message))
+    return digests
+
+
+def _next(digest: bytes, message: Mapping[str, Any]) -> bytes:
+    read = {name: value for name, value in message.items() if name != "name"}
+    return hashlib.sha256(digest + json.dumps(read, sort_keys=True).encode()).digest()
+
+
+class SessionQueue:
+    """Episodes that wait for an outside program to run them, in place of agents in worker processes.
+
+    It has the methods of :class:`~sota_grpo.workers.instances.Instances` that an episode calls. The server gives an
+    episode to the next program that asks (``POST /v1/sessions``), and ends it with the reward that the program sends
+    (``POST /v1/sessions/end``), or without one ``timeout_s`` seconds after it was given.
+
+    Args:
+        timeout_s: longest time of an episode, in seconds.
+        key: API key of the programs.
+    """
+
+    schemas: tuple[dict[str, Any], ...] = ()
+    has_reward = True
+
+    def __init__(self, timeout_s: float, key: str):
+        self.timeout_s, self.key = timeout_s, key
+        self._rows: dict[int, Mapping[str, Any]] = {}
+        self._keys = itertools.count()
+        self._waiting: deque[tuple[Mapping[str, Any], Future[list[Answer]]]] = deque()
+        self._given: dict[str, Future[list[Answer]]] = {}  # by the key of its session
+
+    def open(self, row: Mapping[str, Any]) -> Future[Opened]:
+        """Take the row of an episode."""
+        key, opened = next(self._keys), pending_future()
+        self._rows[key] = row
+        opened.set_result(Opened(key, None))
+        return opened
+
+    def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
+        """Queue an episode; return the future of what its program sends at its end."""
+        ended: Future[list[Answer]] = pending_future()
+        ((_, address),) = calls
+        self._waiting.append(({"row": self._rows.pop(key), **address}, ended))
+        return ended
+
+    def take(self) -> Mapping[str, Any] | None:
+        """Return ``row``, ``base_url`` and ``api_key`` of the next episode; None if none waits."""
+        while self._waiting:
+            episode, ended = self._waiting.popleft()
+            if not ended.done():
+                self._given[episode["api_key"]] = ended
+                return episode
+        return None
+
+    def end(self, api_key: str, result: Any) -> None:
+        """End an episode with the reward that its program sends; no-op if it has ended."""
+        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
+            ended.set_result([Answer(json.dumps(result), is_error=False)])
+
+    def expire(self, api_key: str) -> None:
+        """End an episode that took too long; no-op if it has ended."""
+        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
+            ended.set_exception(InstanceLost(f"TimeoutError: no end of the session within {self.timeout_s:g} s"))
+
+    def wait_ready(self) -> None:
+        """No-op: the programs come when they want."""
+
+    def drop(self, key: int) -> None:
+        """Forget an episode that was not queued."""
+        self._rows.pop(key, None)
+
+    def close(self) -> None:
+        """Fail all episodes; idempotent."""
+        for ended in [*self._given.values(), *(ended for _, ended in self._waiting)]:
+            if not ended.done():
+                ended.set_exception(InstanceLost("the run has ended"))
+
+
+class Gateway:
+    """The HTTP server of a run's agents, in a thread of its own, on a free port of this machine.
+
+    Args:
+        engine: samples the responses.
+        tokenizer: the policy's tokenizer.
+        template_kwargs: further arguments of ``apply_chat_template``.
+        stop: the run's stop strings; a request may name these only.
+        queue: episodes for outside programs; None: agents run in worker processes.
+
+    Raises:
+        UserError: the package aiohttp is missing, or no port can be opened.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
+        queue: SessionQueue | None = None,
+    ):
+        self._queue = queue
+        self.engine, self.max_model_len, self.stop = engine, engine.max_model_len, tuple(stop)
+        self.sessions: dict[str, Session] = {}
+        kwargs = dict(template_kwargs or {})
+
+        @lru_cache(maxsize=_MOST_FORMS)
+        def form(tools: str) -> ChatForm:
+            return ChatForm(tokenizer, json.loads(tools), kwargs)
+
+        self._form = form
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready: Future[str] = Future()
+        self._stopping: asyncio.Event | None = None
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
+        self._thread.start()
+        self.url = self._ready.result(timeout=_START_S)
+
+    def form(self, tools: str) -> ChatForm:
+        """Return the form of requests with these tools (JSON); BadRequest if the template does not support them."""
+        try:
+            return self._form(tools)
+        except (UserError, TypeError, KeyError, AttributeError) as error:
+            raise BadRequest(f"the tools cannot be used: {sentence(error)}") from error
+
+    def open(self, request: GroupRequest, index: int, sampling: Sampling, max_turns: int) -> Session:
+        """Open the session of sample ``index`` of a group."""
+        session = Session(self, request, index, sampling, max_turns)
+        self.sessions[session.key] = session
+        return session
+
+    def close(self) -> None:
+        """End all sessions and the server; idempotent."""
+        for session in [*self.sessions.values()]:
+            session.close()
+        if self._stopping is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=_START_S)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            else:
+                logger.exception("The agents' server has ended.")
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        try:
+            from aiohttp import web
+        except ImportError as error:
+            raise UserError(
+                "env.agent needs the package aiohttp, which is not installed; install the extra agents "
+                "(pip install -e '.[agents]')."
+            ) from error
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.router.add_post("/v1/chat/completions", self._handler(web, self._openai))
+        app.router.add_post("/v1/messages", self._handler(web, self._anthropic))
+        app.router.add_get("/v1/models", self._handler(web, self._models))
+        app.router.add_post("/v1/sessions", self._handler(web, self._next_session))
+        app.router.add_post("/v1/sessions/end", self._handler(web, self._end_session))
+        self._stopping = asyncio.Event()
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self._ready.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            await self._stopping.wait()
+        finally:
+            await runner.cleanup()
+
+    def _handler(self, web: Any, answer: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+        """Return a handler of aiohttp that checks the key and answers with JSON, events or an error."""
+
+        def failed(request: Any, error: BadRequest) -> Any:
+            kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+            made: dict[str, Any] = {"message": str(error), "type": kind, "code": error.code, "param": None}
+            body = {"type": "error", "error": made} if request.path == "/v1/messages" else {"error": made}
+            return web.json_response(body, status=error.status)
+
+        async def handle(request: Any) -> Any:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            key = given.strip() or request.headers.get("x-api-key", "")
+            session: Any = self.sessions.get(key)
+            if request.path == "/v1/sessions" and self._queue is not None:
+                session = self._queue if secrets.compare_digest(key.encode(), self._queue.key.encode()) else None
+            try:
+                if session is None:
+                    raise BadRequest("the API key is not that of an open session.", 401, "invalid_api_key")
+                body = None
+                if request.method == "POST":
+                    try:
+                        body = await request.json()
+                    except web.HTTPRequestEntityTooLarge:
+                        raise BadRequest(f"the request has more than {LARGEST_REQUEST} bytes.", 413) from None
+                    except (ValueError, RecursionError) as error:
+                        raise BadRequest(f"the request is not JSON ({one_line(str(error), 200)}).") from error
+                made = await answer(session, body)
+            except BadRequest as error:
+                return failed(request, error)
+            except asyncio.CancelledError:  # the session ended, or the run
+                return failed(request, BadRequest("the session has ended.", 401))
+            except ValueError as error:  # the engine refuses the prompt
+                return failed(request, BadRequest(sentence(error)))
+            except Exception as error:
+                logger.exception("A request of an agent failed.", extra={"file_only": True})
+                return failed(request, BadRequest(f"the run cannot answer: {sentence(error)}", 500, "server_error"))
+            if isinstance(made, dict):
+                return web.json_response(made)
+            return web.Response(body="".join(made), content_type="text/event-stream")
+
+        return handle
+
+    async def _openai(self, session: Session, body: Any) -> Any:
+        chat = openai_request(body)
+        self._warn(session, body)
+        replies, size = await session.complete(chat)
+        made = openai_reply(chat, replies, size)
+        return openai_events(chat, made) if chat.stream else made
+
+    async def _anthropic(self, session: Session, body: Any) -> Any:
+        chat = anthropic_request(body)
+        self._warn(session, body)
+        (reply,), size = await session.complete(chat)
+        made = anthropic_reply(reply, size)
+        return anthropic_events(made) if chat.stream else made
+
+    async def _next_session(self, queue: SessionQueue, body: Any) -> Any:
+        """Give the next episode to an outside program; without one for 20 s, an empty object."""
+        if queue is not self._queue:
+            raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+        ends = self._loop.time() + _LONG_POLL_S
+        while self._loop.time() < ends:
+            if (episode := queue.take()) is not None:
+                self._loop.call_later(queue.timeout_s, queue.expire, episode["api_key"])
+                return dict(episode)
+            await asyncio.sleep(_POLL_S)
+        return {}
+
+    async def _end_session(self, session: Session, body: Any) -> Any:
+        if self._queue is None:
+            raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+        self._queue.end(session.key, body)
+        return {}
+
+    async def _models(self, session: Session, body: Any) -> Any:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}
+
+    def _warn(self, session: Session, body: Mapping[str, Any]) -> None:
+        """Log once that a sampling option of a request has no effect."""
+        run = {name: getattr(session._sampling, name) for name in ("temperature", "top_p", "top_k")}
+        for name, value in run.items():
+            given = body.get(name)
+            if given is not None and given != value and name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "An agent asks for %s=%s; every response is sampled with %s=%s of the run, whose log-probs are "
+                    "trained.",
+                    *(name, one_line(str(given), 40), name, value),
+                )

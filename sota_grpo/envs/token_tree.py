@@ -1,0 +1,123 @@
+"""The token sequences of all requests of one sample, as a tree in which each token is once.
+
+Two requests with the prompt ``p q``, answered with ``a b`` and ``c``; a third continues the first with ``r`` and is
+answered with ``d``::
+
+    position   0  1  2  3  4  5  6
+    token      p  q  a  b  c  r  d
+    parent    -1  0  1  2  1  3  5
+    sampled    .  .  x  x  x  .  x
+
+A prompt's tokens are shared with every earlier request that has the same tokens in the same place, sampled or not.
+Sampled tokens are always new, so that every sampled token is trained once, with the log-prob that it was sampled with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sota_grpo.rl.records import Sample, SamplingSupport
+
+
+class TokenTree:
+    """Collects the prompts and responses of one sample; :meth:`sample` returns them as one row's response.
+
+    >>> tree, said = TokenTree(), Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2), False)
+    >>> end = tree.add_response(tree.add_prompt([5, 6]), said)
+    >>> tree.path(end), tree.add_prompt([5, 6, 7, 9]), tree.path(4)
+    ([5, 6, 7, 8], 4, [5, 6, 7, 9])
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}  # (parent, token): the first position of such a token
+        self._responses: dict[int, Sample] = {}  # by their first position
+        self.num_sampled = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add_prompt(self, token_ids: Sequence[int]) -> int:
+        """Add the tokens of a request's prompt that no earlier request has; return the position of the last one."""
+        node = -1
+        for token in token_ids:
+            known = self._children.get((node, token))
+            node = self._append(token, node) if known is None else known
+        return node
+
+    def add_response(self, node: int, response: Sample) -> int:
+        """Add the sampled tokens that follow position ``node``; return the position of the last one."""
+        if len(response.token_ids):
+            self._responses[len(self._tokens)] = response
+            self.num_sampled += len(response.token_ids)
+        for token in response.token_ids.tolist():
+            node = self._append(token, node)
+        return node
+
+    def _append(self, token: int, parent: int) -> int:
+        position = len(self._tokens)
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._children.setdefault((parent, token), position)
+        return position
+
+    def path(self, node: int) -> list[int]:
+        """Return the token ids from the root to position ``node``."""
+        ids = []
+        while node >= 0:
+            ids.append(self._tokens[node])
+            node = self._parents[node]
+        return ids[::-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        """The first prompt up to the first sampled token or fork; empty if nothing was sampled."""
+        end = min(self._responses, default=0)
+        line = (at for at, parent in enumerate(self._parents) if parent != at - 1)
+        return self._tokens[: min(end, next(line, end))]
+
+    def sample(self, common: int, *, truncated: bool = False, record: Mapping[str, Any] | None = None) -> Sample:
+        """Return the tree as a sample: all tokens but the first ``common``, which are the prompt of its group.
+
+        Tokens that lead to no sampled token are left out.
+        """
+        size = len(self._tokens)
+        tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)
+        sampled, log_probs, versions = np.zeros(size, bool), np.zeros(size, np.float32), np.full(size, -1, np.int64)
+        for start, response in self._responses.items():
+            span = slice(start, start + len(response.token_ids))
+            sampled[span], log_probs[span], versions[span] = True, response.log_probs.numpy(), response.versions.numpy()
+        kept = sampled.copy()
+        kept[:common] = True
+        for at in range(size - 1, 0, -1):
+            if kept[at] and parents[at] >= 0:
+                kept[parents[at]] = True
+        new = np.cumsum(kept) - 1  # position among the tokens that are kept
+        chosen = kept.copy()
+        chosen[:common] = False
+        after = np.where(parents[chosen] < 0, -1, new[parents[chosen]])
+        return Sample(
+            token_ids=torch.from_numpy(tokens[chosen]),
+            log_probs=torch.from_numpy(log_probs[chosen]),
+            versions=torch.from_numpy(versions[chosen]),
+            truncated=truncated,
+            assistant_mask=torch.from_numpy(sampled[chosen]),
+            record=record,
+            support=self._support(torch.from_numpy(chosen)),
+            parents=torch.from_numpy(after),
+        )
+
+    def _support(self, chosen: torch.Tensor) -> SamplingSupport | None:
+        if not any(response.support for response in self._responses.values()):
+            return None
+        counts, ids = torch.zeros(len(chosen), dtype=torch.int32), []
+        for start, response in sorted(self._responses.items()):
+            if response.support is not None:
+                counts[start : start + len(response.support.counts)] = response.support.counts
+                ids.append(response.support.ids)
+        return SamplingSupport(torch.cat(ids), counts[chosen])

@@ -1,0 +1,105 @@
+"""Run a user's agent (``env.agent``) in an environment worker: a Python function, or a command line.
+
+A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address of the run's
+server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in a
+JSON file, whose path is its last argument, and the address in the environment variables of OpenAI's and Anthropic's
+clients; the last line that it prints is the reward, as JSON. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sota_grpo.errors import UserError
+from sota_grpo.files import file_reference, load_python
+from sota_grpo.text import one_line
+from sota_grpo.workers.instances import InstanceLost, InstanceSpec
+
+AGENT = "agent"
+SESSIONS = "sessions"  # the value of the option with which outside programs run the episodes
+OPTION = f"env.{AGENT}"
+
+
+def agent_spec(value: str) -> InstanceSpec:
+    """Return how the agent of a value of ``env.agent`` is run.
+
+    >>> agent_spec("python my_agent.py").kind
+    'sota_grpo.tasks.agents:Agent'
+    """
+    return InstanceSpec("sota_grpo.tasks.agents:Agent", value, options={"value": value})
+
+
+class Agent:
+    """One episode of an agent.
+
+    Args:
+        value: ``FILE.py:NAME`` or a command line.
+
+    Raises:
+        UserError: the file or the function does not exist.
+    """
+
+    schemas: tuple[dict[str, Any], ...] = ()  # an agent brings its own tools
+
+    def __init__(self, value: str) -> None:
+        self._value, self._row = value, dict[str, Any]()
+        self._run = _function(value) if file_reference(value) else None
+        self._process: subprocess.Popen[str] | None = None
+
+    def reset(self, **row: Any) -> None:
+        """Take the dataset row."""
+        self._row = row
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Run the agent and return what it returns."""
+        if self._run is not None:
+            return self._run(self._row, **arguments)
+        return self._command(**arguments)
+
+    def _command(self, base_url: str, api_key: str) -> Any:
+        with tempfile.TemporaryDirectory(prefix="sota_grpo_agent_") as folder:
+            row = Path(folder) / "row.json"
+            row.write_text(json.dumps(self._row), encoding="utf-8")
+            address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
+            address["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
+            self._process = subprocess.Popen(
+                [*shlex.split(self._value), str(row)],
+                env={**os.environ, **address},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            said, complained = self._process.communicate()
+        if self._process.returncode != 0:
+            why = one_line(complained.strip().rpartition("\n")[2], 200)
+            raise InstanceLost(f"the agent ended with status {self._process.returncode}: {why}")
+        try:
+            return json.loads(said.strip().rpartition("\n")[2])
+        except ValueError:
+            shown = one_line(said.strip().rpartition("\n")[2], 80)
+            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
+
+    def close(self) -> None:
+        """Kill the command, if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+
+@lru_cache(maxsize=1)
+def _function(value: str) -> Any:
+    path, name = file_reference(value) or (Path(value), "")
+    members = load_python(path, f"{OPTION}={value}", UserError)
+    if not callable(members.get(name)):
+        raise UserError(f"{OPTION}={value}: the file does not define a function {name}; correct the name.")
+    return members[name]

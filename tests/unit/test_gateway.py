@@ -1,0 +1,252 @@
+"""The agents' server: real clients of OpenAI and Anthropic, continued ids, branches, and clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import pytest
+import urllib3
+
+from sota_grpo.engines.scripted import ScriptedEngine
+from sota_grpo.envs.gateway import LARGEST_REQUEST, Gateway, Session
+from sota_grpo.policy.load import load_tokenizer
+from sota_grpo.rl.records import GroupRequest, Sampling
+
+pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 5}}</tool_call>'
+QUESTION = {"role": "user", "content": "What is 4 + 5?"}
+
+
+class Rig:
+    """A gateway over a scripted engine, which says ``texts`` in turn and notes the prompts that it gets."""
+
+    def __init__(self, max_model_len: int = 600):
+        self.tokenizer, self.prompts, self.texts, self.fails = load_tokenizer("tiny"), [], [CALL, "It is 9."], False
+        self.engine = ScriptedEngine(
+            self._said, eos_token_id=self.tokenizer.eos_token_id, vocab_size=300, max_model_len=max_model_len
+        )
+        self.gateway, self.stopped = Gateway(self.engine, self.tokenizer, stop=("STOP",)), threading.Event()
+        self.thread = threading.Thread(target=self._drive, daemon=True)
+        self.thread.start()
+
+    def _said(self, request: GroupRequest, sample: int, version: int) -> list[int]:
+        self.prompts.append(request.prompt_ids)
+        if self.fails:
+            raise RuntimeError("the engine is out of order")
+        if not self.texts:
+            return random.Random(request.seed).choices(range(10, 250), k=20)
+        return self.tokenizer(self.texts[(len(self.prompts) - 1) % len(self.texts)])["input_ids"]
+
+    def _drive(self) -> None:
+        while not self.stopped.is_set():
+            try:
+                if not self.engine.advance():
+                    time.sleep(0.001)
+            except RuntimeError:
+                time.sleep(0.001)
+
+    def session(self, max_turns: int = 16) -> Session:
+        return self.gateway.open(GroupRequest(0, (), 2, seed=3), 0, Sampling(max_tokens=120), max_turns)
+
+    def post(self, session: Session, body: object, path: str = "/v1/chat/completions", **headers: str):
+        headers = {"Authorization": f"Bearer {session.key}", **headers}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return urllib3.request("POST", self.gateway.url + path, body=data, headers=headers, retries=False)
+
+    def close(self) -> None:
+        self.gateway.close()
+        self.stopped.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with closing(Rig()) as rig:
+        yield rig
+
+
+def spoken(rig: Rig, session: Session) -> list[str]:
+    """The text of each branch of the session's tree."""
+    sample = session.tree.sample(0)
+    parents = sample.parents.tolist()
+    leaves = [at for at in range(len(parents)) if at not in parents]
+    texts = []
+    for node in leaves:
+        ids = []
+        while node >= 0:
+            ids.append(int(sample.token_ids[node]))
+            node = parents[node]
+        texts.append(rig.tokenizer.decode(ids[::-1]))
+    return texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_continues_its_ids_with_tools(rig, stream) -> None:
+    openai = pytest.importorskip("openai", reason="needs OpenAI's client")
+    session = rig.session()
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+
+    def ask(messages: list) -> dict:
+        if not stream:
+            return client.chat.completions.create(model="any", messages=messages, tools=[TOOL]).choices[0].message
+        with client.chat.completions.stream(model="any", messages=messages, tools=[TOOL]) as events:
+            return events.get_final_completion().choices[0].message
+
+    first = ask([QUESTION])
+    (call,) = first.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 4, "b": 5})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "9"}
+    second = ask([QUESTION, first.model_dump(exclude_none=True), result])
+    assert second.content == "It is 9."
+    earlier, later = rig.prompts
+    sampled = [*rig.tokenizer(CALL)["input_ids"], rig.tokenizer.eos_token_id]
+    assert [*later[: len(earlier) + len(sampled)]] == [*earlier, *sampled]
+    assert rig.tokenizer.decode(later[len(earlier) + len(sampled) :]).count("9") == 1
+    (text,) = spoken(rig, session)
+    assert text.endswith("It is 9.<|im_end|>")
+    assert session.tree.num_sampled == len(sampled) + len(rig.tokenizer("It is 9.")["input_ids"]) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client_continues_its_ids_with_tools(rig, stream) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
+    session = rig.session()
+    client = anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.key, max_retries=0)
+    function = TOOL["function"]
+    tool = {"name": "add", "description": function["description"], "input_schema": function["parameters"]}
+    given = {"model": "any", "max_tokens": 100, "system": "You add.", "tools": [tool]}
+
+    def ask(messages: list):
+        if not stream:
+            return client.messages.create(messages=messages, **given)
+        with client.messages.stream(messages=messages, **given) as events:
+            return events.get_final_message()
+
+    first = ask([QUESTION])
+    (use,) = [block for block in first.content if block.type == "tool_use"]
+    assert (first.stop_reason, use.name, use.input) == ("tool_use", "add", {"a": 4, "b": 5})
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "9"}]}
+    content = [block.model_dump(exclude_none=True) for block in first.content]
+    second = ask([QUESTION, {"role": "assistant", "content": content}, result])
+    assert (second.stop_reason, second.content[0].text) == ("end_turn", "It is 9.")
+    assert rig.prompts[1][: len(rig.prompts[0])] == rig.prompts[0]
+    assert len(spoken(rig, session)) == 1
+
+
+def test_a_retry_several_replies_and_a_sub_agent_are_branches(rig) -> None:
+    session = rig.session()
+    rig.texts = ["one", "two", "three", "four"]
+    for body in ({"messages": [QUESTION]}, {"messages": [QUESTION], "n": 2}):
+        assert rig.post(session, body).status == 200
+    sub = [{"role": "system", "content": "You are a sub-agent."}, QUESTION]
+    assert rig.post(session, {"messages": sub}).json()["choices"][0]["message"]["content"] == "four"
+    texts = spoken(rig, session)
+    assert sorted(text.rpartition("assistant\n")[2] for text in texts) == [
+        f"{word}<|im_end|>" for word in ("four", "one", "three", "two")
+    ]
+    assert session.num_turns == 4
+    assert session.tree.prompt == [*rig.prompts[0]]
+
+
+def test_a_history_that_was_changed_is_a_branch(rig) -> None:
+    session = rig.session()
+    rig.texts = ["first", "second"]
+    assert rig.post(session, {"messages": [QUESTION]}).status == 200
+    changed = [QUESTION, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "Go on."}]
+    assert rig.post(session, {"messages": changed}).status == 200
+    assert "something else" in rig.tokenizer.decode(rig.prompts[1])
+    assert "first" not in rig.tokenizer.decode(rig.prompts[1])
+    assert len(spoken(rig, session)) == 2
+
+
+BAD = {
+    "no JSON": (b"{", 400, "not JSON"),
+    "no object": ([], 400, "not a JSON object"),
+    "no messages": ({}, 400, "messages"),
+    "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, 400, "'judge'"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    "a bad limit": ({"messages": [QUESTION], "max_tokens": 0}, 400, "max_tokens=0"),
+    "a bias": ({"messages": [QUESTION], "logit_bias": {"5": 100}}, 400, "logit_bias"),
+    "a form": ({"messages": [QUESTION], "response_format": {"type": "json_object"}}, 400, "response_format"),
+    "another stop string": ({"messages": [QUESTION], "stop": ["END"]}, 400, "inference_model.stop"),
+    "a forced call": ({"messages": [QUESTION], "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+    "a tool without a name": ({"messages": [QUESTION], "tools": [{"function": {}}]}, 400, "name"),
+    "too long": ({"messages": [{"role": "user", "content": "word " * 900}]}, 400, "max_model_len"),
+    "too many": ({"messages": [QUESTION], "n": 99}, 400, "env.max_steps"),
+    "too large": (b"x" * (LARGEST_REQUEST + 1), 413, "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_a_sentence_and_loses_nothing(rig, name) -> None:
+    session = rig.session()
+    body, status, words = BAD[name]
+    answer = rig.post(session, body)
+    assert answer.status == status
+    assert words in answer.json()["error"]["message"]
+    assert (session.num_turns, len(session.tree)) == (0, 0)
+    assert rig.post(session, {"messages": [QUESTION], "stop": ["STOP"], "temperature": 0.1}).status == 200
+    assert session.num_turns == 1
+
+
+def test_only_the_key_of_an_open_session_is_answered(rig) -> None:
+    session, other = rig.session(), rig.session()
+    assert rig.post(session, {"messages": [QUESTION]}, Authorization="Bearer no").status == 401
+    session.close()
+    answer = rig.post(session, {"messages": [QUESTION]})
+    assert (answer.status, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert rig.post(other, {"messages": [QUESTION]}).status == 200
+    assert rig.post(other, {"messages": [QUESTION]}, "/v1/other").status == 404
+    models = urllib3.request("GET", f"{other.base_url}/models", headers={"Authorization": f"Bearer {other.key}"})
+    assert models.json()["data"][0]["id"] == "policy"
+
+
+def test_an_error_of_the_engine_is_an_answer(rig) -> None:
+    session, rig.fails = rig.session(), True
+    answer = rig.post(session, {"messages": [QUESTION]})
+    assert answer.status in (401, 500)
+    assert len(session.tree) == 0
+
+
+def test_a_client_that_does_not_read_holds_up_no_other(rig) -> None:
+    session, other = rig.session(), rig.session()
+    address, body = urlsplit(rig.gateway.url), json.dumps({"messages": [QUESTION]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
+    with socket.create_connection((address.hostname, address.port)) as silent:
+        silent.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        half = socket.create_connection((address.hostname, address.port))  # sends half a request
+        half.sendall(head.encode())
+        assert rig.post(other, {"messages": [QUESTION]}).status == 200
+        half.close()
+    rig.gateway.close()
+    assert not rig.gateway.sessions
+
+
+def test_a_seed_decides_what_a_request_samples() -> None:
+    def sampled(index: int) -> list[int]:
+        with closing(Rig()) as rig:
+            rig.texts = []  # random tokens of the request's seed
+            session = rig.gateway.open(GroupRequest(0, (), 2, seed=3), index, Sampling(max_tokens=20), 4)
+            for _ in range(2):
+                assert rig.post(session, {"messages": [QUESTION]}).status == 200
+            sample = session.tree.sample(0)
+            return sample.token_ids[sample.assistant_mask].tolist()
+
+    assert sampled(0) == sampled(0) != sampled(1)
+    assert len({*sampled(0)}) > 20

@@ -1,0 +1,145 @@
+"""Trees of tokens: every sampled token is in the tree once, and is computed after exactly the tokens before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from sota_grpo import keys
+from sota_grpo.envs.token_tree import TokenTree
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy
+from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, row_prompts
+from sota_grpo.rl.records import Example, Sample, SamplingSupport
+from tests.unit.tiny_models import make_model
+
+# of a request: the earlier one that it continues (-1: none), how many of its tokens it keeps, its own, and the response
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(-1, 5),
+        st.integers(1, 20),
+        st.lists(st.integers(3, 6), min_size=1, max_size=4),
+        st.lists(st.integers(3, 9), max_size=5),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def grown(requests: list, *, supports: bool = False) -> tuple[TokenTree, list[tuple[list[int], int, float]]]:
+    """A tree, and (tokens before it, token, log-prob) of every sampled token."""
+    tree, ends, sampled, number = TokenTree(), [], [], 0
+    for earlier, kept, own, said in requests:
+        base = tree.path(ends[earlier % len(ends)])[:kept] if ends and earlier >= 0 else []
+        prompt, count = [*base, *own], len(said)
+        log_probs = -torch.arange(number + 1.0, number + count + 1)
+        number += count
+        response = Sample(torch.tensor(said, dtype=torch.int64), log_probs, torch.full((count,), number), False)
+        if supports:
+            ids = torch.tensor([id for token in said for id in (token, 10)], dtype=torch.int32)
+            response = replace(response, support=SamplingSupport(ids, torch.full((count,), 2, dtype=torch.int32)))
+        end = tree.add_prompt(prompt)
+        assert tree.path(end) == prompt
+        ends.append(tree.add_response(end, response))
+        sampled += [([*prompt, *said[:at]], said[at], float(log_probs[at])) for at in range(count)]
+    return tree, sampled
+
+
+def row_of(tree: TokenTree, common: int, row: int = 0) -> TensorDict:
+    prompt = tree.prompt[:common] or [3]
+    drawn = drawn_entries(row, Example("q", "a"), prompt)
+    tokenizer = None
+    return group_table(drawn, [replace(tree.sample(len(prompt) if tree.num_sampled else 0), text="")], tokenizer)
+
+
+@given(REQUESTS, st.integers(0, 9))
+def test_every_sampled_token_is_in_the_tree_once_after_its_own_context(requests, common) -> None:
+    tree, sampled = grown(requests)
+    common = min(common, len(tree.prompt))
+    out, prompt = tree.sample(common), tree.prompt[:common]
+    tokens, parents = [*prompt, *out.token_ids.tolist()], [*range(-1, common - 1), *out.parents.tolist()]
+    found = []
+    for at in range(common, len(tokens)):
+        assert parents[at] < at
+        if out.assistant_mask[at - common]:
+            before, node = [], parents[at]
+            while node >= 0:
+                before.append(tokens[node])
+                node = parents[node]
+            found.append((before[::-1], tokens[at], float(out.log_probs[at - common])))
+        else:  # no token is computed that leads to no sampled one
+            assert at in parents
+    assert sorted(found) == sorted(sampled)
+    assert int(out.assistant_mask.sum()) == tree.num_sampled == len(sampled)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])  # the latter has windows
+@pytest.mark.parametrize("supports", [False, True])
+@settings(max_examples=8)
+@given(trees=st.lists(REQUESTS, min_size=1, max_size=3))
+def test_log_probs_and_gradients_are_those_of_each_context_alone(family, supports, trees) -> None:
+    model = make_model(family).double()
+    grown_trees = [grown(requests, supports=supports) for requests in trees]
+    grown_trees = [(tree, sampled) for tree, sampled in grown_trees if sampled]
+    if not grown_trees:
+        return
+    tables = [row_of(tree, len(tree.prompt), row) for row, (tree, _) in enumerate(grown_trees)]
+    rows = pad_rows([row for table in tables for row in table.rows()], pad_token_id=0)
+    expected = {}  # by log-prob, which names a sampled token
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (_, sampled) in enumerate(grown_trees):
+        for before, token, name in sampled:
+            logits = model(torch.tensor([before])).logits[0, -1]
+            if supports:
+                log_prob = logits[token] - logits[[token, 10]].logsumexp(0)
+            else:
+                log_prob = logits.log_softmax(-1)[token]
+            expected[number, name] = log_prob.item()
+            total = total + name * log_prob
+    total.backward()
+    gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for shared_prompt in (True, False):
+        model.zero_grad()
+        out = CausalPolicy(model, shared_prompt=shared_prompt)(rows)
+        for number, (names, values) in enumerate(zip(rows[keys.LOG_PROBS], out[keys.LOG_PROBS])):
+            for at in rows[keys.ASSISTANT_MASK][number].nonzero().flatten().tolist():
+                assert values[at].item() == pytest.approx(expected[number, float(names[at])], abs=2e-6)
+        assert bool((out[ENTROPY] >= 0).all())
+        (out[keys.LOG_PROBS] * rows[keys.LOG_PROBS]).sum().backward()
+        for name, value in gradient.items():
+            assert float((dict(model.named_parameters())[name].grad - value).norm()) <= 1e-5 * (1 + float(value.norm()))
+
+
+@given(REQUESTS)
+def test_the_planner_counts_the_tokens_that_are_computed(requests) -> None:
+    tree, sampled = grown(requests)
+    if not sampled:
+        return
+    table = row_of(tree, len(tree.prompt))
+    layout = CausalPolicy(make_model("qwen2")).layout(pad_rows(table.rows(), pad_token_id=0))
+    (prompt,) = row_prompts(table)
+    assert prompt.length + prompt.response == len(layout.tokens)
+    assert prompt.sampled == len(sampled)
+
+
+def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
+    tree = TokenTree()
+    said = Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2, dtype=torch.int64), False)
+    end = tree.add_response(tree.add_prompt([5, 6]), said)
+    for token in (3, 4):
+        tree.add_response(tree.add_prompt([*tree.path(end), token]), said)
+    layout = CausalPolicy(make_model("qwen2")).layout(pad_rows(row_of(tree, 2).rows(), pad_token_id=0))
+    assert layout.tokens.tolist() == [5, 6, 7, 8, 3, 7, 8, 4, 7, 8]
+    assert len(layout.blocks) == 1
+
+
+def test_a_sample_without_a_response_is_a_prompt() -> None:
+    tree = TokenTree()
+    tree.add_prompt([5, 6])
+    assert tree.prompt == []
+    assert len(tree.sample(0).token_ids) == 0
