@@ -142,11 +142,12 @@ class CausalPolicy(TensorDictModuleBase):
         device = next(self.parameters()).device
         if layout is not None:
             return self.scorer(layout.to(device))
-        sets = _support_sets(rows)
+        support = support_of(rows)
+        sets = None if support is None else _support_sets(rows, *support).to(device)
         padded = [rows.get(key).to(device) for key in self.in_keys]
         if (parents := rows.get(keys.PARENTS, None)) is not None:
             padded += [tensor.to(device) for tensor in branch_rows(*(each.cpu() for each in (*padded, parents)))]
-        return self.scorer(None, *padded, support=None if sets is None else sets.to(device))
+        return self.scorer(None, *padded, support=sets)
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.

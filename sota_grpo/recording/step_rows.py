@@ -115,7 +115,7 @@ def rollout_rows(
         if group_id not in prompts:
             prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
         response = row[keys.RESPONSE_TOKENS]
-        at_one_go = bool(row[keys.ASSISTANT_MASK][-len(response) :].all())
+        at_one_go = bool(row[keys.ASSISTANT_MASK][len(row[keys.ASSISTANT_MASK]) - len(response) :].all())
         plain.append(
             {
                 "group_id": group_id,
@@ -158,15 +158,12 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
         turns   assistant 3, tool 2, assistant 1
     """
     ids = row[keys.RESPONSE_TOKENS]
-    sampled = row[keys.ASSISTANT_MASK][-len(ids) :]
-    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else None
-    if record is None and bool(sampled.all()):
-        return None
-    turns: list[dict[str, Any]] = []
     start, before = 0, len(row[keys.ASSISTANT_MASK]) - len(ids)
-    jumps = _jumps(row)[before:]
-    of_tree = record if keys.PARENTS not in row else {}  # its messages are those of one branch
-    calls_and_replies, replied = iter(_calls(of_tree or {})), ["user"]  # turns before the policy's first are a user's
+    sampled, jumps = row[keys.ASSISTANT_MASK][before:], _jumps(row)[before:]
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else {}
+    turns: list[dict[str, Any]] = []
+    of_turns = record if keys.PARENTS not in row else {}  # the messages of a tree are those of one branch
+    calls_and_replies, replied = iter(_calls(of_turns)), ["user"]  # turns before the policy's first are a user's
     ends: list[int] = []
     for (trained, _), run in groupby(zip(sampled.tolist(), jumps.cumsum(0).tolist())):
         count = len(list(run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -230,9 +231,9 @@ class Run:
             starting(f"The first step: {mean_responses_per_step(self.config)} responses")
         self.steps = step
         self.log.begin()
-        return True
         if step == self.first and self.components.collector.replay_buffer is not None:  # filled from now on
             self.components.collector.start()
+        return True
 
     def _evaluate(self, step: int, subset_for: float | None = None) -> None:
         """Evaluate and log; on all held-out problems, or on a subset that shows if a target is out of reach.
