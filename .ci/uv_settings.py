@@ -1,4 +1,4 @@
-"""Print pip's configuration as assignments for a shell in which uv is to use the same indexes, files and certificates."""
+"""Print what pip is configured for as assignments for a shell in which uv is to use the same indexes and files."""
 
 import ast
 import shlex
