@@ -2,12 +2,12 @@
 
 Commands are run as they are written, in a directory that has what they name, with sizes of seconds and the embedded
 policy in place of models of the hub (:mod:`tests.docs.rules`). Where a command needs a GPU as it is written, a comment
-above its block says so, and ``sota-grpo estimate`` has to find that it fits. What starts workers is judged by
-``estimate`` alone: whole runs of that kind are in :mod:`tests.docs.test_reference_commands` and in ``tests/e2e``.
+above its block says so, and ``sota-grpo estimate`` has to find that it fits (:func:`is_run`).
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from tests.docs.rules import (
     is_training,
     needs_gpu,
     packages_of,
-    starts_workers,
     why_not_run,
 )
 from tests.docs.test_reference_commands import COMMANDS as REFERENCE
@@ -33,25 +32,7 @@ from tests.docs.workshop import Workshop
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 SHELL = [block for block in BLOCKS if block.language == "bash"]
 COMMANDS = [command for block in SHELL for command in commands(block)]
-
-
-#: What ``estimate`` composes and judges as it is written. What only the hub describes cannot be estimated without it.
-ESTIMATED = [
-    c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or starts_workers(c))
-]
-
-
-def is_run(command: Command) -> bool:
-    """Whether it is run here; what starts workers would take a minute each."""
-    known = is_training(command) or is_tool(command) or is_of_the_shell(command)
-    elsewhere = ELSEWHERE & set(command.block.needs) or (starts_workers(command) and command in ESTIMATED)
-    return known and not elsewhere
-
-
-def is_variation(command: Command) -> bool:
-    """Whether ``estimate`` judges it, too: run on the embedded policy it differs from others in options only, and the
-    many of them are most of this file's time. Those of the README are run with the fast tests all the same."""
-    return command.block.document.name != "README.md" and command in ESTIMATED
+OWN_FILE = re.compile(r"\.(?:py|jsonl?|parquet)\b|outputs/")
 
 
 def is_mixed(command: Command) -> bool:
@@ -62,16 +43,23 @@ def is_mixed(command: Command) -> bool:
     return bool(named) and all(name in mixtures for name in named)
 
 
+def is_run(command: Command) -> bool:
+    """Whether it is run here, and ``estimate`` does not judge it alone: of the commands that train, those of the README
+    and those that name a file of their document. All others differ from these in options only; sweeps and what starts
+    workers would take a minute each, and whole runs of that kind are in ``tests/e2e``."""
+    if ELSEWHERE & set(command.block.needs):
+        return False
+    if not is_training(command):
+        return is_tool(command) or is_of_the_shell(command)
+    own = {*command.block.needs} <= {"hub"} and OWN_FILE.search(" ".join(command.words[2:])) and not is_mixed(command)
+    return not is_slow(command) and (command.block.document.name == "README.md" or bool(own))
+
+
+#: What ``estimate`` composes and judges as it is written. What only the hub describes cannot be estimated without it.
+ESTIMATED = [c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or not is_run(c))]
 #: What another document or :mod:`tests.docs.test_reference_commands` runs as well is run once.
 REFERENCE_RUNS = {(c.words, c.environment) for c in REFERENCE.values()}
 FIRST = {key: c for c in reversed(COMMANDS) if (key := (c.words, c.environment)) not in REFERENCE_RUNS}
-
-
-def cases(chosen: list[Command]) -> list:
-    slow = [pytest.mark.slow, pytest.mark.longest]
-    return [
-        pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) or is_mixed(c) else []) for c in chosen
-    ]
 
 
 def test_every_block_says_its_language() -> None:
@@ -86,7 +74,7 @@ def test_blocks_are_valid_shell(block: Block) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", cases([c for c in FIRST.values() if is_run(c)]))
+@pytest.mark.parametrize("command", [c for c in FIRST.values() if is_run(c)], ids=str)
 def test_commands_run(command: Command, workshop: Workshop) -> None:
     missing = [package for package in packages_of(command) if find_spec(package) is None]
     if missing:

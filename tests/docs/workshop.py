@@ -16,7 +16,6 @@ from tests.docs.rules import (
     estimated,
     is_async,
     is_of_the_shell,
-    is_slow,
     is_tool,
     is_training,
     small,
@@ -160,12 +159,16 @@ def typed(text: str, name: str = "typed") -> Command:
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
 
 
+def _run_dir(command: Command) -> str:
+    return next((word.partition("=")[2] for word in command.words if word.startswith("hydra.run.dir=")), "")
+
+
 @cache
 def _foundations(document: Path) -> list[Command]:
     """Commands whose files later ones may need: those that write data, and runs in a directory with a name."""
     if not document.is_file():
         return []
     typed = [c for block in blocks(document) if block.language == "bash" for c in commands(block)]
-    named = [c for c in typed if is_training(c) and not is_slow(c) and any("hydra.run.dir=" in w for w in c.words)]
+    named = [c for c in typed if is_training(c) and (name := _run_dir(c)) and document.read_text().count(name) > 1]
     written = [c for c in typed if is_tool(c) and "--out" in c.words]
     return [c for c in typed if is_of_the_shell(c) or c in named or c in written]
