@@ -21,7 +21,6 @@ from tests.docs.rules import (
     small,
     small_block,
     small_tool,
-    wants_vllm,
 )
 from tests.forked import Done, ForkServer
 
@@ -74,15 +73,22 @@ class Workshop:
         desk = self.desk(command.block.document.name)
         self._put_runs(desk, command.text)
         if is_of_the_shell(command):
-            return self._own_process(["bash", "-e", "-c", command.text], desk)
+            done = subprocess.run(
+                ["bash", "-e", "-c", command.text],
+                cwd=desk,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=_LONG_S,
+            )
+            return Done(done.returncode, done.stdout, done.stderr)
         if is_tool(command):
             arguments = [str(self._program), *small_tool(command)]
         elif command.words[0] == "sota-grpo":
             arguments = [str(self._program), "train", *(["--async"] if is_async(command) else []), *small(command)]
         else:
             arguments = [str(ROOT / command.words[1]), *small(command)]
-        if is_training(command) and wants_vllm(command):  # it is hidden where commands are forked
-            return self._own_process([sys.executable, *arguments], desk, command.environment)
         return self._server.run(arguments, cwd=desk, environment=command.environment, timeout_s=_LONG_S)
 
     def run_python(self, block: Block) -> Done:
@@ -132,18 +138,6 @@ class Workshop:
             options = [*small(sweep), f"hydra.sweep.dir={folder}"]
             self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the sweep")
         return folder
-
-    def _own_process(self, arguments: list[str], desk: Path, environment: tuple[tuple[str, str], ...] = ()) -> Done:
-        done = subprocess.run(
-            arguments,
-            cwd=desk,
-            env={**self._environment, **dict(environment)},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_LONG_S,
-        )
-        return Done(done.returncode, done.stdout, done.stderr)
 
 
 def _question(command: Command) -> tuple[str, ...]:
