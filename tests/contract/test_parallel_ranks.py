@@ -49,18 +49,14 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"shape": {"num_key_value_heads": 4, "vocab_size": 44, "intermediate_size": 36, "attn_implementation": "eager"}},
     "2 x 2, windows, tokens of high entropy, adapted bonus": DIVIDED
     | {"family": "mistral", "top_entropy_quantile": 0.4, "entropy_target": 9.0, "kl_coef": 0.0},
-    "2 copies over 2": {"fsdp_size": 2},
-}
-SLOW = {
-    "2 x 2, lora": LORA,
     "2 copies over 2, muon": {"fsdp_size": 2, "optimizer": "muon", "in_float32": True},
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_equal_one_ranks(kind: str, four: Pair) -> None:
     """6 rows in steps of 5 and 1, where a share has no row at all; then another 5 in one."""
-    options = (KINDS | SLOW)[kind]
+    options = KINDS[kind]
     many, one = four.learner(**options), four.one(**of_one(options))
     before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
     for step in range(2):
@@ -91,12 +87,7 @@ def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
         assert (rounded - true).norm() > 0
 
 
-ADAPTED = pytest.param(
-    LORA, marks=pytest.mark.slow
-)  # divided adapters: test_an_export_and_packs_have_the_merged_weights
-
-
-@pytest.mark.parametrize("options", [DIVIDED, ADAPTED, {"fsdp_size": 2}], ids=["tensor", "lora", "copies"])
+@pytest.mark.parametrize("options", [DIVIDED, {"fsdp_size": 2}], ids=["tensor", "copies"])
 def test_the_gate_is_answered_alike(options: dict[str, Any], four: Pair) -> None:
     many, one, rows = four.learner(**options), four.one(**of_one(options)), row_list(ragged_rows(5))
     torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
@@ -135,10 +126,9 @@ def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
     assert gap < 1e-5
 
 
-@pytest.mark.parametrize("options", [DIVIDED, ADAPTED], ids=["all", "lora"])
-def test_a_checkpoint_changes_the_layout(options: dict[str, Any], four: Pair, tmp_path: Path) -> None:
+def test_a_checkpoint_changes_the_layout(four: Pair, tmp_path: Path) -> None:
     """2 x 2, then one rank, then four of FSDP alone, then 2 x 2: as one rank without a break; moments too."""
-    options = options | {"schedule": "cosine", "warmup_steps": 2}
+    options = LORA | {"schedule": "cosine", "warmup_steps": 2}
     plain = of_one(options)
     batches, store, whole = [ragged_rows(6) for _ in range(4)], CheckpointStore(tmp_path, keep=9), four.one(**plain)
     for batch in batches:

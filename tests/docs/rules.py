@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import cache
 
 from scripts.gpu_proof import STAGES
+from sota_grpo.assembly.compose import compose
+from sota_grpo.config import Config, model_name
 from tests.docs.markdown import ROOT, Command
 
 # A run of one step. Only sizes: what a command says beside them stays as it is written.
@@ -73,21 +75,6 @@ def is_slow(command: Command) -> bool:
     return starts_workers(command) or (is_training(command) and ("--multirun" in command.words or many))
 
 
-def packages_of(command: Command) -> list[str]:
-    """What has to be installed beside the package, so that it runs at all."""
-    actual = ["ray"] if is_async(command) or any(".num_devices=2" in word for word in command.words) else []
-    for part, package in (
-        ("engine=vllm", "vllm"),
-        ("logging.wandb=", "wandb"),
-        ("logging.sinks=[tensorboard]", "tensorboard"),
-        ("hydra/sweeper=search", "optuna"),
-        ("env.dataset=reasoning_gym", "reasoning_gym"),
-        ("dataset: reasoning_gym", "reasoning_gym"),
-    ):
-        actual += [package] if any(part in word for word in command.words) else []
-    return actual
-
-
 def overrides_of(command: Command) -> list[str]:
     """Of a training command its options and overrides, without the program."""
     return [word for word in command.words[2:] if word not in ("--async", "&")]
@@ -101,25 +88,13 @@ def small(command: Command) -> list[str]:
     overrides = overrides_of(command)
     if set(_TRAINS_NOTHING) & set(overrides):
         return overrides
-    if command.block.document.suffix == ".md":
-        overrides = _few(overrides)
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
-    sizes += (
-        ["hydra.sweeper.n_trials=2"] if any(word.startswith("hydra.sweeper.n_trials") for word in overrides) else []
-    )
     desk = command.block.document.name
     sizes += ["train.total_dialog_turns=64"] if desk == WHOLE else [] if desk == "README.md" else [UNCHECKED]
     own = any(word == f"model.name={folder}" for word in overrides for folder in OWN_MODELS)
     if own:
         return [*overrides, *sizes]
     return [*(word for word in overrides if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
-
-
-def _few(given: list[str]) -> list[str]:
-    """At most two runs of a sweep: two values of the first list, one of the others."""
-    lists = [word for word in given if "--multirun" in given and re.fullmatch(r"[\w.]+=[^,\[({]+(,[^,]+)+", word)]
-    kept = {word: ",".join(word.split(",")[: 2 if word is lists[0] else 1]) for word in lists}
-    return [kept.get(word, word) for word in given]
 
 
 def small_block(text: str) -> str:
@@ -153,11 +128,8 @@ def estimated(command: Command) -> list[str]:
     return overrides
 
 
-def needs_gpu(command: Command) -> bool:
-    """Whether the config that it names, as it is written, is one for a GPU: neither the CPU nor the embedded policy."""
-    from sota_grpo.assembly.compose import compose
-    from sota_grpo.config import model_name
-
+def config_of(command: Command) -> Config:
+    """The config that a command that trains names, as it is written."""
     assumed = estimated(command)
     name, overrides = "grpo_gsm8k", []
     while assumed:
@@ -166,7 +138,12 @@ def needs_gpu(command: Command) -> bool:
             name = assumed.pop(0)
         elif "=" in word and not word.startswith("-"):
             overrides.append(word)
-    config = compose(name, overrides)
+    return compose(name, overrides)
+
+
+def needs_gpu(command: Command) -> bool:
+    """Whether its config is one for a GPU: neither the CPU nor the embedded policy."""
+    config = config_of(command)
     return config.device != "cpu" and model_name(config) != "tiny"
 
 

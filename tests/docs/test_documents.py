@@ -2,28 +2,28 @@
 
 Commands are run as they are written, in a directory that has what they name, with sizes of seconds and the embedded
 policy in place of models of the hub (:mod:`tests.docs.rules`). Where a command needs a GPU as it is written, a comment
-above its block says so, and ``sota-grpo estimate`` has to find that it fits. What starts workers is judged by
-``estimate`` alone: whole runs of that kind are in :mod:`tests.docs.test_reference_commands` and in ``tests/e2e``.
+above its block says so, and ``sota-grpo estimate`` has to find that it fits (:func:`is_run`).
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from sota_grpo.config.validators import validate
 from tests.docs.markdown import DOCUMENTS, ROOT, Block, Command, blocks, commands
 from tests.docs.rules import (
     ELSEWHERE,
     UNCHECKED,
+    config_of,
     is_of_the_shell,
     is_slow,
     is_tool,
     is_training,
     needs_gpu,
-    packages_of,
     starts_workers,
     why_not_run,
 )
@@ -33,25 +33,8 @@ from tests.docs.workshop import Workshop
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 SHELL = [block for block in BLOCKS if block.language == "bash"]
 COMMANDS = [command for block in SHELL for command in commands(block)]
-
-
-#: What ``estimate`` composes and judges as it is written. What only the hub describes cannot be estimated without it.
-ESTIMATED = [
-    c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or starts_workers(c))
-]
-
-
-def is_run(command: Command) -> bool:
-    """Whether it is run here; what starts workers would take a minute each."""
-    known = is_training(command) or is_tool(command) or is_of_the_shell(command)
-    elsewhere = ELSEWHERE & set(command.block.needs) or (starts_workers(command) and command in ESTIMATED)
-    return known and not elsewhere
-
-
-def is_variation(command: Command) -> bool:
-    """Whether ``estimate`` judges it, too: run on the embedded policy it differs from others in options only, and the
-    many of them are most of this file's time. Those of the README are run with the fast tests all the same."""
-    return command.block.document.name != "README.md" and command in ESTIMATED
+#: What the names in a command depend on: files of its document, folders of runs, tasks of reasoning-gym.
+OWN = re.compile(r"\.(?:py|jsonl?|parquet)\b|outputs/|env\.tasks=")
 
 
 def is_mixed(command: Command) -> bool:
@@ -62,16 +45,26 @@ def is_mixed(command: Command) -> bool:
     return bool(named) and all(name in mixtures for name in named)
 
 
+def is_run(command: Command) -> bool:
+    """Whether it is run here: of the commands that train, those of the README and those with names of their own. All
+    others differ from these in options only, and have to keep the rules; sweeps and what starts workers would take a
+    minute each, and whole runs of that kind are in ``tests/e2e``."""
+    if ELSEWHERE & set(command.block.needs):
+        return False
+    if not is_training(command):
+        return is_tool(command) or is_of_the_shell(command)
+    estimated = command.block.needs and "hub" not in command.block.needs
+    own = OWN.search(" ".join(command.words[2:])) and not estimated and not is_mixed(command)
+    return not is_slow(command) and (command.block.document.name == "README.md" or bool(own))
+
+
+#: What ``estimate`` composes and judges as it is written. What only the hub describes cannot be estimated without it.
+ESTIMATED = [
+    c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or starts_workers(c))
+]
 #: What another document or :mod:`tests.docs.test_reference_commands` runs as well is run once.
 REFERENCE_RUNS = {(c.words, c.environment) for c in REFERENCE.values()}
 FIRST = {key: c for c in reversed(COMMANDS) if (key := (c.words, c.environment)) not in REFERENCE_RUNS}
-
-
-def cases(chosen: list[Command]) -> list:
-    slow = [pytest.mark.slow, pytest.mark.longest]
-    return [
-        pytest.param(c, id=str(c), marks=slow if is_slow(c) or is_variation(c) or is_mixed(c) else []) for c in chosen
-    ]
 
 
 def test_every_block_says_its_language() -> None:
@@ -86,11 +79,10 @@ def test_blocks_are_valid_shell(block: Block) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", cases([c for c in FIRST.values() if is_run(c)]))
+@pytest.mark.parametrize("command", [c for c in FIRST.values() if is_run(c)], ids=str)
 def test_commands_run(command: Command, workshop: Workshop) -> None:
-    missing = [package for package in packages_of(command) if find_spec(package) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed")
+    if "reasoning_gym" in command.text:
+        pytest.importorskip("reasoning_gym")
     workshop.run(command).require(command)
 
 
@@ -101,7 +93,12 @@ def test_commands_that_are_not_run_have_a_reason_and_name_what_exists(command: C
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if is_training(c)], ids=str)
 def test_a_comment_says_what_a_command_needs(command: Command) -> None:
-    """The comment counts for the block, so a block that a GPU is needed for may hold commands that need none."""
+    """The comment counts for the block, so a block that a GPU is needed for may hold commands that need none.
+
+    And what is not run keeps the rules.
+    """
+    if not is_run(command):
+        validate(config_of(command))
     if needs_gpu(command):
         assert {"gpu", "cluster"} & set(command.block.needs), f"{command}: <!-- needs: gpu --> belongs above the block"
     elif "gpu" in command.block.needs:

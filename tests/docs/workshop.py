@@ -16,13 +16,11 @@ from tests.docs.rules import (
     estimated,
     is_async,
     is_of_the_shell,
-    is_slow,
     is_tool,
     is_training,
     small,
     small_block,
     small_tool,
-    wants_vllm,
 )
 from tests.forked import Done, ForkServer
 
@@ -75,15 +73,22 @@ class Workshop:
         desk = self.desk(command.block.document.name)
         self._put_runs(desk, command.text)
         if is_of_the_shell(command):
-            return self._own_process(["bash", "-e", "-c", command.text], desk)
+            done = subprocess.run(
+                ["bash", "-e", "-c", command.text],
+                cwd=desk,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=_LONG_S,
+            )
+            return Done(done.returncode, done.stdout, done.stderr)
         if is_tool(command):
             arguments = [str(self._program), *small_tool(command)]
         elif command.words[0] == "sota-grpo":
             arguments = [str(self._program), "train", *(["--async"] if is_async(command) else []), *small(command)]
         else:
             arguments = [str(ROOT / command.words[1]), *small(command)]
-        if is_training(command) and wants_vllm(command):  # it is hidden where commands are forked
-            return self._own_process([sys.executable, *arguments], desk, command.environment)
         return self._server.run(arguments, cwd=desk, environment=command.environment, timeout_s=_LONG_S)
 
     def run_python(self, block: Block) -> Done:
@@ -134,18 +139,6 @@ class Workshop:
             self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the sweep")
         return folder
 
-    def _own_process(self, arguments: list[str], desk: Path, environment: tuple[tuple[str, str], ...] = ()) -> Done:
-        done = subprocess.run(
-            arguments,
-            cwd=desk,
-            env={**self._environment, **dict(environment)},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_LONG_S,
-        )
-        return Done(done.returncode, done.stdout, done.stderr)
-
 
 def _question(command: Command) -> tuple[str, ...]:
     """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and show no more."""
@@ -160,12 +153,16 @@ def typed(text: str, name: str = "typed") -> Command:
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
 
 
+def _run_dir(command: Command) -> str:
+    return next((word.partition("=")[2] for word in command.words if word.startswith("hydra.run.dir=")), "")
+
+
 @cache
 def _foundations(document: Path) -> list[Command]:
     """Commands whose files later ones may need: those that write data, and runs in a directory with a name."""
     if not document.is_file():
         return []
     typed = [c for block in blocks(document) if block.language == "bash" for c in commands(block)]
-    named = [c for c in typed if is_training(c) and not is_slow(c) and any("hydra.run.dir=" in w for w in c.words)]
+    named = [c for c in typed if is_training(c) and (name := _run_dir(c)) and document.read_text().count(name) > 1]
     written = [c for c in typed if is_tool(c) and "--out" in c.words]
     return [c for c in typed if is_of_the_shell(c) or c in named or c in written]

@@ -46,10 +46,8 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_the_last_evaluation_of_a_run_comes_out_again(kind: str, run_dir: Path, tmp_path: Path) -> None:
+def test_the_last_evaluation_of_a_run_comes_out_again(run_dir: Path, tmp_path: Path) -> None:
     """Of the exported model, of a checkpoint, and from its responses by ``sota-grpo score``."""
-    run_dir = trained(tmp_path / "full") if kind == "full" else run_dir
     copy, files = tmp_path / "copy", [tmp_path / f"{name}.jsonl" for name in ("exported", "checkpoint", "scored")]
     shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("hf"))
     actual = evaluated(tmp_path, str(run_dir), "--responses", str(files[0]))
@@ -152,14 +150,14 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_with_vllm_a_greedy_evaluation_is_that_of_the_embedded_engine(tmp_path: Path) -> None:
-    """In processes of their own: vLLM keeps what it has set up until its process ends."""
-    actual = {}
-    for engine in ("transformers", "vllm"):
-        out = tmp_path / f"{engine}.jsonl"
-        command = ["eval", "tiny", "--engine", engine, "--k", "0", "--num-samples", "16", "--responses", str(out)]
-        program = [sys.executable, "-m", "sota_grpo.cli", *command, "inference_model.max_tokens=48"]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        actual[engine] = [json.loads(line)["response"] for line in out.read_text().splitlines()]
-    same = sum(one == other for one, other in zip(actual["transformers"], actual["vllm"], strict=True))
+    """In a process of its own: vLLM keeps what it has set up until its process ends."""
+    options = ("--k", "0", "--num-samples", "16", "inference_model.max_tokens=48", "--engine")
+    own, other = tmp_path / "own.jsonl", tmp_path / "vllm.jsonl"
+    evaluated(tmp_path, "tiny", *options, "transformers", "--responses", str(own))
+    program = [sys.executable, "-m", "sota_grpo.cli", "eval", "tiny", *options, "vllm", "--responses", str(other)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    same = sum(
+        mine["response"] == theirs["response"] for mine, theirs in zip(rows_of(own), rows_of(other), strict=True)
+    )
     assert same >= 14, "two greedy answers of 16 may differ where two tokens are equally likely"

@@ -91,34 +91,22 @@ def require_every_prompt_once(run_dir: Path, num_prompts: int) -> None:
     assert max(row["policy_age/max"] for row in trained) <= 1
 
 
-def test_a_hung_engine_and_nine_killed_workers_cost_no_prompt(tmp_path: Path) -> None:
-    num_prompts, run_dir = 240, tmp_path / "run"
+def test_a_hung_engine_and_a_killed_worker_of_each_role_cost_no_prompt(tmp_path: Path) -> None:
+    num_prompts, run_dir = 120, tmp_path / "run"
     with started(run_dir, *epoch_of(num_prompts), "ray.timeout_s=20") as run:
         wait_for(lambda: steps(run_dir) >= 2, run)
         (engine,) = wait_for(lambda: one if len(one := engines(run)) == 1 else None, run)
         hit(engine, signal.SIGSTOP)
         wait_for(lambda: engine not in below(run.pid), run, within_s=100)  # the default deadline is 600 s
-        for number in range(9):  # three of each role
-            role = ROLES[number % 3]
+        for role in ROLES:
             time.sleep(random.uniform(0.0, 1.5))
-            # five in a row, and it is given up, rightly: on a slow machine every kill meets a worker that starts
-            wait_for(lambda role=role: starts_failed(run_dir, role) < 3, run)
             wait_for(lambda role=role: kill_one(run, role), run)
         assert run.wait(600) == 0, console(run_dir)
     require_every_prompt_once(run_dir, num_prompts)
     rows = metrics(run_dir)
-    assert rows[-1]["workers/restarts"] >= 8  # two may fall after the last step
+    assert rows[-1]["workers/restarts"] >= 3  # the last may fall after the last step
     assert not any(row["reward_errors"] for row in rows)
     assert max(row.get("policy_age/max", 0) for row in rows) == 1  # the bound of mode=async, reached
-
-
-def starts_failed(run_dir: Path, role: str) -> int:
-    """How often in a row, up to now, a worker of a role was killed before it was ready."""
-    name, count = "reward" if role == "serve_child" else role.removeprefix("ray::"), 0
-    for line in (run_dir / "training.log").read_text().splitlines():
-        if f" {name}-" in line:
-            count = count + 1 if "does not start" in line else 0 if "is ready" in line else count
-    return count
 
 
 def kill_one(run: subprocess.Popen, role: str) -> bool:
@@ -132,7 +120,7 @@ def engines(run: subprocess.Popen) -> list[int]:
 
 def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prompt(tmp_path: Path) -> None:
     """Started four times, it ends by a rank's death, a killed driver, a preemption, and by itself."""
-    num_prompts, run_dir = 160, tmp_path / "run"
+    num_prompts, run_dir = 112, tmp_path / "run"
     options = (*epoch_of(num_prompts), "train.checkpoint_frequency=2", "train.resume=auto")
     with started(run_dir, *options, "train_model.num_devices=2") as run:
         wait_for(lambda: steps(run_dir) >= 5, run)
@@ -144,7 +132,7 @@ def test_a_dead_rank_a_killed_driver_and_a_preempted_one_lose_and_repeat_no_prom
     assert "train.resume=auto continues from the last checkpoint" in last
 
     with started(run_dir, *options) as run:  # on one rank now
-        goal = steps(run_dir) + random.randint(2, 8)
+        goal = steps(run_dir) + random.randint(2, 5)
         wait_for(lambda: steps(run_dir) >= goal, run)
         time.sleep(random.uniform(0.0, 0.5))
         run.kill()

@@ -68,7 +68,10 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
 
 
 def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, fork_server: ForkServer) -> None:
-    """W&B offline, then online without a key; TensorBoard; the report: each has the steps of the whole run."""
+    """W&B offline, then online without a key; TensorBoard; the report: each has the steps of the whole run.
+
+    Run 0 is finished, which the summary says during the sweep, and run 1 is killed.
+    """
     for package in ("wandb", "tensorboard"):
         pytest.importorskip(package)
     sweep = ("--multirun", *SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "logging.num_examine=1")
@@ -80,14 +83,19 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
     first, second = (tmp_path / "sweep" / job for job in "01")
 
     process = fork_server.start(command(tmp_path, *sweep, "logging.wandb=offline")[1:], **process_options)
-    wait_for(lambda: (first / "metrics.jsonl").exists() and len(metrics(first)) >= 3)
+    wait_for(lambda: (second / "metrics.jsonl").exists() and len(metrics(second)) >= 3)
     os.kill(process, signal.SIGKILL)
     assert fork_server.finish().code == -signal.SIGKILL
+    before = metrics(first)
+    states = [run["state"] for run in json.loads((tmp_path / "sweep" / "summary.json").read_text())["runs"]]
+    assert (states[0], len(before)) == ("finished", 6)
     again = [*sweep, "logging.wandb=online", "train.resume=auto"]
     done = fork_server.run(command(tmp_path, *again)[1:], **process_options)
     assert done.code == 0, done.stderr
-    assert "Continuing" in done.stderr
-    assert done.stderr.count("because no API key was found") == 2
+    assert f"The run in {first} is already finished." in done.stdout
+    assert metrics(first) == before
+    assert f"Continuing {second} after" in done.stderr
+    assert done.stderr.count("because no API key was found") == 1
 
     for run_dir in (first, second):
         rows = {row["step"]: row["entropy"] for row in metrics(run_dir)}
@@ -96,7 +104,7 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
         name, history = wandb_history(run_dir)[-1]  # what W&B had not written when it was killed is lost to it
         assert name == (run_dir / "wandb_run_id.txt").read_text().strip()
         sent = {row["step"]: row["entropy"] for row in history if "entropy" in row}
-        assert sent == {step: rows[step] for step in range(2 if run_dir == first else 0, 6)}
+        assert sent == {step: rows[step] for step in range(2 if run_dir == second else 0, 6)}
         curve = event_files(run_dir / "tensorboard").Scalars("entropy")
         assert {event.step: event.value for event in curve} == pytest.approx(rows, rel=1e-6)
         assert len(curve) == len(rows)
@@ -104,8 +112,9 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
         shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
         assert (shown["state"], shown["done"]) == ("finished", 6)
         starts = json.loads((run_dir / "run.json").read_text())["starts"]
-        assert len(starts) == len(shown["starts"]) == (2 if run_dir == first else 1)
+        assert len(starts) == len(shown["starts"]) == (2 if run_dir == second else 1)
         assert starts[-1]["command"] in shown["starts"][-1]
         assert wandb_config(run_dir)["start"] == starts[-1]
     assert "2 runs, 2 finished" in done.stdout
     assert (tmp_path / "sweep" / "report.html").exists()
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["complete"]

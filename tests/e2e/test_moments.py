@@ -11,7 +11,10 @@ import torch
 from tests.e2e.conftest import SMALL, command, final_weights, metrics, without_clock
 from tests.forked import ForkServer
 
-OPTIONS = (*SMALL, "engine=transformers", "check.mode=warn", "train.checkpoint_frequency=1", "train.resume=auto")
+OPTIONS = (
+    *(*SMALL, "engine=transformers", "check.mode=warn", "train.checkpoint_frequency=1", "train.resume=auto"),
+    *("env.reward_workers=0", "env.max_samples=64", "inference_model.max_tokens=12", "eval.num_samples=4"),
+)
 FULL = (  # files in the order in which a run opens them; steps done before; exit code; the sentence
     (r"/\.hydra$", 1, 0, 2, "set hydra.run.dir."),
     (r"training\.log", 1, 0, 2, "choose a writable run directory"),

@@ -6,14 +6,12 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sota_grpo import Result
-from tests.e2e.conftest import ENVIRONMENT, ROOT, SMALL, metrics, wait_for, without_clock
+from tests.e2e.conftest import ROOT, SMALL, metrics, wait_for, without_clock
 from tests.e2e.processes import require_gone, workers
 from tests.forked import ForkServer
 
@@ -47,19 +45,8 @@ def script(folder: Path, *overrides: str) -> list[str]:
     return [str(path)]
 
 
-@pytest.mark.slow
-def test_functions_of_a_script_grade_in_workers_beside_other_workers(tmp_path: Path) -> None:
-    command = [sys.executable, *script(tmp_path, "mode=async", "train.total_dialog_turns=32")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "STEPS 2 True" in done.stdout
-    result = Result(tmp_path / "run")
-    assert (result.metrics["reward_errors"] == 0).all()
-    assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())
-
-
 def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path, grpo, fork_server) -> None:
-    """Same numbers, but for the clock: the rows in a file, the function in a file."""
+    """Same numbers, but for the clock: the rows in a file, the function in a file; a worker grades."""
     options = ("train.total_dialog_turns=32",)
     fork_server.run(script(tmp_path, *options), cwd=tmp_path).require("the script")
     rows = [json.dumps({"prompt": f"How much is {n} + 1?", "answer": str(n + 1)}) for n in range(40)]
@@ -70,6 +57,9 @@ def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path
     done = grpo(tmp_path / "other", *OPTIONS, *options, *table, *reward)
     assert done.returncode == 0, done.stderr
     assert without_clock(metrics(tmp_path / "run")) == without_clock(metrics(tmp_path / "other"))
+    result = Result(tmp_path / "run")
+    assert (result.metrics["reward_errors"] == 0).all()
+    assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())
 
 
 def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path, fork_server: ForkServer) -> None:

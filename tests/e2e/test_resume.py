@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -17,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sota_grpo.config.spelling import overrides_of
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_files import FAILURE_FILE, read_json
@@ -56,14 +54,14 @@ def after_rows(run_dir: Path, count: int, delay_s: float = 0.0) -> Callable[[], 
 
 def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled) -> None:
     """With the sets that top-p keeps, which travel with the tokens."""
-    options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=160")
+    options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=96")
     options += ("inference_model.top_p=0.9", "inference_model.temperature=1.5")
     options += ("algorithm.entropy_target=9", "algorithm.top_entropy_quantile=0.5")  # it grows each step
     whole = grpo(tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
-    for kill in random.sample(range(3), 3):
-        moment = mid_checkpoint(run_dir) if kill == 0 else after_rows(run_dir, kill, random.uniform(0, 0.1))
+    for kill in random.sample(range(2), 2):
+        moment = mid_checkpoint(run_dir) if kill == 0 else after_rows(run_dir, 2, random.uniform(0, 0.1))
         assert signalled(signal.SIGKILL, moment, run_dir, *again).code == -signal.SIGKILL
     last = grpo(run_dir, *again)
     assert last.returncode == 0, last.stderr
@@ -76,48 +74,6 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, tmp_path / "whole")]
     assert rollouts[0] == rollouts[1]
-
-
-TWENTY = {
-    **{name: {"max_terms": 2} for name in ("chain_sum", "basic_arithmetic", "decimal_chain_sum")},
-    **{"products": {"max_digits": 1}, "leg_counting": {"min_animals": 1, "max_animals": 2}, "gcd": {"max_value": 20}},
-    **{"lcm": {"max_value": 12}, "letter_counting": {"max_words": 5}, "prime_factorization": {"max_value": 30}},
-    **{name: {"max_n": 20} for name in ("count_primes", "count_bits")},
-    **dict.fromkeys(("simple_equations", "number_sequence", "base_conversion", "fraction_simplification"), 1),
-    **dict.fromkeys(("number_filtering", "time_intervals", "spell_backward", "gsm_symbolic", "dice"), 1),
-}
-
-
-@pytest.mark.slow
-def test_a_mixture_of_four_tasks_and_twenty_of_reasoning_gym_is_killed_twice(tmp_path: Path, grpo, signalled) -> None:
-    pytest.importorskip("reasoning_gym")
-    rows = [
-        json.dumps({"prompt": f"What is {a} + {b}?", "ground_truth": str(a + b)}) for a in range(9) for b in range(9)
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    gym = {"dataset": "reasoning_gym", "tasks": TWENTY, "weight": 8, "answer_format": "any", "system_prompt": ""}
-    mixture = {
-        **{"words": {"dataset": "arithmetic"}, "numbers": {"dataset": "countdown", "max_tokens": 9}, "gym": gym},
-        "chat": {"dataset": "instructions", "system_prompt": ""},
-        "rows": {"dataset": "table", "dataset_path": str(tmp_path / "rows.jsonl"), "num_heldout": 20},
-    }
-    sizes = {"env.num_envs": 48, "env.repeats": 2, "train.dialog_turns_per_batch": 48, "train.optim_batch_size": 48}
-    sizes |= {"train.total_dialog_turns": 288, "train.checkpoint_frequency": 1, "engine": "transformers"}
-    sizes |= {"env.max_samples": 64, "eval.num_samples": 5, "eval.every": 6, "eval.avg_at_k": 0}
-    settings = {"env.mixture": mixture, "check.mode": "off", "train.export_hf": False, **sizes}
-    options = (*SMALL, *overrides_of(settings))
-    whole = grpo(tmp_path / "whole", *options)
-    assert whole.returncode == 0, whole.stderr
-    run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
-    for _ in range(2):
-        moment = after_rows(run_dir, random.randint(1, 2), random.uniform(0, 0.3))
-        assert signalled(signal.SIGKILL, moment, run_dir, *again).code == -signal.SIGKILL
-    last = grpo(run_dir, *again)
-    assert last.returncode == 0, last.stderr
-    assert (run_dir / "rollouts.jsonl").read_bytes() == (tmp_path / "whole" / "rollouts.jsonl").read_bytes()
-    actual = {name for row in metrics(run_dir) for name in row}
-    assert actual >= {each for name in mixture for each in (f"task/{name}/reward", f"eval/task/{name}")}
-    assert sum(f"task/gym/{name}/reward" in actual for name in TWENTY) >= 15  # 96 draws
 
 
 def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:

@@ -1,7 +1,4 @@
-"""Training against real inference servers: no Ray, a server per engine, and what becomes of the run when one is killed.
-
-Each test is one run, so that a server is started three times in all.
-"""
+"""Training against a real inference server: no Ray, and the run continues when the server is killed."""
 
 from __future__ import annotations
 
@@ -92,32 +89,14 @@ def running(run_dir: Path, *options: str, script: str) -> Iterator[Running]:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_sync_trains_on_a_server_and_ends_with_its_death(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with running(run_dir, "train.total_dialog_turns=16000", script="grpo.py") as run:
-        run.wait_for(lambda: run.steps() >= 3)
-        run.kill_server()
-        assert run.end() == 1
-    assert re.search(r"Checks before training: (\d+) of \1 passed", run.console)
-    rows = metrics(run_dir)
-    assert all(row["mismatch_kl"] < 1e-8 and row["policy_age/max"] == 0 for row in rows)  # every push was served
-    assert max(row["grad_norm"] for row in rows) > 0
-    assert "Traceback" not in run.console
-    last = run.console.splitlines()[-1]
-    assert re.fullmatch(
-        r"grpo\.py: The inference server ended while it (sampled|loaded weights) \(was ended by SIGKILL.*\); "
-        rf"see its output in {run_dir}/vllm_server\.log\.",
-        last,
-    ), last
-
-
-def test_async_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: Path) -> None:
+def test_a_run_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: Path) -> None:
     run_dir, num_prompts = tmp_path / "run", 64
     amount = (f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}")
-    with running(run_dir, *amount, "check.mode=off", script="grpo-async.py") as run:
+    with running(run_dir, *amount, script="grpo-async.py") as run:
         run.wait_for(lambda: run.steps() >= 3)
         run.kill_server()
         assert run.end() == 0, run.console
+    assert re.search(r"Checks before training: (\d+) of \1 passed", run.console)
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(num_prompts // 4))
     assert rows[-1]["workers/restarts"] == 1

@@ -6,8 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
@@ -143,8 +141,11 @@ def add(a: int, b: int) -> int:
 '''
 
 
-def mixed(tmp_path: Path) -> tuple[dict[str, dict], tuple[str, ...]]:
-    """Four tasks: functions, a token limit, tools and a group size of one task alone; and the options of their run."""
+def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> None:
+    """Four tasks: functions, a token limit, tools and a group size of one task alone.
+
+    Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together.
+    """
     rows = [
         {"prompt": [{"role": "user", "content": row["question"]}], "ground_truth": row["number"]} for row in problems()
     ]
@@ -157,11 +158,7 @@ def mixed(tmp_path: Path) -> tuple[dict[str, dict], tuple[str, ...]]:
     }
     mixture["mine"]["reward_path"] = str(tmp_path / "rewards.py")
     (tmp_path / "tools.py").write_text(TOOLS)
-    return mixture, (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
-
-
-def test_a_mixture_is_trained(tmp_path: Path) -> None:
-    mixture, options = mixed(tmp_path)
+    options = (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
     steps, rollouts = run(tmp_path, "grpo_cpu", *options)
     for row in steps:
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
@@ -178,15 +175,8 @@ def test_a_mixture_is_trained(tmp_path: Path) -> None:
     for row in (first, last):
         assert {f"eval/task/{name}" for name in mixture} <= row.keys()
 
-
-@pytest.mark.slow
-def test_a_mixture_continues_at_its_position(tmp_path: Path) -> None:
-    """Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together."""
-    _, settings = mixed(tmp_path)
-    run(tmp_path, "grpo_cpu", *settings)
-    half = tmp_path / "half"
-    options = (*TINY, *settings, "logging.store_steps=false")
-    assert train(composed("grpo_cpu", *options, "train.total_dialog_turns=16"), half) == 1
-    assert train(composed("grpo_cpu", *options, f"train.resume={half}"), half) == 2
-    both = [[row for row in metrics(place) if "grad_norm" in row] for place in (tmp_path / "run", half)]
-    assert without_clock(both[0]) == without_clock(both[1])
+    half = (*TINY, *options, "check.mode=off", "eval.mode=off", "train.export_hf=false", "logging.report=false")
+    assert train(composed("grpo_cpu", *half, "train.total_dialog_turns=16"), tmp_path / "half") == 1
+    assert train(composed("grpo_cpu", *half, f"train.resume={tmp_path / 'half'}"), tmp_path / "half") == 2
+    resumed = [row for row in metrics(tmp_path / "half") if "grad_norm" in row]
+    assert without_clock(resumed) == without_clock(steps)

@@ -36,15 +36,14 @@ def test_examples_are_true(module: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("penalty", [0, 64])
-def test_first_batch_and_first_step_equal_trls(tmp_path: Path, penalty: int) -> None:
-    actual = agreement(fresh(f"algorithm.overlong_buffer={penalty}"), tmp_path)
+def test_first_batch_and_first_step_equal_trls(tmp_path: Path) -> None:
+    actual = agreement(fresh(), tmp_path)
     assert actual.num_prompts == actual.equal_prompts == 16
     assert actual.equal_greedy >= 15  # two logits may be tied up to rounding
     assert actual.end_tokens == ((2,), (2,))
     assert actual.step_gap_same_eps < 2e-5
-    if not penalty:  # groups with rewards 0 and 1 have a standard deviation of 0.35 to 0.54, to which TRL adds 1e-4
-        assert actual.step_gap_same_eps < actual.step_gap < 3e-4
+    # groups with rewards 0 and 1 have a standard deviation of 0.35 to 0.54, to which TRL adds 1e-4
+    assert actual.step_gap_same_eps < actual.step_gap < 3e-4
 
 
 @pytest.mark.slow

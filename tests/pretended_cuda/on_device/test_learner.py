@@ -71,8 +71,7 @@ def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 FULL = {"lora": False, "dropout": 0.0, "tied": True, "checkpointing": False}
 CASES = [
     {**FULL, "precision": "fp32", "tied": False},
-    {**FULL, "precision": "bf16", "checkpointing": True, "recompute": True},
-    {**FULL, "precision": "bf16", "lora": True, "checkpointing": True, "epochs": 2},
+    {**FULL, "precision": "bf16", "lora": True, "checkpointing": True, "recompute": True, "epochs": 2},
     {**FULL, "precision": "fp16"},
 ]
 
