@@ -273,7 +273,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     fleet = Fleet("echo", start, 2, capacity=2, silence_s=6.0)
     fleet.wait_ready()
     weights = places["ray"].launcher.share(3)
-    assert fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True) == [3, 3]
+    assert [*fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True).values()] == [3, 3]
     futures = [fleet.submit(task, 0.2) for task in range(12)]
     first, second = fleet.pids
     assert first is not None

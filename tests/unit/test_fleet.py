@@ -254,7 +254,7 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     wait_for(lambda: stage.now(0).tasks)
     stage.now(0).kill()
     wait_for(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).calls) == 2)
-    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == [("puppet-1.0", 2)]
+    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == {"puppet-1.0": ("puppet-1.0", 2)}
     fleet.submit("second")
     worker = stage.now(0)
     worker.mute.clear()
@@ -271,11 +271,11 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
 def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     fleet = stage.fleet(2)
     stage.now(0).mute.add("update")
-    assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == [("puppet-1.0", 1)]
+    assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == {"puppet-1.0": ("puppet-1.0", 1)}
     wait_for(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
     assert stage.puppets[0][0].killed
     wait_for(lambda: len(fleet.names) == 2)
-    assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == [("puppet-0.1", 7), ("puppet-1.0", 7)]
+    assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == {name: (name, 7) for name in ("puppet-0.1", "puppet-1.0")}
 
 
 def test_a_broadcast_without_an_answer_names_the_late_workers(stage: Stage) -> None:
@@ -296,7 +296,7 @@ def test_where_all_are_lost_a_replacement_is_asked(stage: Stage, fate: str) -> N
         if fate == "dies":
             wait_for(lambda: 1 in first.open)
             first.kill()
-        assert pushed.result(WAIT_S) == [("puppet-0.1", 1)]
+        assert pushed.result(WAIT_S) == {"puppet-0.1": ("puppet-0.1", 1)}
 
 
 def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:
