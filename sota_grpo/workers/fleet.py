@@ -421,17 +421,20 @@ class Fleet:
         old, slot.worker = slot.worker, None
         slot.settled.clear()
         slot.start = Start(self._start_silence_s, self._loop.time() + pause_s)
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch_start(slot))
-            if old is not None:
-                await self._on_thread(slot, old.kill)
-            await self._awake.wait()
-            await asyncio.sleep(pause_s)
-            slot.worker = await self._on_thread(slot, self._start, slot.index)
-            slot.owed = [self._call(slot, method, *args) for method, args in [*self._sticky.items(), ("ping", ())]]
-            while slot.owed:
-                await slot.owed.pop(0)
-            watch.cancel()
+        while slot.worker is None or slot.owed:  # broadcasts that came while the group below ended are awaited, too
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_start(slot))
+                if slot.worker is None:
+                    if old is not None:
+                        await self._on_thread(slot, old.kill)
+                    await self._awake.wait()
+                    await asyncio.sleep(pause_s)
+                    slot.worker = await self._on_thread(slot, self._start, slot.index)
+                    calls = [*self._sticky.items(), ("ping", ())]
+                    slot.owed = [self._call(slot, method, *args) for method, args in calls]
+                while slot.owed:
+                    await slot.owed.pop(0)
+                watch.cancel()
 
     async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
         """Await ``function(*args)`` on a new thread; if this is cancelled, kill the worker that it returns later."""

@@ -19,9 +19,11 @@ import torch
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.transformers_engine import sampled_probs
 from sota_grpo.engines.vllm_engine import PROVIDER
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed
 from tests.builders import generator
 from tests.engine_rigs import (
@@ -155,6 +157,29 @@ def test_every_weight_is_read_back_by_name(rig: Rig):
     rig.engine.update_weights(left_out.items(), rig.engine.version + 1)
     sums, wanted = rig.engine.weight_sums()["vllm"], held(new)
     assert {name for name in wanted if sums[name] != wanted[name]} == stale
+    rig.push(8)
+
+
+def test_a_push_reads_some_columns_of_packed_matrices_and_the_next_push_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sota_grpo.engines.vllm_server._FEWEST_COLUMNS", 24)
+    stale = "model.layers.1.self_attn.q_proj.weight"
+    width = rig.model.state_dict()[stale].shape[1]
+    weight_sync = EngineWeightSync(lambda: rig.model.state_dict().items(), rig.engine)
+    ranges = [(start, min(start + 24, width)) for start in range(0, width, 24)]
+    actual = set()
+    for _ in ranges:
+        weight_sync.send()
+        actual.add(rig.engine.weight_sums()["vllm"][stale].columns)
+    assert actual == {*ranges}
+    before, update = rig.model.state_dict()[stale].clone(), rig.engine.update_weights
+    rig.model.load_state_dict(changed_weights(rig.base, 10))
+    with monkeypatch.context() as patch:
+        keep = lambda pairs: [(name, before if name == stale else weight) for name, weight in pairs]  # noqa: E731
+        patch.setattr(rig.engine, "update_weights", lambda pairs, version: update(keep(pairs), version))
+        with pytest.raises(RunFailed, match=rf"vllm has .* the learner has .* of {stale}, and 1 of"):
+            weight_sync.send()
     rig.push(8)
 
 

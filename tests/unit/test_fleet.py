@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants, starter
+from sota_grpo.workers.base import IDLE_METHOD, Activity, Worker, WorkerDied, descendants, starter
 from sota_grpo.workers.fleet import Fleet, PatientLoop
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.process_rigs import wait_for
@@ -48,7 +48,7 @@ class Puppet:
             future.set_exception(WorkerDied(f"{self.name} is dead"))
         elif method != "run" and method not in self.mute:
             echo = tuple(arg for arg in args if isinstance(arg, int))
-            future.set_result(self.quiet_s if method == "ping" else (self.name, *echo))
+            future.set_result(self.quiet_s if method in ("ping", IDLE_METHOD) else (self.name, *echo))
         else:
             self.open[args[0] if args else method] = future
         return future
@@ -266,6 +266,29 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     wait_for(lambda: worker.tasks)
     updates_first = [call for call in worker.calls if call[0] != "ping"]
     assert updates_first == [("update", (1,)), ("update", (2,)), ("run", ("second",))]
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_worker_that_refuses_a_sticky_broadcast_at_its_start_is_replaced(turns: int, stage: Stage) -> None:
+    """However many turns of the fleet's loop after the answer to its first ping the broadcast comes."""
+    fleet = stage.fleet(2)
+    stage.prepare = lambda puppet: puppet.mute.update({"ping", "update"} if puppet.name == "puppet-1.1" else ())
+    stage.now(1).kill()
+    wait_for(lambda: len(stage.puppets[1]) == 2 and "ping" in stage.now(1).open)
+    worker = stage.now(1)
+
+    async def broadcast() -> dict[str, Any]:
+        worker.mute.remove("ping")
+        worker.open["ping"].set_result(0.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return await fleet._broadcast("update", (5,), WAIT_S, True)
+
+    pushed = fleet.start(broadcast())
+    wait_for(lambda: 5 in worker.open)
+    worker.open[5].set_exception(ValueError("refused"))
+    if pushed.exception(WAIT_S) is None:  # the worker was not ready yet, so the broadcast did not wait for it
+        wait_for(lambda: worker.killed and ("update", (5,)) in stage.now(1).calls)
 
 
 def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
