@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import extract_tb
 from typing import NoReturn
 
 from sota_grpo.stopping import interrupt_once
@@ -41,6 +42,22 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
         if not isinstance(error, OutOfMemoryError):
             raise
         raise RunFailed(f"The device lacks memory for {what} ({first_line(error)}); {fix}.") from error
+
+
+@contextmanager
+def without_exit() -> Iterator[None]:
+    """Replace a SystemExit in the block, which Python code of a user raised, by :class:`RunFailed` with its line.
+
+    Otherwise the process would end without a message, and with the exit code that the code gave, such as 0.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        frame = extract_tb(error.__traceback__)[-1]
+        raise RunFailed(
+            f"{frame.filename}, line {frame.lineno}: {frame.name} called sys.exit({error.code!r}) during the run; "
+            "raise an exception with a message instead."
+        ) from error
 
 
 def collect_garbage_rarely() -> None:

@@ -57,7 +57,7 @@ def main(address: str) -> None:
     fleet.wait_ready()
 
     def by_object_store(pack: WeightPack, version: int) -> list[int]:
-        return fleet.broadcast("update_weights", launcher.share(pack), version, deadline_s=120.0)
+        return [*fleet.broadcast("update_weights", launcher.share(pack), version, deadline_s=120.0).values()]
 
     def weights_from_there() -> WeightPack:
         """As of a learner that lives on the other node."""
@@ -74,7 +74,7 @@ def main(address: str) -> None:
         before = crossed_bytes()
         assert publish(version) == [version] * WORKERS
         crossed[name] = (crossed_bytes() - before) / (4 * NUMBERS)
-        assert len(set(fleet.broadcast("digest", deadline_s=60))) == 1
+        assert len(set(fleet.broadcast("digest", deadline_s=60).values())) == 1
     fleet.close()
     launcher.close()
     print(json.dumps(crossed))

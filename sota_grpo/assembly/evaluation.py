@@ -21,7 +21,7 @@ from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, ta
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, without_exit
 from sota_grpo.files import file_reference
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
@@ -199,7 +199,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         raise UserError(
             f"env.dataset={tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
         )
-    with ExitStack() as opened:
+    with without_exit(), ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
         env, instances = open_env(config, task, tokenizer, opened)
         is_as_stored = target.checkpoint is None and config.model.quantization is None
@@ -228,7 +228,7 @@ def check(
     validate(config)
     config.logging.wandb = "disabled"  # nothing is logged
 
-    with ExitStack() as opened:
+    with without_exit(), ExitStack() as opened:
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
         if run_dir is not None and (run_dir / RUN_FILE).exists():
             raise UserError(f"--run-dir {run_dir} has a run, whose gate.json would be replaced; give another folder.")

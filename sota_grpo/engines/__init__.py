@@ -148,8 +148,9 @@ class Engine(Protocol):
     which is merged into the weights ``base()``. When it returns, ``version`` equals the pushed version and every group
     in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
     to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
-    ``weight_sums`` returns a checksum per weight, by the weight's name in a push, without weights that the engine
-    stores in another form; None if it cannot report any. ``close`` is idempotent and ends the engine's processes.
+    ``weight_sums`` returns for each worker, by its name, a checksum per weight, by the weight's name in a push, without
+    weights that the engine stores in another form; None if it cannot report any. ``close`` is idempotent and ends the
+    engine's processes.
 
     All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """
@@ -170,7 +171,7 @@ class Engine(Protocol):
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None: ...
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None: ...
 
     def sleep(self) -> None: ...
 

@@ -580,13 +580,13 @@ class ServerEngine(SteppingEngine):
         """Return the label of the server's weights; None if every push must contain all weights."""
         return str(self._get("/weight_info")["weight_version"])
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """Return a checksum of every weight that the server holds, by name.
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
+        """See :class:`~sota_grpo.engines.Engine`.
 
         Return None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs.
         """
         shapes = {name: list(dims) for name, dims in self._shapes.items()}
-        body = {"method": "weight_sums", "kwargs": {"shapes": shapes}}
+        body = {"method": "weight_sums", "kwargs": {"shapes": shapes, "turn": self.version}}
         with self._between_steps():
             self._require_open()
             self._wake_now()
@@ -599,7 +599,11 @@ class ServerEngine(SteppingEngine):
                 return None  # the server has no such method
         if len(results) > 1:  # each has a shard of most weights
             return None
-        return {name: Checksum(getattr(torch, dtype), *sums) for name, (dtype, *sums) in results[0].items()}
+        sums = {
+            name: Checksum(getattr(torch, dtype), total, by_row, columns and tuple(columns))
+            for name, (dtype, total, by_row, columns) in results[0].items()
+        }
+        return {self.name: sums}
 
     def _free_memory(self) -> None:
         self._post(*self.free_memory)

@@ -119,7 +119,7 @@ class SGLangEngine(ServerEngine):
     def _served_label(self) -> str | None:
         return None  # SGLang does not document whether it keeps weights that a push leaves out
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
         """Return None: SGLang implements ``/get_weights_by_name`` per model, and for most models not at all."""
         return None
 

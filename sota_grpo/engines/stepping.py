@@ -243,7 +243,7 @@ class SteppingEngine(Streams, ABC):
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
         """See :class:`~sota_grpo.engines.Engine`."""
         return None
 

@@ -464,11 +464,11 @@ class TransformersEngine(SteppingEngine):
                     tensors[name].copy_(tensor)
             self.version = version
 
-    def weight_sums(self) -> dict[str, Checksum]:
-        """Return a checksum of every weight of the engine's model, by name."""
+    def weight_sums(self) -> dict[str, dict[str, Checksum]]:
+        """See :class:`~sota_grpo.engines.Engine`; every weight has a checksum."""
         self._require_open()
         with self._between_steps():
-            return {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}
+            return {self.name: {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}}
 
     def _free_memory(self) -> None:
         self._model.cpu()

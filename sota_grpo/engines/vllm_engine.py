@@ -198,15 +198,15 @@ class VLLMEngine(SteppingEngine):
             self._engine.set_weight_version(str(version))
             self.version = version
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
         """See :class:`~sota_grpo.engines.Engine`; None on several GPUs, and with ``adapter_rank``."""
         if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():
             self._require_open()
             self._wake_now()
-            (sums,) = self._engine.apply_model(partial(weight_sums, shapes=self._shapes))
-        return sums
+            (sums,) = self._engine.apply_model(partial(weight_sums, shapes=self._shapes, turn=self.version))
+        return {self.name: sums}
 
     def _finish_batches(self) -> None:
         """Fetch the results of all launched batches without launching more.

@@ -69,16 +69,22 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     return arguments | chosen
 
 
+_READABLE = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of weights that are not quantised
+_TURNS, _FEWEST_COLUMNS = 32, 32  # a packed matrix is read in so many ranges of columns, each of at least so many
+
+
 @torch.no_grad()
-def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Checksum]:
+def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]], turn: int = 0) -> dict[str, Checksum]:
     """Return a checksum of every weight in vLLM's ``model``, by the weight's name in a push.
 
     A fused layer (``qkv_proj``) is split into its components' rows. On a CPU vLLM packs its matrices (and a second copy
-    of the output layer): a packed matrix is read exactly, by multiplying it with the identity. A weight with another
-    name or shape, such as a shard on one of several GPUs, is left out.
+    of the output layer): columns of a packed matrix are read exactly, by multiplying it with rows of the identity. That
+    is slow, so ``turn`` selects one in :data:`_TURNS` ranges of columns. A weight with another name or shape, such as a
+    shard on one of several GPUs, and a quantised weight are left out.
 
     Args:
         shapes: shapes of the weights of a push, by name.
+        turn: number of the call; consecutive calls read other columns of packed matrices.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
     sums: dict[str, Checksum] = {}
@@ -89,23 +95,29 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> 
             if not shapes.keys() >= {*names}:
                 continue
             rows, (_, *row) = [shapes[name][0] for name in names], shapes[names[0]]
-            packed: Any = getattr(module, "cpu_linear", None) if kind == "weight" else None
+            columns, packed = None, getattr(module, "cpu_linear", None) if kind == "weight" else None
             is_looked_up = hasattr(module, "embedding_dim") and attribute != "lm_head"
             if packed is not None and not is_looked_up:
-                held = packed(torch.eye(*row, dtype=held.dtype), module.weight, None).t()
-            if list(held.shape[1:]) == list(row) and len(held) >= sum(rows):  # a vocabulary may be padded
-                slices = held.split([*rows, len(held) - sum(rows)])
-                sums |= {name: Checksum.of(slice_rows, dtype) for name, slice_rows in zip(names, slices)}
+                width = max(_FEWEST_COLUMNS, -(-row[0] // _TURNS))
+                start = turn % -(-row[0] // width) * width
+                columns, row = (start, min(start + width, row[0])), [min(width, row[0] - start)]
+                held = packed(
+                    torch.eye(shapes[names[0]][1], dtype=held.dtype)[slice(*columns)], module.weight, None
+                ).t()
+            if list(held.shape[1:]) == list(row) and len(held) >= sum(rows) and held.dtype in _READABLE:
+                slices = held.split([*rows, len(held) - sum(rows)])  # a vocabulary may be padded
+                for name, slice_rows in zip(names, slices):
+                    sums[name] = Checksum.of(slice_rows, dtype)._replace(columns=columns)
     return sums
 
 
 class WeightSums:
     """vLLM worker extension class: adds the method :func:`weight_sums`, which clients call by ``/collective_rpc``."""
 
-    def weight_sums(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
-        """Return ``{name: [dtype, total, by_row]}``, the checksums as JSON values."""
-        sums = weight_sums(self.get_model(), shapes)  # type: ignore[attr-defined]  # the worker's
-        return {name: [str(one.dtype).removeprefix("torch."), one.total, one.by_row] for name, one in sums.items()}
+    def weight_sums(self, shapes: Mapping[str, Sequence[int]], turn: int) -> dict[str, list[Any]]:
+        """Return ``{name: [dtype, total, by_row, columns]}``, the checksums as JSON values."""
+        sums = weight_sums(self.get_model(), shapes, turn)  # type: ignore[attr-defined]  # the worker's
+        return {name: [str(dtype).removeprefix("torch."), *rest] for name, (dtype, *rest) in sums.items()}
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")

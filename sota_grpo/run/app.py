@@ -25,7 +25,7 @@ from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely
+from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, without_exit
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
@@ -396,7 +396,7 @@ def _train(config: Config, run_dir: Path, inputs: PythonInputs) -> int:
             say(f"The run in {directory.path} is already finished." + (f" {target_line(reached)}." if reached else ""))
             return total if reached is None else int(reached["step"])
         try:
-            with closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
+            with without_exit(), closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
                 return job.train()
         except Exception as error:
             with suppress(OSError):

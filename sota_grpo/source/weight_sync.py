@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 
 from sota_grpo.engines import Engine
-from sota_grpo.policy.weight_pack import Checksum
+from sota_grpo.errors import RunFailed
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
+
+logger = logging.getLogger(__name__)
 
 
 def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -31,21 +35,25 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Names of the learner's weights by checksum: ``equal`` to the engine's, ``differing``, ``unread``.
+    """Names of weights by checksum: ``equal`` in the learner and every worker, ``differing``, ``unread``.
 
     Args:
         reported: whether the engine reports checksums.
-        unread: the engine has no weight of that name, or stores its elements in another order.
+        differing: by name, a sentence with a worker and both checksums.
+        unread: some worker has no weight of that name, or stores its elements in another order.
     """
 
     reported: bool = True
     equal: set[str] = field(default_factory=set)
-    differing: set[str] = field(default_factory=set)
+    differing: dict[str, str] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
 
 
 class EngineWeightSync(WeightSyncScheme):
-    """Sends the learner's weights to the engine; errors of the engine are raised.
+    """Sends the learner's weights to the engine, and verifies by checksum that every worker has loaded them.
+
+    Weights that the engine does not report are named once in the log. If only an adapter is sent, each worker merges it
+    into its base weights, and the workers' weights are compared with each other.
 
     Args:
         weights: returns named tensors, with the base model's names, LoRA merged and ``lm_head.weight`` included; or
@@ -68,19 +76,28 @@ class EngineWeightSync(WeightSyncScheme):
         super().__init__()
         self.policy_weights, self.engine, self.make_room, self.whole = weights, engine, make_room, whole
         self.seconds = 0.0
+        self._reports, self._has_logged = True, False
         self._initialized_on_sender = self.synchronized_on_sender = True
 
     def create_transport(self, **kwargs: Any) -> Any:
         raise NotImplementedError("The engine sends the weights itself: use send(), which waits for all workers.")
 
-    def send(self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None) -> None:  # type: ignore[override]
+    def send(  # type: ignore[override]
+        self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None, verify: bool = True
+    ) -> None:
         """Send weights as ``version`` (default: the next) and wait until every next token is sampled with them.
 
         Args:
             weights: input of :func:`named_weights`; None: the learner's weights.
+            verify: compare checksums afterwards.
+
+        Raises:
+            RunFailed: a worker has another weight than the one that was sent.
         """
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
+        if isinstance(weights, Iterator):
+            weights = list(weights)  # read again by _verify
         pushed = self.policy_weights() if weights is None else named_weights(weights)
         self.wake()  # after gathering, whose cached memory this releases
         self.engine.update_weights(pushed, version)
@@ -88,20 +105,59 @@ class EngineWeightSync(WeightSyncScheme):
             raise RuntimeError(
                 f"Engine {self.engine.name} serves version {self.engine.version} after an update to version {version}."
             )
+        if verify and self._reports:
+            if isinstance(pushed, Iterator):  # the engine has consumed it
+                pushed = self.policy_weights()
+            self._verify(pushed, version)
         self.seconds = time.perf_counter() - began
 
-    def compared(self) -> Compared:
-        """Compare the engine's weights with the learner's by checksum."""
+    def _verify(self, pushed: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        compared = self.compared(pushed)
+        self._reports = compared.reported
+        if compared.differing:
+            name, values = next(iter(compared.differing.items()))
+            raise RunFailed(
+                f"Weight version {version} was not loaded as it was sent: {values} as the checksum of {name}, and "
+                f"{len(compared.differing)} of {len(compared.differing) + len(compared.equal)} weights differ. Resume "
+                "from the last checkpoint, without that worker's machine if the fault returns."
+            )
+        if not self._has_logged and (compared.unread or not compared.reported):
+            what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
+            logger.info(
+                "Engine %s reports no checksum of %s: after each push only the version number is verified there.",
+                *(self.engine.name, what if compared.reported else "its weights"),
+            )
+            self._has_logged = True
+
+    def compared(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> Compared:
+        """Compare every worker's weights by checksum with ``weights``; None: with the learner's, adapter merged.
+
+        If ``weights`` are an adapter alone, the workers are compared with the first of them.
+        """
         if (held := self.engine.weight_sums()) is None:
             return Compared(reported=False)
         result = Compared()
-        for name, value in (self.whole or self.policy_weights)():
-            if (held_sum := held.get(name)) is None:
-                result.unread.add(name)
-            elif (expected := Checksum.of(value, held_sum.dtype)) == held_sum:
-                result.equal.add(name)
-            else:
-                (result.unread if expected.total == held_sum.total else result.differing).add(name)
+        owner, pairs = "the learner", (self.whole or self.policy_weights)() if weights is None else weights
+        if isinstance(weights, WeightPack) and weights.scales:
+            owner, sums = next(iter(held.items()))
+            pairs = sums.items()
+        for name, value in pairs:
+            expected: Checksum | None = None
+            for worker, sums in held.items():
+                if (one := sums.get(name)) is None:
+                    result.unread.add(name)
+                    continue
+                if isinstance(value, Checksum):
+                    expected = value
+                elif expected is None or one[::3] != expected[::3]:
+                    expected = Checksum.of(value, one.dtype, one.columns)
+                if one == expected:
+                    result.equal.add(name)
+                elif one[::3] != expected[::3] or _in_another_order(one, expected, value):
+                    result.unread.add(name)
+                else:
+                    result.differing.setdefault(name, f"{worker} has {one}, {owner} has {expected}")
+        result.equal -= result.unread | result.differing.keys()
         return result
 
     def sleep(self) -> None:
@@ -114,3 +170,9 @@ class EngineWeightSync(WeightSyncScheme):
         if self.make_room is not None:
             self.make_room()
             self.engine.wake()
+
+
+def _in_another_order(one: Checksum, expected: Checksum, value: torch.Tensor | Checksum) -> bool:
+    """Whether ``one`` is the checksum of the permuted rows, or of the transpose, of a weight with the expected one."""
+    is_square = isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
+    return one.total == expected.total or (is_square and Checksum.of(value.t(), one.dtype, one.columns) == one)

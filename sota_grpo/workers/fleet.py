@@ -93,10 +93,10 @@ class Broadcast:
     method: str
     args: tuple[Any, ...]
     deadline_s: float  # for each worker
-    future: asyncio.Future[list[Any]]
+    future: asyncio.Future[dict[str, Any]]
     previous: tuple[Any, ...] | None  # earlier sticky arguments, restored if this call fails
     waiting: set[int] = field(default_factory=set)  # slots that have not answered
-    answers: dict[int, Any] = field(default_factory=dict)  # slot -> answer
+    answers: dict[int, tuple[str, Any]] = field(default_factory=dict)  # slot -> (worker's name, answer)
     refusals: list[BaseException] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     deaths: int = 0
@@ -167,8 +167,8 @@ class Fleet:
     >>> spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", {"score": len, "term_names": ("length",)})
     >>> fleet = Fleet("reward", starter(ThreadLauncher(), "reward", spec), 2, capacity=4)
     >>> fleet.wait_ready()
-    >>> fleet.submit([]).result(), fleet.broadcast("ping", deadline_s=10.0), fleet.names
-    ([], [0.0, 0.0], ['reward-0', 'reward-1'])
+    >>> fleet.submit([]).result(), fleet.broadcast("ping", deadline_s=10.0)
+    ([], {'reward-0': 0.0, 'reward-1': 0.0})
     >>> fleet.close()
 
     Attributes:
@@ -269,8 +269,8 @@ class Fleet:
         self._dispatch()
         return await task.future
 
-    def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> list[Any]:
-        """Call ``method(*args)`` on every live worker; wait and return their results in slot order.
+    def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> dict[str, Any]:
+        """Call ``method(*args)`` on every live worker; wait and return the results by worker name, in slot order.
 
         A worker that dies, or does not answer within ``deadline_s``, is replaced, and the result lacks its answer. If
         all called workers are lost, their replacements are called instead, a limited number of times.
@@ -421,17 +421,20 @@ class Fleet:
         old, slot.worker = slot.worker, None
         slot.settled.clear()
         slot.start = Start(self._start_silence_s, self._loop.time() + pause_s)
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch_start(slot))
-            if old is not None:
-                await self._on_thread(slot, old.kill)
-            await self._awake.wait()
-            await asyncio.sleep(pause_s)
-            slot.worker = await self._on_thread(slot, self._start, slot.index)
-            slot.owed = [self._call(slot, method, *args) for method, args in [*self._sticky.items(), ("ping", ())]]
-            while slot.owed:
-                await slot.owed.pop(0)
-            watch.cancel()
+        while slot.worker is None or slot.owed:  # broadcasts that came while the group below ended are awaited, too
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_start(slot))
+                if slot.worker is None:
+                    if old is not None:
+                        await self._on_thread(slot, old.kill)
+                    await self._awake.wait()
+                    await asyncio.sleep(pause_s)
+                    slot.worker = await self._on_thread(slot, self._start, slot.index)
+                    calls = [*self._sticky.items(), ("ping", ())]
+                    slot.owed = [self._call(slot, method, *args) for method, args in calls]
+                while slot.owed:
+                    await slot.owed.pop(0)
+                watch.cancel()
 
     async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
         """Await ``function(*args)`` on a new thread; if this is cancelled, kill the worker that it returns later."""
@@ -618,7 +621,7 @@ class Fleet:
 
     # Broadcasts
 
-    async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> list[Any]:
+    async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> dict[str, Any]:
         """Call every ready worker, and for a sticky broadcast every starting worker before its first task."""
         self._require_open()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
@@ -647,7 +650,7 @@ class Fleet:
             raise error
         broadcast.waiting.remove(slot.index)
         if error is None:
-            broadcast.answers[slot.index] = answer.result()
+            broadcast.answers[slot.index] = slot.who, answer.result()
         else:
             broadcast.refusals.append(error)
         self._conclude(broadcast, "")
@@ -666,7 +669,7 @@ class Fleet:
                     self._sticky[method] = broadcast.previous
             broadcast.future.set_exception(broadcast.refusals[0])
         elif broadcast.answers:
-            broadcast.future.set_result([answer for _, answer in sorted(broadcast.answers.items())])
+            broadcast.future.set_result(dict(broadcast.answers[index] for index in sorted(broadcast.answers)))
         elif broadcast.late:
             late = f"No {self._role} worker answered {method} within {broadcast.deadline_s:g} s"
             broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))

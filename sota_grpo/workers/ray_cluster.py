@@ -92,6 +92,9 @@ class HostActor:
         die_with_parent()  # a stopped actor does not notice that Ray's node manager has ended
         sys.path += [entry for entry in path if entry not in sys.path]
         collect_garbage_rarely()
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore in /dev/shm, which stays if this process is killed
         self._host = Host(name, lambda: pickle.loads(spec))
         self._host.serve_on_thread()
         self._next_call = 0

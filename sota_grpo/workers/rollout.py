@@ -101,8 +101,8 @@ class RolloutWorker:
         """Return the dtype to which weights may be cast before sending; see :class:`~sota_grpo.engines.Engine`."""
         return self._engine.weight_dtype
 
-    def weight_sums(self) -> Mapping[str, Checksum] | None:
-        """Return a checksum per weight of the engine, or None; see :class:`~sota_grpo.engines.Engine`."""
+    def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
+        """Return the engine's name with a checksum per weight, or None; see :class:`~sota_grpo.engines.Engine`."""
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
@@ -211,26 +211,24 @@ class FleetEngine(Streams):
             base, self.base = self._share(self.base()), None
             self._broadcast("set_base", base)
         served = self._broadcast("update_weights", self._share(weights), version)
-        if wrong := sorted(set(served) - {version}):
+        if wrong := sorted(set(served.values()) - {version}):
             raise RuntimeError(f"After an update to weight version {version}, rollout workers serve {wrong}.")
         self.version = version
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
         """The dtype to which weights may be cast before they are sent; None if the engines' dtypes differ."""
-        dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s))
+        dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s).values())
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    def weight_sums(self) -> dict[str, Checksum] | None:
-        """Return the workers' checksums; a weight on which workers differ gets an invalid checksum. None: unknown."""
+    def weight_sums(self) -> dict[str, Mapping[str, Checksum]] | None:
+        """Return the checksums of every live worker, by its name; None if a worker cannot report any."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
-        if not answers or None in answers:
+        if None in answers.values():
             return None
-        first, *others = answers
-        odd = {name for other in others for name, held in other.items() if name in first and held != first[name]}
-        return {**first, **{name: first[name]._replace(total=-1) for name in odd}}
+        return {worker: sums for worker, answer in answers.items() for sums in answer.values()}
 
-    def _broadcast(self, method: str, *args: Any) -> list[Any]:
+    def _broadcast(self, method: str, *args: Any) -> dict[str, Any]:
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:

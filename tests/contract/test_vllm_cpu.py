@@ -19,9 +19,11 @@ import torch
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.transformers_engine import sampled_probs
 from sota_grpo.engines.vllm_engine import PROVIDER
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed
 from tests.builders import generator
 from tests.engine_rigs import (
@@ -141,20 +143,48 @@ def test_log_probs_equal_transformers_after_a_push(rig: Rig):
     assert largest_gap(rig.model, requests, after, 1.0) < 1e-5
 
 
-def held(weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Checksum]:
-    return {name: Checksum.of(weight, dtype) for name, weight in weights.items()}
+def held(
+    weights: dict[str, torch.Tensor], sums: dict[str, Checksum], dtype: torch.dtype = torch.float32
+) -> dict[str, Checksum]:
+    """Checksums of the columns that the engine read."""
+    return {name: Checksum.of(weight, dtype, sums[name].columns) for name, weight in weights.items()}
 
 
 def test_every_weight_is_read_back_by_name(rig: Rig):
     """Those of fused layers too, and as they are computed with: on a CPU vLLM packs its matrices."""
     rig.push(8)
-    assert rig.engine.weight_sums() == held(rig.model.state_dict())
+    sums = rig.engine.weight_sums()["vllm"]
+    assert sums == held(rig.model.state_dict(), sums)
     stale = {"model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"}
     own, new = rig.model.state_dict(), changed_weights(rig.base, 9)
     left_out = {name: own[name] if name in stale else weight for name, weight in new.items()}
     rig.engine.update_weights(left_out.items(), rig.engine.version + 1)
-    sums, wanted = rig.engine.weight_sums(), held(new)
+    sums = rig.engine.weight_sums()["vllm"]
+    wanted = held(new, sums)
     assert {name for name in wanted if sums[name] != wanted[name]} == stale
+    rig.push(8)
+
+
+def test_a_push_reads_some_columns_of_packed_matrices_and_the_next_push_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sota_grpo.engines.vllm_server._FEWEST_COLUMNS", 24)
+    stale = "model.layers.1.self_attn.q_proj.weight"
+    width = rig.model.state_dict()[stale].shape[1]
+    weight_sync = EngineWeightSync(lambda: rig.model.state_dict().items(), rig.engine)
+    ranges = [(start, min(start + 24, width)) for start in range(0, width, 24)]
+    actual = set()
+    for _ in ranges:
+        weight_sync.send()
+        actual.add(rig.engine.weight_sums()["vllm"][stale].columns)
+    assert actual == {*ranges}
+    before, update = rig.model.state_dict()[stale].clone(), rig.engine.update_weights
+    rig.model.load_state_dict(changed_weights(rig.base, 10))
+    with monkeypatch.context() as patch:
+        keep = lambda pairs: [(name, before if name == stale else weight) for name, weight in pairs]  # noqa: E731
+        patch.setattr(rig.engine, "update_weights", lambda pairs, version: update(keep(pairs), version))
+        with pytest.raises(RunFailed, match=rf"vllm has .* the learner has .* of {stale}, and 1 of"):
+            weight_sync.send()
     rig.push(8)
 
 
@@ -293,7 +323,8 @@ def test_weights_rounded_beforehand_are_what_vllm_would_have_made_of_them(tmp_pa
     for dtype in (None, engine.weight_dtype):
         engine.update_weights(packed_weights(model, dtype=dtype), len(served) + 1)
         served.append(generate(engine, requests, sampling))  # its own weights cannot be read: it packs them
-    assert engine.weight_sums() == held(model.state_dict(), torch.bfloat16)
+    sums = engine.weight_sums()["vllm"]
+    assert sums == held(model.state_dict(), sums, torch.bfloat16)
     engine.close()
     for by_vllm, beforehand in zip(*(outputs.values() for outputs in served)):
         for one, other in zip(by_vllm.samples, beforehand.samples):

@@ -266,6 +266,26 @@ def test_bundles_that_do_not_exist_are_refused_in_words(places: dict[str, Place]
     worker.kill()
 
 
+ACTOR_WITH_A_BAR = """
+import multiprocessing, os, pickle
+from multiprocessing import resource_tracker
+multiprocessing.set_start_method("spawn")  # as TorchRL does
+from sota_grpo.workers.base import WorkerSpec
+from sota_grpo.workers.ray_cluster import HostActor
+actor = HostActor("bar", pickle.dumps(WorkerSpec("collections:Counter", {})), [])
+from tqdm.auto import tqdm
+list(tqdm(range(2), disable=True))
+print("trackers:", resource_tracker._resource_tracker._fd, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_progress_bar_in_an_actor_makes_no_semaphore() -> None:
+    """An actor and its descendants are killed, so a named semaphore would stay in /dev/shm."""
+    output = subprocess.run([sys.executable, "-c", ACTOR_WITH_A_BAR], capture_output=True, text=True, timeout=WAIT_S)
+    assert output.stdout == "trackers: None\n", output.stderr
+
+
 @needs_ray
 def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     placements = [{"bundle": 0, "threads": 1}, {"bundle": 1, "threads": 1}]
@@ -273,7 +293,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     fleet = Fleet("echo", start, 2, capacity=2, silence_s=6.0)
     fleet.wait_ready()
     weights = places["ray"].launcher.share(3)
-    assert fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True) == [3, 3]
+    assert [*fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True).values()] == [3, 3]
     futures = [fleet.submit(task, 0.2) for task in range(12)]
     first, second = fleet.pids
     assert first is not None

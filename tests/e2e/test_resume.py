@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_files import FAILURE_FILE, read_json
@@ -157,6 +158,14 @@ def test_a_run_whose_console_goes_away_continues_and_saves_at_a_hangup(
     assert log.count("SIGHUP: stopping after this step") == 1
     assert train(composed("grpo_cpu", *options, "train.resume=auto"), tmp_path) == 4
     console.close()  # what was not written does not fail the process at its end
+
+
+def test_user_code_that_ends_the_program_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process would end without a word and with exit code 0, as after the last step."""
+    monkeypatch.setattr(Progress, "update", lambda *_: sys.exit(0))
+    with pytest.raises(RunFailed, match=r"test_resume\.py, line \d+: <lambda> called sys\.exit\(0\)"):
+        train(composed("grpo_cpu", *SCRIPTED, "eval.mode=off"), tmp_path)
+    assert "called sys.exit(0)" in read_json(tmp_path / FAILURE_FILE)["reason"]
 
 
 def test_what_ends_a_run_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

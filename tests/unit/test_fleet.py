@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sota_grpo.workers.base import Activity, Worker, WorkerDied, descendants, starter
+from sota_grpo.workers.base import IDLE_METHOD, Activity, Worker, WorkerDied, descendants, starter
 from sota_grpo.workers.fleet import Fleet, PatientLoop
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.process_rigs import wait_for
@@ -48,7 +48,7 @@ class Puppet:
             future.set_exception(WorkerDied(f"{self.name} is dead"))
         elif method != "run" and method not in self.mute:
             echo = tuple(arg for arg in args if isinstance(arg, int))
-            future.set_result(self.quiet_s if method == "ping" else (self.name, *echo))
+            future.set_result(self.quiet_s if method in ("ping", IDLE_METHOD) else (self.name, *echo))
         else:
             self.open[args[0] if args else method] = future
         return future
@@ -254,7 +254,7 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     wait_for(lambda: stage.now(0).tasks)
     stage.now(0).kill()
     wait_for(lambda: len(stage.puppets[0]) == 2 and len(stage.now(0).calls) == 2)
-    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == [("puppet-1.0", 2)]
+    assert fleet.broadcast("update", 2, deadline_s=WAIT_S, sticky=True) == {"puppet-1.0": ("puppet-1.0", 2)}
     fleet.submit("second")
     worker = stage.now(0)
     worker.mute.clear()
@@ -268,14 +268,37 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
     assert updates_first == [("update", (1,)), ("update", (2,)), ("run", ("second",))]
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_worker_that_refuses_a_sticky_broadcast_at_its_start_is_replaced(turns: int, stage: Stage) -> None:
+    """However many turns of the fleet's loop after the answer to its first ping the broadcast comes."""
+    fleet = stage.fleet(2)
+    stage.prepare = lambda puppet: puppet.mute.update({"ping", "update"} if puppet.name == "puppet-1.1" else ())
+    stage.now(1).kill()
+    wait_for(lambda: len(stage.puppets[1]) == 2 and "ping" in stage.now(1).open)
+    worker = stage.now(1)
+
+    async def broadcast() -> dict[str, Any]:
+        worker.mute.remove("ping")
+        worker.open["ping"].set_result(0.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return await fleet._broadcast("update", (5,), WAIT_S, True)
+
+    pushed = fleet.start(broadcast())
+    wait_for(lambda: 5 in worker.open)
+    worker.open[5].set_exception(ValueError("refused"))
+    if pushed.exception(WAIT_S) is None:  # the worker was not ready yet, so the broadcast did not wait for it
+        wait_for(lambda: worker.killed and ("update", (5,)) in stage.now(1).calls)
+
+
 def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     fleet = stage.fleet(2)
     stage.now(0).mute.add("update")
-    assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == [("puppet-1.0", 1)]
+    assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == {"puppet-1.0": ("puppet-1.0", 1)}
     wait_for(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
     assert stage.puppets[0][0].killed
     wait_for(lambda: len(fleet.names) == 2)
-    assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == [("puppet-0.1", 7), ("puppet-1.0", 7)]
+    assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == {name: (name, 7) for name in ("puppet-0.1", "puppet-1.0")}
 
 
 def test_a_broadcast_without_an_answer_names_the_late_workers(stage: Stage) -> None:
@@ -296,7 +319,7 @@ def test_where_all_are_lost_a_replacement_is_asked(stage: Stage, fate: str) -> N
         if fate == "dies":
             wait_for(lambda: 1 in first.open)
             first.kill()
-        assert pushed.result(WAIT_S) == [("puppet-0.1", 1)]
+        assert pushed.result(WAIT_S) == {"puppet-0.1": ("puppet-0.1", 1)}
 
 
 def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:

@@ -484,9 +484,9 @@ def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path
     turned, unknown = STALE["a projection"][0], "model.norm.weight"
 
     def told():
-        sums = own()
+        sums = own()[engine.name]
         del sums[unknown]
-        return sums | {turned: sums[turned]._replace(by_row=0)}
+        return {engine.name: sums | {turned: sums[turned]._replace(by_row=0)}}
 
     for ending, sentence in (
         (told, f"not verified: {turned}, {unknown}, which the engine renames or reorders"),

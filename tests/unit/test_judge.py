@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,22 @@ def test_a_judge_adds_a_term(opened: Open) -> None:
     assert [score.success for score in scores] == [True, False, False, False], "the task says what is right"
     assert scores[0].info["n"] == 1
     assert scores[0].info["judge"].startswith("So:\nVerdict")
+
+
+class Ending(Sums):
+    """The task of a user whose ``messages`` ends the program at some problem."""
+
+    def messages(self, example: Example) -> Any:
+        return sys.exit(0) if example.query == "end" else super().messages(example)
+
+
+def test_a_task_that_ends_the_program_is_the_callers_error_and_the_judge_goes_on(opened: Open) -> None:
+    """In the judge's event loop it would end the loop, and every later verdict would be waited for without end."""
+    grader = opened()
+    grader._task = Ending(OWN)
+    with pytest.raises(SystemExit):
+        grader.scores([("4", replace(EXAMPLE, query="end"))]).result(10)
+    assert values(asked(grader, texts := texts_of(2))) == fair_values(texts)
 
 
 def test_equal_questions_are_asked_once_even_at_the_same_time(fake: FakeJudge, opened: Open) -> None:

@@ -591,7 +591,7 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
 def test_weights_are_gathered_before_room_is_made_and_an_engine_wakes() -> None:
     """On one device for both, the reserve of the gathering would take memory of all that is sampled next."""
     events: list[str] = []
-    engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"))
+    engine = SimpleNamespace(name="engine", version=0, wake=lambda: events.append("wake"), weight_sums=lambda: None)
     engine.update_weights = lambda weights, version: (events.append(weights), setattr(engine, "version", version))
     weight_sync = EngineWeightSync(
         lambda: events.append("gather") or "push", engine, lambda: events.append("make room")

@@ -283,6 +283,6 @@ def test_the_factory_takes_plain_values(tmp_path: Path):
 @pytest.mark.parametrize("others", [torch.bfloat16, torch.float32, None])
 def test_weights_come_in_the_dtype_that_all_engines_have(others: torch.dtype | None) -> None:
     fleet = Mock()
-    fleet.broadcast.return_value = [torch.bfloat16, others]
+    fleet.broadcast.return_value = {"0": torch.bfloat16, "1": others}
     engine = FleetEngine(fleet, name="vllm", max_model_len=8, share=lambda value: value, deadline_s=1.0)
     assert engine.weight_dtype == (torch.bfloat16 if others == torch.bfloat16 else None)

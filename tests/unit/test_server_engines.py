@@ -236,8 +236,8 @@ def test_weights_are_read_back_from_a_server_that_can_say(rigs: Rigs, kind: str)
     engine = rigs.engine(fake := fake_of(kind))
     assert engine.weight_sums() is None
     if kind == "vllm":
-        fake.sums = {"norm": ["bfloat16", 5, 1 << 60]}
-        assert engine.weight_sums() == {"norm": Checksum(torch.bfloat16, 5, 1 << 60)}
+        fake.sums = {"norm": ["bfloat16", 5, 1 << 60, [0, 64]]}
+        assert engine.weight_sums() == {engine.name: {"norm": Checksum(torch.bfloat16, 5, 1 << 60, (0, 64))}}
         assert fake.bodies("/collective_rpc")[0]["kwargs"]["shapes"] == {"embed": [5, 2], "head": [5, 2], "norm": [2]}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -10,9 +12,15 @@ import pytest
 import torch
 
 from sota_grpo.engines.transformers_engine import TransformersEngine
+from sota_grpo.errors import RunFailed
 from sota_grpo.policy.lora import adapter_pack, add_lora, packed_weights
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.source.weight_sync import EngineWeightSync
+from sota_grpo.workers.base import WorkerSpec
+from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.processes import ThreadLauncher
+from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
+from tests.builders import generator
 from tests.engine_rigs import EOS, PAD, tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -99,4 +107,124 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
     assert weight_sync.compared().equal == engine._model.state_dict().keys()
     name, held = list(engine._model.named_parameters())[3]
     held.data[0] *= 1.1
-    assert weight_sync.compared().differing == {name}
+    assert weight_sync.compared().differing.keys() == {name}
+
+
+NORM = "model.norm.weight"
+
+
+class ForgetfulEngine(TransformersEngine):
+    """One bit of one weight differs after each push, as in a faulty memory."""
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        super().update_weights(weights, version)
+        self._model.state_dict()[NORM].view(torch.int32)[5] ^= 1
+
+
+def worker_of(kind: str) -> RolloutWorker:
+    engine = {"sound": TransformersEngine, "forgetful": ForgetfulEngine, "silent": SilentEngine}[kind]
+    return RolloutWorker(engine(tiny_model(seed=2), eos_token_ids=[EOS], pad_token_id=PAD))
+
+
+class SilentEngine(TransformersEngine):
+    def weight_sums(self) -> None:
+        return None
+
+
+@pytest.fixture
+def five() -> Iterator[Callable[[str], FleetEngine]]:
+    """Starts five workers, of which the fourth is of another kind."""
+    with ExitStack() as opened:
+
+        def start(fourth: str) -> FleetEngine:
+            launcher = opened.enter_context(closing(ThreadLauncher()))
+            kinds = ["sound", "sound", "sound", fourth, "sound"]
+            specs = [WorkerSpec("tests.unit.test_weight_pack:worker_of", {"kind": kind}) for kind in kinds]
+            fleet = Fleet("rollout", lambda slot: launcher.start(f"rollout-{slot}", specs[slot]), 5, capacity=1)
+            opened.callback(fleet.close)
+            fleet.wait_ready()
+            return FleetEngine(fleet, name="transformers", max_model_len=64, share=lambda value: value, deadline_s=60.0)
+
+        yield start
+
+
+@pytest.mark.parametrize("pushed", ["all", "an adapter"])
+def test_a_worker_with_another_weight_ends_the_run_at_the_push(pushed: str, five: Callable[[str], FleetEngine]) -> None:
+    """One bit in one of five workers: the message has the worker, the weight and both checksums."""
+    model: Any = tiny_model(seed=2)
+    right, bits = model.state_dict()[NORM].clone(), model.state_dict()[NORM].clone()
+    bits.view(torch.int32)[5] ^= 1
+    engine = five("forgetful")
+    if pushed == "an adapter":
+        model = add_lora(model, r=2, alpha=4)
+        engine.base, push = partial(packed_weights, model, merged=False), partial(adapter_pack, model)
+    else:
+        push = model.state_dict().items
+    with pytest.raises(RunFailed) as raised:
+        EngineWeightSync(push, engine).send(version=1)
+    owner = "rollout-0" if pushed == "an adapter" else "the learner"
+    values = f"rollout-3 has {Checksum.of(bits)}, {owner} has {Checksum.of(right)} as the checksum of {NORM}, and 1 of "
+    assert values in str(raised.value)
+
+
+def test_five_equal_workers_are_verified_at_every_push(five: Callable[[str], FleetEngine], caplog: Any) -> None:
+    model: Any = tiny_model(seed=2)
+    engine = five("sound")
+    weight_sync = EngineWeightSync(
+        lambda: iter(model.state_dict().items()), engine
+    )  # read twice, as merged weights are
+    with caplog.at_level("INFO"):
+        for version in (1, 2):
+            model.get_parameter(NORM).data += 1.0
+            weight_sync.send(version=version)
+        weight_sync.send(iter(model.state_dict().items()))  # of a caller: can be read once
+    assert (engine.version, len(weight_sync.compared().equal)) == (3, len(model.state_dict()))
+    assert "checksum" not in caplog.text
+
+
+def test_an_engine_that_cannot_report_says_so_once(five: Callable[[str], FleetEngine], caplog: Any) -> None:
+    model: Any = tiny_model(seed=2)
+    weight_sync = EngineWeightSync(model.state_dict().items, five("silent"))
+    with caplog.at_level("INFO", logger="sota_grpo.source"):
+        weight_sync.send()
+        weight_sync.send()
+    (said,) = [record.getMessage() for record in caplog.records if "checksum" in record.getMessage()]
+    assert said == (
+        "Engine transformers reports no checksum of its weights: after each push only the version number is verified "
+        "there."
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_depends_on_every_bit_and_on_the_order_of_rows(dtype: torch.dtype) -> None:
+    """Whatever the memory's layout, in parts of any size, and for ranges of columns."""
+    matrix = torch.randn(6, 8, generator=generator()).to(dtype)
+    whole = Checksum.of(matrix)
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    for index in range(matrix.numel()):
+        for bit in (0, 7):
+            changed = matrix.clone()
+            changed.view(bits).view(-1)[index] ^= 1 << bit
+            assert Checksum.of(changed).total != whole.total
+    turned = Checksum.of(matrix.flip(0))
+    assert (turned.total, turned == whole) == (whole.total, False)
+    assert Checksum.of(matrix.t().contiguous().t()) == whole
+    assert Checksum.of(matrix, columns=(2, 7)) == Checksum.of(matrix[:, 2:7])._replace(columns=(2, 7))
+    assert Checksum.of(matrix.float().where(matrix != matrix[0, 0], 0.0)) == Checksum.of(
+        matrix.float().where(matrix != matrix[0, 0], -0.0)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sota_grpo.policy.weight_pack._CACHED_BYTES", 1)
+        assert Checksum.of(matrix) == whole
+
+
+def test_a_transposed_square_weight_is_not_compared() -> None:
+    """As an engine may store it; all its numbers are right, so a run must not end."""
+    model: Any = tiny_model(seed=2)
+    engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD)
+    name = next(name for name, value in model.state_dict().items() if value.ndim == 2 and len(set(value.shape)) == 1)
+    sums = engine.weight_sums()
+    sums[engine.name][name] = Checksum.of(model.state_dict()[name].t())
+    engine.weight_sums = lambda: sums  # type: ignore[method-assign]
+    compared = EngineWeightSync(model.state_dict().items, engine).compared()
+    assert (compared.unread, compared.differing) == ({name}, {})

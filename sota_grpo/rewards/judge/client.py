@@ -514,22 +514,28 @@ class JudgedGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """Return a future of one score per ``(response, example)`` pair."""
-        verdicts = self.judge.submit(self._verdicts, pairs)
+        questions = [
+            self._question(*pair) for pair in pairs
+        ]  # on this thread: a SystemExit would end the client's loop
+        verdicts = self.judge.submit(self._verdicts, questions)
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)
 
-    async def _verdicts(self, pairs: Sequence[tuple[str, Example]]) -> list[Verdict | None]:
-        """Return the verdict on each response, or None if its task is not judged."""
+    def _question(self, text: str, example: Example) -> Question | None:
+        rules = self._rules.get(task_of_example(example.extra))
+        if rules is None:
+            return None
+        turns = (getattr(text, "record", None) or {}).get("messages")  # of a dialog with tools
+        reference = (example.answer or None) if rules.shows_reference else None
+        material = Material(self._task.messages(example), str(text) if turns is None else dialog(turns), reference)
+        return replace(self.judge.endpoint, rubric=rules.rubric).question(material)
 
-        async def verdict(text: str, example: Example) -> Verdict | None:
-            rules = self._rules.get(task_of_example(example.extra))
-            if rules is None:
-                return None
-            turns = (getattr(text, "record", None) or {}).get("messages")  # of a dialog with tools
-            reference = (example.answer or None) if rules.shows_reference else None
-            material = Material(self._task.messages(example), str(text) if turns is None else dialog(turns), reference)
-            return await self.judge.verdict(replace(self.judge.endpoint, rubric=rules.rubric).question(material))
+    async def _verdicts(self, questions: Sequence[Question | None]) -> list[Verdict | None]:
+        """Return the verdict on each question; None for a response whose task is not judged."""
 
-        return await asyncio.gather(*(verdict(*pair) for pair in pairs))
+        async def verdict(question: Question | None) -> Verdict | None:
+            return None if question is None else await self.judge.verdict(question)
+
+        return await asyncio.gather(*map(verdict, questions))
 
     async def _joined(
         self, pairs: Sequence[tuple[str, Example]], scores: Future[list[Score]], verdicts: Future[list[Verdict | None]]
