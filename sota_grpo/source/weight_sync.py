@@ -174,5 +174,7 @@ class EngineWeightSync(WeightSyncScheme):
 
 def _in_another_order(one: Checksum, expected: Checksum, value: torch.Tensor | Checksum) -> bool:
     """Whether ``one`` is the checksum of the permuted rows, or of the transpose, of a weight with the expected one."""
-    is_square = isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[0] == value.shape[1]
-    return one.total == expected.total or (is_square and Checksum.of(value.t(), one.dtype, one.columns) == one)
+    if one.total == expected.total or isinstance(value, Checksum):
+        return one.total == expected.total
+    is_square = value.ndim == 2 and value.shape[0] == value.shape[1]
+    return is_square and Checksum.of(value.t(), one.dtype, one.columns) == one
