@@ -194,7 +194,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
             ``sampler`` chose its group.
     """
     versions = rows.get(keys.POLICY_VERSION)
-    oldest = int(versions.where(versions >= 0, version).min())  # -1: an agent that made no request
+    oldest = int(versions.where(versions != -1, version).min())  # -1: an agent that made no request
     if not 0 <= version - oldest <= max_policy_age:
         fault = (
             f"The batch has a token of policy version {oldest} in training at version {version}, but "

@@ -73,7 +73,7 @@ def masked_by_product(patch: pytest.MonkeyPatch) -> None:
     def read(self, batch):
         given, old = batch["given"], batch[keys.LOG_PROBS]
         advantage = batch[keys.ADVANTAGE].squeeze(-1).expand(old.shape)
-        return replace(real(self, batch), log_prob=given, behaviour=old, advantage=advantage)
+        return replace(real(self, batch), log_prob=given, behaviour=old, old=old, advantage=advantage)
 
     patch.setattr(GRPOLoss, "_read", read)
     reduction(lambda values, tokens: (tokens.weight * values).sum())(patch)

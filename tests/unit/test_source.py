@@ -339,12 +339,12 @@ def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
 
 def test_a_token_above_the_age_is_refused() -> None:
     rig = Rig()
-    rig.engine.version = -1  # an engine that serves older weights than it says
+    rig.engine.version = -2  # an engine that serves older weights than it says
     while not rig.source.is_ready():
         rig.desk.finish_any()
         rig.source.handle_events()
     rig.engine.version = 0
-    with pytest.raises(RuntimeError, match="policy version -1 in training at version 0"):
+    with pytest.raises(RuntimeError, match="policy version -2 in training at version 0"):
         rig.source.next_batch()
 
 
