@@ -10,13 +10,13 @@ import json
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Streams, Task, result
 from sota_grpo.envs.chat_tokens import num_shared
-from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED
+from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rl.records import LARGEST, TURNS, GroupOutput, GroupRequest, Sampling, task_of_example
@@ -61,7 +61,8 @@ class AgentEngine(Streams):
             raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
         agents = self._agents.get(task_of_example(request.example.extra))
         if agents is None:
-            return self.engine.submit(request, sampling)
+            is_read = isinstance(self.engine, DialogEngine)  # engines of single responses take no examples
+            return self.engine.submit(request if is_read else replace(request, example=None), sampling)
         inputs = reward_inputs(self._env.task, "", request.example)
         messages = [dict(message) for message in self._env.task.messages(request.example)]
         row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": messages}  # under TRL's names
