@@ -55,8 +55,10 @@ def row_of(run_dir: Path, seed: int, seconds: float, printed: str) -> dict[str, 
     reached = json.loads((run_dir / "run.json").read_text()).get("reached")
     steps, last = [row for row in rows if "eval/accuracy" not in row], rows[-1]
     size = steps[-1]["dialog_turns"] / len(steps)
-    shares = re.findall(r"(\w+) (\d+) %", next(line for line in printed.splitlines() if line.startswith("Time:")))
-    phases = {name: seconds * int(percent) / 100 for name, percent in shares}
+    times = next(line for line in printed.splitlines() if line.startswith("Time:"))
+    clock = re.findall(r"\d+", times.partition(",")[0])  # hours, minutes and seconds of the run, without its imports
+    wall_s = sum(int(digits) * 60**power for power, digits in enumerate(reversed(clock)))
+    phases = {name: wall_s * int(percent) / 100 for name, percent in re.findall(r"(\w+) (\d+) %", times)}
     known = {name: phases.get(name, 0.0) for name in PHASES if name != "other"}
     return {
         "seed": seed,
@@ -98,7 +100,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("file", type=Path, help="IFEval's input_data.jsonl")
+    add("file", type=Path, help="file of the held-out problems (env.eval_path): IFEval's input_data.jsonl")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the runs")
     add("--preset", default="smollm_speedrun", help="default: smollm_speedrun")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")

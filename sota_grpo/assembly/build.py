@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -255,9 +256,12 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     # a success may be no more than a reward above the limit
     is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
     rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
+    examples = list(task.heldout[: config.eval.num_samples])
+    if config.eval.target is not None:  # its subsets must be random, which the order of a mixture or a file is not
+        examples = random.Random(config.seed).sample(examples, len(examples))
     return Evaluator(
         rollouts,
-        task.heldout[: config.eval.num_samples],
+        examples,
         max_tokens=config.eval.max_tokens or config.inference_model.max_tokens,
         avg_at_k=config.eval.avg_at_k,
         seed=config.seed,

@@ -48,6 +48,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.engines import ENGINES
 from sota_grpo.engines.decode_attention import PREFILL_TOKENS
 from sota_grpo.envs import PromptSource
+from sota_grpo.envs.gateway import MOST_CONTEXTS
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU, SAVED_SHARE
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
@@ -407,7 +408,9 @@ class RunMemory:
     def largest_sample(self) -> tuple[int, int]:
         """Return (tokens of the longest prompt, tokens of the longest response to that prompt)."""
         prompt = min(self.prompt_tokens, self.context - 1)
-        return prompt, min(longest_response(self.config), self.context - prompt)
+        has_agent = any(task.env.agent is not None for task in task_configs(self.config).values())
+        most = self.context * (MOST_CONTEXTS if has_agent else 1)  # an agent's requests fork
+        return prompt, min(longest_response(self.config), most - prompt)
 
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of an optimizer step on one of ``shares`` data-parallel ranks, the largest first.

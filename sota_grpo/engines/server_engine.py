@@ -593,10 +593,10 @@ class ServerEngine(SteppingEngine):
             try:
                 with self._breaking("while it read its weights back", ServerSilent):
                     results = self._client.post("/collective_rpc", body, timeout_s=self._deadlines.push)["results"]
-            except ServerError:
-                if self._failure is not None:
+            except ServerError as error:
+                if self._failure is not None or error.status not in (404, 500, 501):
                     raise
-                return None  # the server has no such method
+                return None  # the server has no such method, of which vLLM says 500
         if len(results) > 1:  # each has a shard of most weights
             return None
         sums = {

@@ -126,6 +126,9 @@ class GroupEpisodes(Future[GroupOutput]):
             try:
                 opened = await result(instances.open(self._row))
                 self._keys[index] = opened.key
+                if self.cancelled():  # meanwhile
+                    instances.drop(opened.key)
+                    return
                 called = {"base_url": session.base_url, "api_key": session.key}
                 (answer,) = await result(instances.call(opened.key, [(RUN, called)]))
                 record |= _result(answer.content, answer.is_error)
@@ -134,8 +137,10 @@ class GroupEpisodes(Future[GroupOutput]):
                 record["error"] = str(error)
             finally:
                 session.close()
+            if session.failure is not None:
+                raise session.failure
             self._ended(index, record)
-        except Exception as error:  # no worker starts any more
+        except Exception as error:  # of the engine; or no worker starts any more
             with self._lock:
                 if not self.done() and self.set_running_or_notify_cancel():
                     self.set_exception(error)

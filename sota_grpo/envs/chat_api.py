@@ -74,15 +74,15 @@ def openai_request(body: Any) -> ChatRequest:
         raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
     messages = [_openai_message(message) for message in _list(body.get("messages"), "messages")]
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    stop = body.get("stop") or []
+    usage = _object(body.get("stream_options") or {}, "stream_options").get("include_usage")
     return ChatRequest(
         _named(messages),
         tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
         _count(limit, "max_tokens"),
         _count(body.get("n"), "n") or 1,
-        (stop,) if isinstance(stop, str) else tuple(stop),
+        _strings(body.get("stop"), "stop"),
         bool(body.get("stream")),
-        bool((body.get("stream_options") or {}).get("include_usage")),
+        bool(usage),
     )
 
 
@@ -93,7 +93,7 @@ def _openai_message(message: Any) -> dict[str, Any]:
         raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use system, user, assistant or tool.")
     parsed: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
     calls = []
-    for call in message.get("tool_calls") or ():
+    for call in _list(message.get("tool_calls") or [], "tools"):
         function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
         calls.append(_call(call.get("id"), function.get("name"), _arguments(function.get("arguments"))))
     return parsed | ({"tool_calls": calls} if calls else {}) | _id_of(message.get("tool_call_id"))
@@ -115,19 +115,19 @@ def anthropic_request(body: Any) -> ChatRequest:
         messages.append({"role": "system", "content": _text(body["system"])})
     for message in _list(body.get("messages"), "messages"):
         messages += _anthropic_messages(_object(message, "a message"))
-    tools = [
-        {
-            "function": {
-                name.replace("input_schema", "parameters"): value for name, value in _object(tool, "a tool").items()
-            }
+    tools = []
+    for tool in _list(body.get("tools") or [], "tools") if choice == "auto" else []:
+        names = {"input_schema": "parameters"}
+        left_out = ("type", "cache_control")
+        function = {
+            names.get(name, name): value for name, value in _object(tool, "a tool").items() if name not in left_out
         }
-        for tool in (_list(body.get("tools") or [], "tools") if choice == "auto" else [])
-    ]
+        tools.append({"function": function})
     return ChatRequest(
         _named(messages),
         tuple(_tool(tool) for tool in tools),
         _count(body.get("max_tokens"), "max_tokens"),
-        stop=tuple(body.get("stop_sequences") or ()),
+        stop=_strings(body.get("stop_sequences"), "stop_sequences"),
         stream=bool(body.get("stream")),
     )
 
@@ -263,6 +263,13 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
+def _strings(value: Any, name: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value or []
+    if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
+        raise BadRequest(f"{name} must be a string or an array of strings.")
+    return tuple(strings)
+
+
 def _count(value: Any, name: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise BadRequest(f"{name}={one_line(str(value), 40)} must be a whole number of at least 1.")
@@ -270,16 +277,16 @@ def _count(value: Any, name: str) -> int | None:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content: a string, None, or parts of text."""
+    """Return the text of a message's content: a string, None, or parts of text; unpaired surrogates become ``?``."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return (content or "").encode("utf-8", "replace").decode()
     texts = []
     for part in _list(content, "content") if content else []:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise BadRequest(f"content of the type {one_line(str(kind), 40)!r} is not supported; send text.")
         texts.append(part["text"])
-    return "".join(texts)
+    return "".join(texts).encode("utf-8", "replace").decode()
 
 
 def _arguments(arguments: Any) -> Any:
@@ -310,11 +317,14 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise BadRequest("a tool has no name.")
     parameters = _object(parameters, f"the schema of {name}")
-    return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
+    described = {} if "description" in function else {"description": ""}
+    return {"type": "function", "function": {**function, **described, "parameters": parameters}}
 
 
 def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return the messages, in which the result of a tool has the name of the call that it answers."""
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's, which would be continued; that is not supported.")
     names = {
         call["id"]: call["function"]["name"]
         for message in messages

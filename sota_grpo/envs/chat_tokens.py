@@ -23,6 +23,7 @@ Messages = Sequence[Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 # plain letters, which no template or filter changes
+_MOST_FRAMINGS, _CACHED_CHARACTERS = 1024, 1 << 14  # cached frames of chats; characters of a reply that is cached
 _PLAIN, _EARLIER, _PROBE = "plaintext", "earlierassistantturn", "laterturn"
 
 
@@ -112,6 +113,8 @@ class ChatTokens:
 
         words = [{name: plain(name, value) for name, value in message.items()} for message in messages]
         key = json.dumps(words, default=str)
+        if len(self._framings) >= _MOST_FRAMINGS:
+            self._framings.clear()
         if key not in self._framings:
             ids = self._tokenizer(self._render(words), add_special_tokens=self._add_special_tokens)["input_ids"]
             self._framings[key] = self._specials_of(ids)
@@ -207,7 +210,9 @@ class TurnTokens:
         Raises:
             UserError: the chat template cannot render a conversation of several turns.
         """
-        ids = self._reply_ids(tuple(tuple(reply.items()) for reply in replies))
+        is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
+        tokenised = self._reply_ids if is_short else self._tokenised
+        ids = tokenised(tuple(tuple(reply.items()) for reply in replies))
         return ids[1:] if ids and ids[0] == last_id else ids
 
     def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -53,7 +53,10 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Opened
 
 logger = logging.getLogger(__name__)
 
-LARGEST_REQUEST = 32 << 20  # bytes of a request's body
+LARGEST_REQUEST = 8 << 20  # bytes of a request's body
+MOST_CONTEXTS = 8  # times the policy's context: the most tokens of a sample
+_MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
+PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0
 _LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that asks for an episode
 _MOST_FORMS = 64  # sets of tools whose readers are kept
@@ -82,16 +85,19 @@ class ChatForm:
             ),
         )
 
-    def reply(self, sample: Sample, num_calls: int) -> Reply:
+    def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
         """Parse a reply; its calls get the ids of the calls from number ``num_calls`` on.
 
-        A reply with a call that names no tool is text, as the policy wrote it.
+        A reply with a call of no known tool is text, as the policy wrote it. ``stop`` strings and what follows them are
+        left out.
         """
         text, size = self.turns.text(sample.token_ids), len(sample.token_ids)
+        for string in stop:
+            text = text.partition(string)[0]
         if self._reader is None:
             return Reply(text, (), sample.truncated, size)
         turn = self._reader.read(sample.token_ids.tolist())
-        if not all(call.name for call in turn.calls):
+        if any(call.error is not None and not call.arguments for call in turn.calls) or not turn.calls:
             return Reply(text, (), sample.truncated, size)
         calls = (replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, num_calls))
         return Reply(turn.content, tuple(calls), sample.truncated, size)
@@ -109,12 +115,14 @@ class Session:
     Attributes:
         key: the API key of the session's requests.
         messages: the last request's messages and its first reply.
+        failure: the engine's last failure; None without one.
     """
 
     def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
         self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), [dict[str, Any]()]
         self.num_turns = self.num_calls = 0
         self.truncated = False  # the last response
+        self.failure: Exception | None = None
         self._gateway, self._request, self._sampling, self._max_turns = gateway, request, sampling, max_turns
         self._seed = sample_seed(request.seed, request.first_sample + index)
         self._ends: dict[bytes, int] = {}  # digest of tools and messages -> position of the last token
@@ -145,6 +153,13 @@ class Session:
                 f"stop={one_line(str(unknown[0]), 60)!r} is not a stop string of the run; set inference_model.stop."
             )
         digests = _digests(chat)
+        limit = self._gateway.max_model_len
+        if sum(len(message["content"]) for message in chat.messages) > _MOST_CHARACTERS * limit:
+            raise BadRequest(
+                f"the messages are too long for the policy's context of {limit} tokens "
+                "(inference_model.max_model_len); send fewer.",
+                code="context_length_exceeded",
+            )
         with self._lock:
             prompt_ids = self._prompt_ids(form, chat, digests)
             room = self._gateway.max_model_len - len(prompt_ids)
@@ -159,16 +174,25 @@ class Session:
                     f"the sample has had {self.num_turns} responses of at most {self._max_turns}; set env.max_steps.",
                     code="too_many_responses",
                 )
+            if len(self.tree) > MOST_CONTEXTS * limit:
+                raise BadRequest(
+                    f"the sample has {len(self.tree)} tokens, more than {MOST_CONTEXTS} contexts of {limit}.",
+                    code="too_many_tokens",
+                )
             if not self.is_open:
                 raise BadRequest("the session has ended.", 401)
             seed = sample_seed(self._seed, self.num_turns)
             self.num_turns += chat.n
-            limit = min(self._sampling.max_tokens, chat.max_tokens or self._sampling.max_tokens)
+            most = min(self._sampling.max_tokens, chat.max_tokens or self._sampling.max_tokens)
             request = GroupRequest(self._request.group_id, tuple(prompt_ids), chat.n, seed)
-            future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=limit))
+            future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=most))
             self._pending.add(future)
         try:
             output = await asyncio.wrap_future(future)
+        except Exception as error:
+            if self.is_open:  # else the agent would be rewarded for what the engine did
+                self.failure = error
+            raise
         finally:
             self._pending.discard(future)
         replies = []
@@ -178,10 +202,10 @@ class Session:
             node = self.tree.add_prompt(prompt_ids)
             for sample in output.samples:
                 end = self.tree.add_response(node, sample)
-                reply = form.reply(sample, self.num_calls)
+                reply = form.reply(sample, self.num_calls, self._gateway.stop)
                 self.num_calls += len(reply.calls)
                 replies.append(reply)
-                self._ends[_next(digests[-1], message_of(reply.content, reply.calls))] = end
+                self._ends.setdefault(_next(digests[-1], message_of(reply.content, reply.calls)), end)
             self.messages = [*chat.messages, message_of(replies[0].content, replies[0].calls)]
             self.truncated = replies[-1].truncated
         return replies, len(prompt_ids)
@@ -207,6 +231,10 @@ class Session:
             pending = [*self._pending]
         for future in pending:
             future.cancel()
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _digests(chat: ChatRequest) -> list[bytes]:
@@ -241,7 +269,7 @@ class SessionQueue:
         self.timeout_s, self.key = timeout_s, key
         self._rows: dict[int, Mapping[str, Any]] = {}
         self._keys = itertools.count()
-        self._waiting: deque[tuple[Mapping[str, Any], Future[list[Answer]]]] = deque()
+        self._waiting: dict[int, tuple[Mapping[str, Any], Future[list[Answer]]]] = {}  # in the order in which they came
         self._given: dict[str, Future[list[Answer]]] = {}  # by the key of its session
 
     def open(self, row: Mapping[str, Any]) -> Future[Opened]:
@@ -255,17 +283,17 @@ class SessionQueue:
         """Queue an episode; return the future of what its program sends at its end."""
         ended: Future[list[Answer]] = pending_future()
         ((_, address),) = calls
-        self._waiting.append(({"row": self._rows.pop(key), **address}, ended))
+        self._waiting[key] = {"row": self._rows.pop(key), **address}, ended
         return ended
 
     def take(self) -> Mapping[str, Any] | None:
         """Return ``row``, ``base_url`` and ``api_key`` of the next episode; None if none waits."""
-        while self._waiting:
-            episode, ended = self._waiting.popleft()
-            if not ended.done():
-                self._given[episode["api_key"]] = ended
-                return episode
-        return None
+        key = next(iter([*self._waiting]), None)
+        episode, ended = self._waiting.pop(key, ({}, None)) if key is not None else ({}, None)
+        if ended is None:
+            return None
+        self._given[episode["api_key"]] = ended
+        return episode
 
     def end(self, api_key: str, result: Any) -> None:
         """End an episode with the reward that its program sends; no-op if it has ended."""
@@ -281,12 +309,15 @@ class SessionQueue:
         """No-op: the programs come when they want."""
 
     def drop(self, key: int) -> None:
-        """Forget an episode that was not queued."""
+        """Forget an episode that no program has begun."""
         self._rows.pop(key, None)
+        _, ended = self._waiting.pop(key, (None, None))
+        if ended is not None and not ended.done():
+            ended.set_exception(InstanceLost("it was dropped"))
 
     def close(self) -> None:
         """Fail all episodes; idempotent."""
-        for ended in [*self._given.values(), *(ended for _, ended in self._waiting)]:
+        for ended in [*self._given.values(), *(ended for _, ended in self._waiting.values())]:
             if not ended.done():
                 ended.set_exception(InstanceLost("the run has ended"))
 
@@ -302,7 +333,8 @@ class Gateway:
         queue: episodes for outside programs; None: agents run in worker processes.
 
     Raises:
-        UserError: the package aiohttp is missing, or no port can be opened.
+        UserError: the package aiohttp is missing.
+        OSError: no port can be opened.
     """
 
     def __init__(
@@ -381,32 +413,38 @@ class Gateway:
         app.router.add_post("/v1/sessions", self._handler(web, self._next_session))
         app.router.add_post("/v1/sessions/end", self._handler(web, self._end_session))
         self._stopping = asyncio.Event()
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        # a client that leaves ends its request, which is sampled no further
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", int(os.environ.get(PORT, "0")) if self._queue is not None else 0)
             await site.start()
             self._ready.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
             await self._stopping.wait()
         finally:
             await runner.cleanup()
 
-    def _handler(self, web: Any, answer: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    def _handler(self, web: Any, answer: Callable[[Any, Any, Callable[[], bool]], Any]) -> Callable[[Any], Any]:
         """Return a handler of aiohttp that checks the key and answers with JSON, events or an error."""
 
         def failed(request: Any, error: BadRequest) -> Any:
-            kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+            kinds = {
+                401: "authentication_error",
+                500: "server_error" if request.path != "/v1/messages" else "api_error",
+            }
+            kind = kinds.get(error.status, "invalid_request_error")
             made: dict[str, Any] = {"message": str(error), "type": kind, "code": error.code, "param": None}
             body = {"type": "error", "error": made} if request.path == "/v1/messages" else {"error": made}
             return web.json_response(body, status=error.status)
 
         async def handle(request: Any) -> Any:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            key = given.strip() or request.headers.get("x-api-key", "")
-            session: Any = self.sessions.get(key)
-            if request.path == "/v1/sessions" and self._queue is not None:
-                session = self._queue if secrets.compare_digest(key.encode(), self._queue.key.encode()) else None
+            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            given = [bearer, request.headers.get("x-api-key", "")]  # Anthropic's client may send both
             try:
+                session: Any = next(filter(None, map(self.sessions.get, given)), None)
+                if request.path == "/v1/sessions" and self._queue is not None:
+                    is_right = secrets.compare_digest(_hash(bearer), _hash(self._queue.key))
+                    session = self._queue if is_right else None
                 if session is None:
                     raise BadRequest("the API key is not that of an open session.", 401, "invalid_api_key")
                 body = None
@@ -415,9 +453,10 @@ class Gateway:
                         body = await request.json()
                     except web.HTTPRequestEntityTooLarge:
                         raise BadRequest(f"the request has more than {LARGEST_REQUEST} bytes.", 413) from None
-                    except (ValueError, RecursionError) as error:
+                    except (ValueError, RecursionError, LookupError) as error:
                         raise BadRequest(f"the request is not JSON ({one_line(str(error), 200)}).") from error
-                made = await answer(session, body)
+                gone = request.transport is None or request.transport.is_closing
+                made = await answer(session, body, gone if callable(gone) else lambda: True)
             except BadRequest as error:
                 return failed(request, error)
             except asyncio.CancelledError:  # the session ended, or the run
@@ -433,39 +472,39 @@ class Gateway:
 
         return handle
 
-    async def _openai(self, session: Session, body: Any) -> Any:
+    async def _openai(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
         chat = openai_request(body)
         self._warn(session, body)
         replies, size = await session.complete(chat)
         made = openai_reply(chat, replies, size)
         return openai_events(chat, made) if chat.stream else made
 
-    async def _anthropic(self, session: Session, body: Any) -> Any:
+    async def _anthropic(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
         chat = anthropic_request(body)
         self._warn(session, body)
         (reply,), size = await session.complete(chat)
         made = anthropic_reply(reply, size)
         return anthropic_events(made) if chat.stream else made
 
-    async def _next_session(self, queue: SessionQueue, body: Any) -> Any:
+    async def _next_session(self, queue: SessionQueue, body: Any, is_gone: Callable[[], bool]) -> Any:
         """Give the next episode to an outside program; without one for 20 s, an empty object."""
         if queue is not self._queue:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
         ends = self._loop.time() + _LONG_POLL_S
-        while self._loop.time() < ends:
+        while self._loop.time() < ends and not is_gone():
             if (episode := queue.take()) is not None:
                 self._loop.call_later(queue.timeout_s, queue.expire, episode["api_key"])
                 return dict(episode)
             await asyncio.sleep(_POLL_S)
         return {}
 
-    async def _end_session(self, session: Session, body: Any) -> Any:
+    async def _end_session(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
         if self._queue is None:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
         self._queue.end(session.key, body)
         return {}
 
-    async def _models(self, session: Session, body: Any) -> Any:
+    async def _models(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}
 
     def _warn(self, session: Session, body: Mapping[str, Any]) -> None:

@@ -31,7 +31,8 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     turns = begins.sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
     reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
-    age = version - _column(batch, keys.POLICY_VERSION)
+    versions = _column(batch, keys.POLICY_VERSION)
+    age = version - versions.where(versions != -1, version)  # -1: an agent that made no request
     values = {
         "reward": reward.mean(),
         "reward/std": reward.std(correction=0),

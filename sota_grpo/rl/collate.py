@@ -134,6 +134,8 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
     """Return ``keys.PARENTS`` of a sample's row."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
+    if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) not in (-1, num_prompt_tokens - 1):
+        raise ValueError("a sample is a tree over another prompt than its row's")
     return line if sample.parents is None else torch.cat([line[:num_prompt_tokens], sample.parents])
 
 
@@ -286,6 +288,9 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
         missing = [index for index, value in enumerate(values) if value is None]
         if len(missing) == len(values):
             continue
+        for index in missing:
+            values[index] = _absent(key, listed[index])
+        missing = [index for index in missing if values[index] is None]
         if missing:
             raise ValueError(
                 f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
@@ -293,6 +298,16 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
             )
         padded.set(key, torch.stack(values) if padding is None else _padded(values, padding))
     return padded
+
+
+def _absent(key: Key, row: Row) -> Tensor | None:
+    """Return what a row lacks that others have: the parents of a line; no support for no sampled token."""
+    mask = row.get(keys.ASSISTANT_MASK, None)
+    if key == keys.PARENTS:
+        return torch.arange(-1, len(row[keys.FULL_TOKENS]) - 1)
+    if key not in (keys.SUPPORT_IDS, keys.SUPPORT_COUNTS) or mask is None or bool(mask.any()):
+        return None
+    return torch.zeros(0 if key == keys.SUPPORT_IDS else len(mask), dtype=torch.int32)
 
 
 def _padded(values: Sequence[Tensor], padding: float) -> Tensor:

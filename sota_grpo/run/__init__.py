@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sota_grpo.assembly.preflight import announce, preflight
 from sota_grpo.config import num_steps
 from sota_grpo.recording.progress import Heartbeat
+from sota_grpo.recording.run_files import read_record
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.python_inputs import PythonInputs
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def launch(
     config: Config, run_dir: Path, inputs: PythonInputs | None = None, *, before: Callable[[], None] = lambda: None
 ) -> None:
-    """Check the config, import torch, and train until the last step.
+    """Check the config, import torch, and train until the last step or ``eval.target``.
 
     Args:
         inputs: objects passed to :func:`sota_grpo.train`.
@@ -32,8 +33,11 @@ def launch(
     before()
     with Heartbeat():
         announce(config)
+        from sota_grpo.assembly.python_inputs import PythonInputs
         from sota_grpo.run.app import CONTINUES, train
 
+        inputs = inputs or PythonInputs()
         done = train(config, run_dir, inputs)
-    if done < num_steps(config):
+    is_finished = (read_record(inputs.run_dir or run_dir) or {}).get("finished")  # at its last step, or its target
+    if done < num_steps(config) and not is_finished:
         raise KeyboardInterrupt(CONTINUES)

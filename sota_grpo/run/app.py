@@ -106,7 +106,8 @@ class Run:
         self._find_best(first)
         components = self.components
         starting("Sending the weights to the engine")
-        components.weight_sync.send(version=components.learner.version)
+        is_checked = self.config.check.mode != "off"  # the checks compare these weights
+        components.weight_sync.send(version=components.learner.version, verify=not is_checked)
         began = time.perf_counter()
         self._check()  # an interrupt ends it at once: there is nothing to save yet
         until_now = {"time/start_s": began - self.began, "time/checks_s": time.perf_counter() - began}
@@ -247,6 +248,10 @@ class Run:
         self.run_log.write_step(step, metrics)
         self.run_log.phase_seconds["time/eval_s"] += metrics["time/eval_s"]
         logger.info("%s", evaluator.sentence(step, metrics))
+        name = self.config.train.keep_best
+        if name is not None and name not in metrics:
+            logged = ", ".join(one for one in metrics if one.startswith("eval/"))
+            raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
         if metrics["eval/num_samples"] < len(evaluator.examples):
             return
         if target is not None and metrics["eval/accuracy"] >= target:
@@ -254,10 +259,16 @@ class Run:
         self._keep_best(step, metrics)
 
     def _find_best(self, step: int) -> None:
-        """Read which checkpoint is the best so far; forget it if it is of another metric, of a later step, or gone."""
+        """Read which checkpoint is the best so far; forget it if it is of another metric, of a later step, or gone.
+
+        Without ``train.keep_best`` the best checkpoint of before stays, and no other becomes it.
+        """
         path, name = self.run_dir / BEST_FILE, self.config.train.keep_best
         best = read_json(path) or {}
         there = [saved for saved, _ in self.checkpoints.paths() if saved <= step]
+        if name is None:
+            self.checkpoints.best = best.get("step")
+            return
         self.best = best["value"] if best.get("metric") == name and best.get("step") in there else None
         self.checkpoints.best = None if self.best is None else best["step"]
         if self.best is None:
@@ -266,12 +277,7 @@ class Run:
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the checkpoint of ``step`` and name it in ``best.json`` if its ``train.keep_best`` is the highest."""
         name = self.config.train.keep_best
-        if name is None:
-            return
-        if name not in metrics:
-            logged = ", ".join(one for one in metrics if one.startswith("eval/"))
-            raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
-        if self.best is not None and metrics[name] <= self.best:
+        if name is None or (self.best is not None and metrics[name] <= self.best):
             return
         if self.saved != step:
             self._save(step)
@@ -314,9 +320,11 @@ class Run:
         self._report(last=True)
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
+        before, after = evaluations.get(0, {}), evaluations.get(steps, {})
+        is_same = before.get("eval/num_samples") == after.get("eval/num_samples")  # else one measured a subset
         lines = closing_lines(
-            evaluations.get(0, {}),
-            evaluations.get(steps, {}),
+            before if is_same else {},
+            after,
             {name[len("time/") : -len("_s")]: seconds for name, seconds in spent.items()},
             avg_at_k=self.config.eval.avg_at_k,
             wall_s=time.perf_counter() - self.began,

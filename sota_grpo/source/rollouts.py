@@ -138,7 +138,9 @@ class Rollouts:
             output = await result(self.engine.submit(request, sampling))
         with clock.stage(GRADE):  # rows are built only now: a group in flight needs little memory
             samples = output.samples
-            entries = drawn_entries(prompt.group_id, prompt.example, output.prompt_ids or prompt_ids)
+            if output.prompt_ids is not None:
+                prompt_ids = output.prompt_ids
+            entries = drawn_entries(prompt.group_id, prompt.example, prompt_ids)
             rows = group_table(entries, samples, self.env.tokenizer)
             if not bool(rows.flat(keys.LOG_PROBS).isfinite().all()):
                 # the loss ignores tokens with unknown log-probs, but this package's engines must know them

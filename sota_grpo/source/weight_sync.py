@@ -116,11 +116,16 @@ class EngineWeightSync(WeightSyncScheme):
         self._reports = compared.reported
         if compared.differing:
             name, values = next(iter(compared.differing.items()))
-            raise RunFailed(
+            fault = (
                 f"Weight version {version} was not loaded as it was sent: {values} as the checksum of {name}, and "
-                f"{len(compared.differing)} of {len(compared.differing) + len(compared.equal)} weights differ. Resume "
-                "from the last checkpoint, without that worker's machine if the fault returns."
+                f"{len(compared.differing)} of {len(compared.differing) + len(compared.equal)} weights differ."
             )
+            if not (isinstance(pushed, WeightPack) and pushed.scales):
+                remedy = "Resume from the last checkpoint, without that worker's machine if the fault returns."
+                raise RunFailed(f"{fault} {remedy}")
+            if not self._has_logged:  # workers merge the adapter, and machines of two kinds round differently
+                logger.warning("%s Use machines of one kind for all engines.", fault)
+                self._has_logged = True
         if not self._has_logged and (compared.unread or not compared.reported):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
             logger.info(
@@ -139,6 +144,8 @@ class EngineWeightSync(WeightSyncScheme):
         result = Compared()
         owner, pairs = "the learner", (self.whole or self.policy_weights)() if weights is None else weights
         if isinstance(weights, WeightPack) and weights.scales:
+            if len(held) == 1:  # nothing to compare with: it merges the adapter itself
+                return Compared(reported=False)
             owner, sums = next(iter(held.items()))
             pairs = sums.items()
         for name, value in pairs:

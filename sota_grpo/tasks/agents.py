@@ -11,9 +11,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from sota_grpo.workers.instances import InstanceLost, InstanceSpec
 AGENT = "agent"
 SESSIONS = "sessions"  # the value of the option with which outside programs run the episodes
 OPTION = f"env.{AGENT}"
+_LOADS = threading.Lock()
 
 
 def agent_spec(value: str) -> InstanceSpec:
@@ -51,7 +56,12 @@ class Agent:
 
     def __init__(self, value: str) -> None:
         self._value, self._row = value, dict[str, Any]()
-        self._run = _function(value) if file_reference(value) else None
+        hosts = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = hosts  # the server is on this machine
+        with _LOADS:  # episodes begin on several threads
+            self._run = _function(value) if file_reference(value) else None
+        if self._run is None and shutil.which(shlex.split(value)[0]) is None:
+            raise UserError(f"{OPTION}={value} is neither FILE.py:NAME nor a command that is found; correct it.")
         self._process: subprocess.Popen[str] | None = None
 
     def reset(self, **row: Any) -> None:
@@ -61,7 +71,8 @@ class Agent:
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Run the agent and return what it returns."""
         if self._run is not None:
-            return self._run(self._row, **arguments)
+            made = self._run(self._row, **arguments)
+            return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch
         return self._command(**arguments)
 
     def _command(self, base_url: str, api_key: str) -> Any:
@@ -70,9 +81,10 @@ class Agent:
             row.write_text(json.dumps(self._row), encoding="utf-8")
             address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
             address["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
+            inherited = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
             self._process = subprocess.Popen(
                 [*shlex.split(self._value), str(row)],
-                env={**os.environ, **address},
+                env={**inherited, **address},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -80,7 +92,10 @@ class Agent:
                 errors="replace",
                 start_new_session=True,
             )
-            said, complained = self._process.communicate()
+            try:
+                said, complained = self._process.communicate()
+            finally:
+                self.kill()  # also what it has left running
         if self._process.returncode != 0:
             why = one_line(complained.strip().rpartition("\n")[2], 200)
             raise InstanceLost(f"the agent ended with status {self._process.returncode}: {why}")
@@ -90,10 +105,11 @@ class Agent:
             shown = one_line(said.strip().rpartition("\n")[2], 80)
             raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
 
-    def close(self) -> None:
-        """Kill the command, if it runs."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+    def kill(self) -> None:
+        """Kill the command and its children, if there are any; from any thread."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @lru_cache(maxsize=1)

@@ -563,6 +563,13 @@ def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
 def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
     """Return what is wrong with the assistant mask of a row; None if it is right."""
     env, ids, mask = run.rollouts.env, row[keys.FULL_TOKENS], row[keys.ASSISTANT_MASK]
+    has_template = bool(getattr(env.tokenizer, "chat_template", None))
+    if (parents := row.get(keys.PARENTS)) is not None:  # an agent's: any of its turns may be cut, or there is none
+        before = {int(ids[parents[at]]) for at in (mask & ~mask[parents.clamp(min=0)]).nonzero().flatten().tolist()}
+        if not before and json.loads(row[keys.DIALOG])["requests"]:
+            return "no token is trained"
+        differs = has_template and len(before) > 1
+        return "different tokens precede the turns, so the first token of a turn is not trained" if differs else None
     start = len(row[keys.PROMPT_TOKENS])
     outside = torch.zeros(1, dtype=torch.int32)
     edges = torch.diff(mask.int(), prepend=outside, append=outside).nonzero().flatten().tolist()
@@ -575,7 +582,7 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
         return "a sampled token is not trained"
     if turns[-1][1] < len(ids):
         return "the last sampled token is not trained"
-    if getattr(env.tokenizer, "chat_template", None) and len({int(ids[first - 1]) for first, _ in turns}) > 1:
+    if has_template and len({int(ids[first - 1]) for first, _ in turns}) > 1:
         return "different tokens precede the turns, so the first token of a turn is not trained"
     whole = [*turns[:-1], *([] if bool(row[keys.TRUNCATED]) or run.sampling.ignore_eos else turns[-1:])]
     ends = end_token_ids(env.tokenizer)

@@ -164,6 +164,8 @@ class _Environment:
     def end(self) -> None:
         """Close the object after its pending calls, and kill processes that its calls started."""
         if self.thread is not None:
+            if callable(kill := getattr(self._object, "kill", None)):
+                kill()  # a call that runs ends now
             self.thread.submit(self._close)
             self.thread.close()
         for pid in self.processes.intersection(children()):

@@ -12,6 +12,7 @@ import pytest
 from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint
 from sota_grpo.cli import step
 from sota_grpo.errors import UserError
+from sota_grpo.run import launch
 from sota_grpo.run.app import train
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import RunDir
@@ -76,6 +77,13 @@ def test_a_run_ends_at_its_target_and_says_so_again(
     assert steps(run_dir) == steps(tmp_path / "whole")
 
 
+def test_a_run_at_its_target_is_no_interrupted_one(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.1, 0.5, 0.1, 0.1)
+    for options in ((), ("train.resume=auto",)):
+        launch(composed("grpo_cpu", *OPTIONS, "eval.target=0.5", *options), tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text())["reached"]["step"] == 1
+
+
 def test_a_run_that_was_killed_before_it_could_say_so_ends_as_well(
     tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +129,7 @@ def test_an_asynchronous_run_ends_at_its_target(tmp_path: Path, grpo: Callable) 
     assert "eval.target=0.05 was reached after 1 step:" in done.stdout
     assert find_checkpoint(tmp_path, "best")[0] == 1
     again = grpo(tmp_path, *SMALL, *options, "train.resume=auto", script="grpo-async.py")
+    assert again.returncode == 0, again.stderr
     assert again.stdout.startswith(f"The run in {tmp_path} is already finished. eval.target=0.05 was reached")
 
 

@@ -187,6 +187,14 @@ BAD = {
     "another stop string": ({"messages": [QUESTION], "stop": ["END"]}, 400, "inference_model.stop"),
     "a forced call": ({"messages": [QUESTION], "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
     "a tool without a name": ({"messages": [QUESTION], "tools": [{"function": {}}]}, 400, "name"),
+    "a last message of the assistant": (
+        {"messages": [QUESTION, {"role": "assistant", "content": "It"}]},
+        *(400, "the last message is the assistant's"),
+    ),
+    "a stop that is a number": ({"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
+    "options of a stream as text": ({"messages": [QUESTION], "stream_options": "x"}, 400, "stream_options"),
+    "calls that are a number": ({"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}, 400, "array"),
+    "far too long": ({"messages": [{"role": "user", "content": "x" * 40_000}]}, 400, "too long"),
     "too long": ({"messages": [{"role": "user", "content": "word " * 900}]}, 400, "max_model_len"),
     "too many": ({"messages": [QUESTION], "n": 99}, 400, "env.max_steps"),
     "too large": (b"x" * (LARGEST_REQUEST + 1), 413, "bytes"),
@@ -205,6 +213,23 @@ def test_a_bad_request_is_a_sentence_and_loses_nothing(rig, name) -> None:
     assert session.num_turns == 1
 
 
+def test_a_reply_ends_before_its_stop_string_and_is_continued_with_all_its_ids(rig) -> None:
+    session = rig.session()
+    rig.texts = ["Nine STOP more", "Yes."]
+    said = rig.post(session, {"messages": [QUESTION]}).json()["choices"][0]["message"]
+    assert said["content"] == "Nine "
+    assert rig.post(session, {"messages": [QUESTION, said, {"role": "user", "content": "Sure?"}]}).status == 200
+    assert "STOP more" in rig.tokenizer.decode(rig.prompts[1])
+
+
+def test_a_call_of_no_known_tool_is_text(rig) -> None:
+    session = rig.session()
+    rig.texts = [CALL.replace("add", "multiply")]
+    said = rig.post(session, {"messages": [QUESTION], "tools": [TOOL]}).json()["choices"][0]["message"]
+    assert "tool_calls" not in said
+    assert '"a": 4' in said["content"]
+
+
 def test_only_the_key_of_an_open_session_is_answered(rig) -> None:
     session, other = rig.session(), rig.session()
     assert rig.post(session, {"messages": [QUESTION]}, Authorization="Bearer no").status == 401
@@ -220,8 +245,9 @@ def test_only_the_key_of_an_open_session_is_answered(rig) -> None:
 def test_an_error_of_the_engine_is_an_answer(rig) -> None:
     session, rig.fails = rig.session(), True
     answer = rig.post(session, {"messages": [QUESTION]})
-    assert answer.status in (401, 500)
+    assert (answer.status, answer.json()["error"]["type"]) == (500, "server_error")
     assert len(session.tree) == 0
+    assert session.failure is not None
 
 
 def test_a_client_that_does_not_read_holds_up_no_other(rig) -> None:

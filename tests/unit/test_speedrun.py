@@ -15,7 +15,7 @@ from tests.config.test_config import composed
 
 
 def test_the_table_of_a_run(tmp_path: Path) -> None:
-    """Two steps of 8 responses, 10 and 20 tokens each: 240 tokens; 60 of 200 seconds are of no phase."""
+    """Two steps of 8 responses, 10 and 20 tokens each: 240 tokens; of 200 seconds 190 are of the run, 133 of phases."""
     rows = [
         {"step": 0, "dialog_turns": 8, "response_tokens/mean": 10.0},
         {"step": 1, "dialog_turns": 16, "response_tokens/mean": 20.0},
@@ -28,11 +28,11 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
     row = speedrun.row_of(tmp_path, 3, 200.0, printed)
     assert (row["reached"], row["steps"], row["responses"], row["tokens"]) == (True, 2, 16, 240)
     assert {name: row["phases"][name] for name in ("learn", "eval", "start", "checks", "other")} == {
-        **{"learn": 100.0, "eval": 30.0, "start": 10.0, "checks": 0.0, "other": 60.0}
+        **{"learn": 95.0, "eval": 28.5, "start": 9.5, "checks": 0.0, "other": 67.0}
     }
     table = speedrun.tables([row]).splitlines()
     assert table[2] == "| 3 | yes | 3.3 | 30.3 % | 25.0 +/- 3.0 % | 2 | 16 | 240 |"
-    assert table[-1] == "| seed 3 | 10 | 0 | 0 | 0 | 100 | 0 | 30 | 0 | 60 |"
+    assert table[-1] == "| seed 3 | 10 | 0 | 0 | 0 | 95 | 0 | 28 | 0 | 67 |"
 
 
 def test_a_command_is_timed_from_its_start_and_a_failure_is_none_of_the_table(

@@ -127,6 +127,20 @@ def test_the_planner_counts_the_tokens_that_are_computed(requests) -> None:
     assert prompt.sampled == len(sampled)
 
 
+def test_rows_of_agents_are_padded_with_others_and_with_those_that_said_nothing() -> None:
+    tree, _ = grown([(-1, 1, [3, 4], [5, 6]), (0, 2, [3], [7])], supports=True)
+    silent = TokenTree().sample(0)
+    line, _ = grown([(-1, 1, [3, 4], [5])], supports=True)
+    plain = replace(line.sample(2), parents=None, text="")
+    drawn = drawn_entries(1, Example("q", "a"), [3, 4])
+    tables = [row_of(tree, 2), group_table(drawn, [replace(silent, text="")], None), group_table(drawn, [plain], None)]
+    rows = pad_rows([row for table in tables for row in table.rows()], pad_token_id=0)
+    assert rows[keys.PARENTS].tolist()[1:] == [[-1, 0, *[-1] * 4], [-1, 0, 1, *[-1] * 3]]
+    assert int(rows[keys.SUPPORT_COUNTS][1].sum()) == 0
+    with pytest.raises(ValueError, match="another prompt"):
+        group_table(drawn_entries(1, Example("q", "a"), [3]), [replace(tree.sample(2), text="")], None)
+
+
 def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
     tree = TokenTree()
     said = Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2, dtype=torch.int64), False)

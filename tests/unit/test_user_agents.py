@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import urllib3
 
@@ -23,6 +25,7 @@ from sota_grpo.tasks import make_task
 from sota_grpo.tasks.agents import agent_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances
+from tests.process_rigs import wait_for
 from tests.unit.test_gateway import Rig
 
 pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
@@ -47,6 +50,12 @@ async def later(row, base_url, api_key):
     await asyncio.sleep(0.01)
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     return 2
+
+def careful(row, base_url, api_key):
+    try:
+        ask(base_url, api_key, row["prompt"])
+    except Exception:
+        return 0.0
 
 def fails(row, base_url, api_key):
     ask(base_url, api_key, row["prompt"])
@@ -138,6 +147,26 @@ def test_an_agent_that_fails_has_an_error_and_no_reward(run, name, words) -> Non
     assert words in sample.record["error"]
     assert sample.record["reward"] is None
     assert not run.rig.gateway.sessions
+
+
+def test_the_engines_failure_is_not_the_agents_reward(run) -> None:
+    run.rig.fails = True
+    with pytest.raises(RuntimeError, match="out of order"):
+        run("careful")
+
+
+def test_a_command_ends_with_all_that_it_started_when_its_episode_is_dropped(run, tmp_path) -> None:
+    pids = tmp_path / "pids"
+    program = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
+    program += f"print(os.getpid(), child.pid, file=open({str(pids)!r}, 'w')); time.sleep(600)"
+    with closing(Instances(agent_spec(shlex.join([sys.executable, "-c", program])), timeout_s=600.0)) as instances:
+        instances.wait_ready()
+        engine = AgentEngine(run.rig.engine, run.rig.gateway, run.env, {None: Agents(instances, 8)})
+        future = engine.submit(GroupRequest(0, (), 1, seed=1, example=run.task.train[0]), Sampling(max_tokens=30))
+        wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        assert future.cancel()
+        for pid in map(int, pids.read_text().split()):
+            wait_for(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 
 
 def test_an_agent_with_too_many_requests_is_refused_and_says_so(run) -> None:

@@ -149,8 +149,13 @@ def five() -> Iterator[Callable[[str], FleetEngine]]:
 
 
 @pytest.mark.parametrize("pushed", ["all", "an adapter"])
-def test_a_worker_with_another_weight_ends_the_run_at_the_push(pushed: str, five: Callable[[str], FleetEngine]) -> None:
-    """One bit in one of five workers: the message has the worker, the weight and both checksums."""
+def test_a_worker_with_another_weight_is_found_at_the_push(
+    pushed: str, five: Callable[[str], FleetEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit in one of five workers ends the run, with the worker, the weight and both checksums.
+
+    Of an adapter, which each worker merges, it is a warning: machines of two kinds round differently.
+    """
     model: Any = tiny_model(seed=2)
     right, bits = model.state_dict()[NORM].clone(), model.state_dict()[NORM].clone()
     bits.view(torch.int32)[5] ^= 1
@@ -160,11 +165,16 @@ def test_a_worker_with_another_weight_ends_the_run_at_the_push(pushed: str, five
         engine.base, push = partial(packed_weights, model, merged=False), partial(adapter_pack, model)
     else:
         push = model.state_dict().items
-    with pytest.raises(RunFailed) as raised:
+    if pushed == "an adapter":
         EngineWeightSync(push, engine).send(version=1)
+        found = caplog.text
+    else:
+        with pytest.raises(RunFailed) as raised:
+            EngineWeightSync(push, engine).send(version=1)
+        found = str(raised.value)
     owner = "rollout-0" if pushed == "an adapter" else "the learner"
     values = f"rollout-3 has {Checksum.of(bits)}, {owner} has {Checksum.of(right)} as the checksum of {NORM}, and 1 of "
-    assert values in str(raised.value)
+    assert values in found
 
 
 def test_five_equal_workers_are_verified_at_every_push(five: Callable[[str], FleetEngine], caplog: Any) -> None:

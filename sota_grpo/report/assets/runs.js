@@ -6,7 +6,9 @@ function stateOf(run) {
 }
 
 function accuracyOf(run) {
-  const points = pointsOf(run, "eval/accuracy");
+  const counts = new Map(pointsOf(run, "eval/num_samples").map((point) => [point.step, point.y]));
+  const most = Math.max(...counts.values());
+  const points = pointsOf(run, "eval/accuracy").filter((point) => (counts.get(point.step) ?? most) === most); // no subsets
   if (!points.length) return "–";
   const say = (point) => percent(point.y) + (point.e === null ? "" : ` ± ${(100 * point.e).toFixed(1)}`);
   return points.length === 1 ? say(points[0]) : `${say(points[0])} → ${say(points.at(-1))}`;
