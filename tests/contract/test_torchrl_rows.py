@@ -101,7 +101,8 @@ def test_loss_weights_are_of_the_response(rows: TensorDictBase) -> None:
     set_loss_weights(rows, "sequence")
     weights = [row[keys.LOSS_WEIGHT][row[keys.ASSISTANT_MASK]] for row in rows.unbind(0)]
     known = [int(row[keys.LOG_PROBS][row[keys.ASSISTANT_MASK]].isfinite().sum()) for row in rows.unbind(0)]
-    assert [1 / (NUM_ENVS * count) for count in known] == pytest.approx([own[0].item() for own in weights])
+    pairs = [(count, own[0].item()) for count, own in zip(known, weights) if count]  # one response may be one token
+    assert [1 / (len(pairs) * count) for count, _ in pairs] == pytest.approx([weight for _, weight in pairs])
     assert [own.shape[0] for own in weights] == lengths_of(rows)
 
 

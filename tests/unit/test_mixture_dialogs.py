@@ -292,7 +292,7 @@ def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> N
             return tokenizer(turns[name][num_turns])["input_ids"]
 
         engine = ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
-        rollouts = Rollouts(env, with_dialogs(config, env, engine, instances))
+        rollouts = Rollouts(env, with_dialogs(config, env, engine, instances, opened))
         prompts = [Prompt(at, one, env.group_size(one), at) for at, one in enumerate(examples.values())]
         graded = {
             group.prompt.example.extra[TASK]: group for group in rollouts.stream(prompts, Sampling(max_tokens=200))

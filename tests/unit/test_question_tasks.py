@@ -263,7 +263,7 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
     for _ in range(5_000):
         response = "".join(RNG.choices(bits, k=RNG.randrange(12)))
         rewards[task.score(response, TWICE).success].append(reward(task, response, TWICE))
-    assert len(rewards[True]) > 50
+    assert len(rewards[True]) > 20
     assert min(rewards[True]) > max(rewards[False])
 
 
