@@ -134,7 +134,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
     """Return ``keys.PARENTS`` of a sample's row."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
-    if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) not in (-1, num_prompt_tokens - 1):
+    if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) >= num_prompt_tokens:
         raise ValueError("a sample is a tree over another prompt than its row's")
     return line if sample.parents is None else torch.cat([line[:num_prompt_tokens], sample.parents])
 
