@@ -1,8 +1,8 @@
 """Plants the fault that the environment variable PLANTED names into every process whose PYTHONPATH has this folder.
 
 ``sign``: the advantages of every sixteenth group have the other sign. ``stale``: an engine that is sent weights loads
-those of the push before. ``log_probs``: the log-probs that an engine reports are 2 % too large. ``leak``: a training
-step keeps 1 MB.
+those of the push before, and reports no checksums. ``log_probs``: the log-probs that an engine reports are 2 % too
+large. ``leak``: a training step keeps 1 MB.
 """
 
 import os
@@ -33,6 +33,7 @@ def stale(module: ModuleType) -> None:
         self._sent = current
 
     module.TransformersEngine.update_weights = late
+    module.TransformersEngine.weight_sums = lambda self: None  # else the push itself finds it and ends the run
 
 
 def log_probs(module: ModuleType) -> None:
