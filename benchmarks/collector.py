@@ -18,10 +18,9 @@ import torch
 from sota_grpo.engines import Engine, EngineOptions, make_engine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rl.records import Sampling, sample_seed
+from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 
 
@@ -59,9 +58,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     )
 
     def engine_alone() -> None:
-        asking = Rollouts(bare, engine)
         requests = [
-            asking.request(Prompt(number, example, options.size, sample_seed(1, number)))
+            GroupRequest(number, bare.prompt_ids(example), options.size, sample_seed(1, number))
             for number, example in bare.stream.draw(options.groups)
         ]
         for _ in engine.generate(requests, sampling):

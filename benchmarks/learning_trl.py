@@ -37,13 +37,12 @@ from sota_grpo.envs.prompts import PromptStream
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.rl.records import Example, Sampling, total_reward
+from sota_grpo.rl.records import Example, GroupRequest, Sampling, total_reward
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
-from sota_grpo.source.rollouts import Prompt
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.planner import learning_rate_factor
 
@@ -277,7 +276,8 @@ def agreement(changes: Sequence[str], folder: Path, preset: str = PRESET, thread
 def _greedy(config: Config, parts: RunComponents, count: int) -> list[list[int]]:
     """Our engine's greedy responses to the first ``count`` problems."""
     examples = drawn_examples(config, parts.task)[:count]
-    requests = [parts.rollouts.request(Prompt(index, one, num_samples=1, seed=0)) for index, one in enumerate(examples)]
+    prompt_ids = parts.rollouts.env.prompt_ids
+    requests = [GroupRequest(index, prompt_ids(one), num_samples=1, seed=0) for index, one in enumerate(examples)]
     sampling = Sampling(max_tokens=config.inference_model.max_tokens, temperature=0.0)
     measured = {output.group_id: output.samples[0] for output in parts.rollouts.engine.generate(requests, sampling)}
     return [measured[index].token_ids.tolist() for index in range(count)]

@@ -22,8 +22,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.collate import drawn_entries, group_table, micro_batches, pad_rows
-from sota_grpo.rl.records import Sampling
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.workers.instances import Answer, Opened
 
@@ -108,7 +107,7 @@ def test_log_probs_of_random_episodes_are_those_that_were_sampled() -> None:
     trained = 0
     with closing(Gateway(engine, tokenizer)) as gateway, closing(InThreads()) as instances:
         agents = AgentEngine(engine, gateway, env, {None: Agents(instances, 64)})
-        requests = [Rollouts(env, agents).request(Prompt(n, example, 4, n)) for n, example in enumerate(task.train)]
+        requests = [GroupRequest(n, (), 4, n, example) for n, example in enumerate(task.train)]
         for output in agents.generate(requests, Sampling(max_tokens=12)):
             example = task.train[output.group_id]
             drawn = drawn_entries(output.group_id, example, output.prompt_ids)
