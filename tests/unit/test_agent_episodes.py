@@ -107,7 +107,7 @@ def test_log_probs_of_random_episodes_are_those_that_were_sampled() -> None:
     trained = 0
     with closing(Gateway(engine, tokenizer)) as gateway, closing(InThreads()) as instances:
         agents = AgentEngine(engine, gateway, env, {None: Agents(instances, 64)})
-        requests = [GroupRequest(n, (), 4, n, example) for n, example in enumerate(task.train)]
+        requests = [GroupRequest(n, env.prompt_ids(one), 4, n, one) for n, one in enumerate(task.train)]
         for output in agents.generate(requests, Sampling(max_tokens=12)):
             example = task.train[output.group_id]
             drawn = drawn_entries(output.group_id, example, output.prompt_ids)
