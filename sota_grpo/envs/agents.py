@@ -112,11 +112,15 @@ class GroupEpisodes(Future[GroupOutput]):
     def cancel(self) -> bool:
         cancelled = super().cancel()
         if cancelled:
-            for session in self.sessions:
-                session.close()
-            for key in [*self._keys.values()]:
-                self._agents.instances.drop(key)
+            self._leave()
         return cancelled
+
+    def _leave(self) -> None:
+        """Refuse further requests, and end the agents."""
+        for session in self.sessions:
+            session.close()
+        for key in [*self._keys.values()]:
+            self._agents.instances.drop(key)
 
     async def _episode(self, index: int) -> None:
         """Run one agent; the last one that ends resolves the group."""
@@ -126,7 +130,7 @@ class GroupEpisodes(Future[GroupOutput]):
             try:
                 opened = await result(instances.open(self._row))
                 self._keys[index] = opened.key
-                if self.cancelled():  # meanwhile
+                if self.done():  # meanwhile
                     instances.drop(opened.key)
                     return
                 called = {"base_url": session.base_url, "api_key": session.key}
@@ -142,8 +146,11 @@ class GroupEpisodes(Future[GroupOutput]):
             self._ended(index, record)
         except Exception as error:  # of the engine; or no worker starts any more
             with self._lock:
-                if not self.done() and self.set_running_or_notify_cancel():
+                fails = not self.done() and self.set_running_or_notify_cancel()
+                if fails:
                     self.set_exception(error)
+            if fails:
+                self._leave()
 
     def _ended(self, index: int, record: dict[str, Any]) -> None:
         with self._lock:

@@ -119,7 +119,7 @@ class Session:
     """
 
     def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
-        self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), [dict[str, Any]()]
+        self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), list[dict[str, Any]]()
         self.num_turns = self.num_calls = 0
         self.truncated = False  # the last response
         self.failure: Exception | None = None

@@ -56,9 +56,10 @@ class Agent:
 
     def __init__(self, value: str) -> None:
         self._value, self._row = value, dict[str, Any]()
-        hosts = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1")))
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = hosts  # the server is on this machine
         with _LOADS:  # episodes begin on several threads
+            hosts = (os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or "").split(",")
+            if "127.0.0.1" not in hosts:  # the server is on this machine
+                os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join([*filter(None, hosts), "127.0.0.1"])
             self._run = _function(value) if file_reference(value) else None
         if self._run is None and shutil.which(shlex.split(value)[0]) is None:
             raise UserError(f"{OPTION}={value} is neither FILE.py:NAME nor a command that is found; correct it.")
@@ -82,7 +83,7 @@ class Agent:
             address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
             address["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
             inherited = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
-            self._process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 [*shlex.split(self._value), str(row)],
                 env={**inherited, **address},
                 stdin=subprocess.DEVNULL,
@@ -93,12 +94,13 @@ class Agent:
                 start_new_session=True,
             )
             try:
-                said, complained = self._process.communicate()
+                said, complained = process.communicate()
             finally:
                 self.kill()  # also what it has left running
-        if self._process.returncode != 0:
+                self._process = None  # its number may become another process's
+        if process.returncode != 0:
             why = one_line(complained.strip().rpartition("\n")[2], 200)
-            raise InstanceLost(f"the agent ended with status {self._process.returncode}: {why}")
+            raise InstanceLost(f"the agent ended with status {process.returncode}: {why}")
         try:
             return json.loads(said.strip().rpartition("\n")[2])
         except ValueError:
@@ -107,9 +109,9 @@ class Agent:
 
     def kill(self) -> None:
         """Kill the command and its children, if there are any; from any thread."""
-        if self._process is not None:
+        if (process := self._process) is not None:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.agents import agent_spec
+from sota_grpo.tasks.agents import Agent, agent_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances
 from tests.process_rigs import wait_for
@@ -147,6 +148,23 @@ def test_an_agent_that_fails_has_an_error_and_no_reward(run, name, words) -> Non
     assert words in sample.record["error"]
     assert sample.record["reward"] is None
     assert not run.rig.gateway.sessions
+
+
+def test_the_server_is_asked_without_a_proxy_however_many_episodes_there_are(monkeypatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+    for _ in range(3):
+        Agent(f"{sys.executable} -c pass")
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1"
+
+
+def test_a_command_that_has_ended_is_not_killed_later(monkeypatch) -> None:
+    """Its number may be another process's by then."""
+    agent, killed = Agent(f"{sys.executable} -c 'print(1)'"), []
+    assert agent.call("run", {"base_url": "http://127.0.0.1:1/v1", "api_key": "k"}) == 1
+    monkeypatch.setattr(os, "killpg", lambda *what: killed.append(what))
+    agent.kill()
+    assert killed == []
 
 
 def test_the_engines_failure_is_not_the_agents_reward(run) -> None:
