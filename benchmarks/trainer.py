@@ -46,7 +46,7 @@ from benchmarks.trainer_work import (
 )
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, ModelShape, step_flops
-from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.causal import CausalPolicy, base_model, fuse_layers
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training.learner import Learner
@@ -85,10 +85,11 @@ class System(Protocol):
 class Ours:
     """The learner of this package, as a run builds it."""
 
-    def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, eager: bool = False):
-        self.name = "ours, eager" if eager else "ours"
-        fused = case.device == "cuda" and not eager
-        policy = CausalPolicy(make_model(case), fused=fused)
+    def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, layers: str = "joined"):
+        self.name = "ours" if layers == "joined" else f"ours, {layers} layers"
+        policy = CausalPolicy(make_model(case))
+        if case.device == "cuda" and layers != "eager":
+            fuse_layers(base_model(policy.model), joined=layers == "joined")
         loss = GRPOLoss(policy, entropy_bonus=False)
         settings = LearnerSettings(
             lr=1e-6,
@@ -188,10 +189,30 @@ def measure(
                 "peak_tflops": round(peak / 1e12, 3),
                 "device_name": torch.cuda.get_device_name() if case.device == "cuda" else "cpu",
                 "threads": torch.get_num_threads(),
+                **(device_work(system) if case.device == "cuda" else {}),
                 "case": asdict(case),
             }
         )
     return measured
+
+
+def device_work(system: System) -> dict[str, float]:
+    """Of one step on a GPU: launches, milliseconds in which a kernel runs, and the idle share between first and last.
+
+    The trace has the device's events only: the CPU's would slow the host down.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        system.step()
+        torch.cuda.synchronize()
+    on_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sorted((event.time_range.start, event.time_range.end) for event in on_device)
+    if not busy:
+        return {"launches": 0}
+    idle, end = 0.0, busy[0][1]
+    for start, stop in busy:
+        idle, end = idle + max(0.0, start - end), max(end, stop)
+    span = end - busy[0][0]
+    return {"launches": len(busy), "kernels_ms": round((span - idle) / 1e3, 2), "idle": round(idle / span, 4)}
 
 
 def profile(system: System, device: str) -> str:
@@ -212,8 +233,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         ours = Ours(case, rows, Path(folder))
         systems: list[System] = [ours]
-        if "eager" in against:
-            systems.append(Ours(case, rows, Path(folder), eager=True))
+        systems += [
+            Ours(case, rows, Path(folder), layers=name) for name in ("eager", "transformers") if name in against
+        ]
         if "trl" in against:
             from benchmarks.trainer_trl import Trl
 
@@ -245,10 +267,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--against",
         nargs="+",
-        choices=["trl", "eager"],
+        choices=["trl", "eager", "transformers"],
         default=[],
-        help="systems measured in turn with ours on the same rows: TRL's GRPOTrainer, ours without compiled layers "
-        "(on CUDA)",
+        help="systems measured in turn with ours on the same rows: TRL's GRPOTrainer; on CUDA ours with transformers' "
+        "layers, not compiled (eager) or compiled (transformers)",
     )
     parser.add_argument("--measure-peak", action="store_true", help="measure the peak rate instead of looking it up")
     parser.add_argument("--repeat", type=int, default=5, help="steps of each system")

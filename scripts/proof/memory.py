@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from transformers.models.auto import CONFIG_MAPPING
 
-from benchmarks.trainer import Ours
+from benchmarks.trainer import Ours, device_work
 from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
@@ -118,25 +117,9 @@ def gaps_between_micro_batches(options: Options) -> Iterator[Finding]:
         ours = Ours(case, make_rows(case), Path(folder))
         for _ in range(2):
             ours.step()
-        # without the CPU's, which would slow the host down
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            ours.step()
-            synchronised(options)
-        path = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    busy = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    )
-    if not busy:
-        yield Finding("idle time of the GPU in a step", options.small or False, {"kernels": 0})
-        return
-    idle, end = 0.0, busy[0][1]
-    for start, stop in busy:
-        idle += max(0.0, start - end)
-        end = max(end, stop)
-    figures = {"idle": idle / (end - busy[0][0]), "kernels": len(busy)}
-    yield Finding("idle time of the GPU in a step", figures["idle"] < 0.1, figures)
+        figures = device_work(ours) if options.device == "cuda" else {"launches": 0}
+    good = figures["idle"] < 0.1 if figures["launches"] else options.small
+    yield Finding("idle time of the GPU in a step", good, figures)
 
 
 def whole_runs_fit(options: Options) -> Iterator[Finding]:

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -28,6 +27,7 @@ from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
 from sota_grpo.functional.sampling_support import SupportSets, support_log_probs
+from sota_grpo.policy import decoder_layer
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
@@ -44,10 +44,6 @@ KERNEL_DEVICES = ("cuda",)  # types of devices whose attention takes kernels, wh
 ENTROPY = "entropy"
 #: Model families whose packed rows are tested to equal padded rows: if one of them is padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
-#: Limit of compiled variants (training, scoring, adapter on and off, each precision); above it torch uses eager mode.
-COMPILED_VARIANTS = 32
-#: Round intermediate results as eager mode does, so that both give the same log-probs.
-COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
 class CausalPolicy(TensorDictModuleBase):
@@ -148,6 +144,16 @@ class CausalPolicy(TensorDictModuleBase):
         if (parents := rows.get(keys.PARENTS, None)) is not None:
             padded += [tensor.to(device) for tensor in branch_rows(*(each.cpu() for each in (*padded, parents)))]
         return self.scorer(None, *padded, support=sets)
+
+    def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+        """Return a context in which the layers' matrices are cast to ``dtype`` once, if these layers can use that.
+
+        Weights must not change in it, and gradients are complete when it is left.
+        """
+        layers = decoder_layers(base_model(self.model))
+        if dtype is None or not all(hasattr(layer, "joined") for layer in layers):
+            return nullcontext()
+        return decoder_layer.HalfWeights(layers, dtype)
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
@@ -390,14 +396,8 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
 @torch.no_grad()
 def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | None:
     """Return how packed rows change hidden states, as a clause; None if by rounding only. Three rows are tested."""
-    device = next(model.parameters()).device
-    ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
-    picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
-    tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
-    position = torch.arange(tokens.shape[1], device=device)
-    lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
-    real = position < lengths
-    layout = pack(tokens, real, real & (position >= prompts)).to(device)
+    tokens, real, layout = _sample(model)
+    device = tokens.device
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not record their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
@@ -414,6 +414,18 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     close = 1e-4 if wide else 5e-2
     gap = float((packed - padded).abs().max() / padded.abs().max())
     return None if gap <= close else f"packed rows change its hidden states by {gap:.1g} of their size"
+
+
+def _sample(model: PreTrainedModel) -> tuple[Tensor, Tensor, Layout]:
+    """Return three rows ``[3, 9]``, their attention mask and their packed layout."""
+    config, device = model.config.get_text_config(), next(model.parameters()).device
+    ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
+    picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
+    tokens = nn.utils.rnn.pad_sequence([ids[row] for row in picked], batch_first=True)
+    position = torch.arange(tokens.shape[1], device=device)
+    lengths, prompts = torch.tensor([[[7], [6], [9]], [[4], [2], [4]]], device=device)
+    real = position < lengths
+    return tokens, real, pack(tokens, real, real & (position >= prompts)).to(device)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -435,18 +447,45 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2]
 
 
-def fuse_layers(model: PreTrainedModel) -> None:
+def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
     """Compile the decoder layers of ``model`` in place; the first call takes half a minute, for rows of any length.
 
     One compilation serves all layers. Copies of the model are not compiled. Results differ from eager mode by rounding.
+    With ``joined``, on a GPU, layers of a few families compute :func:`~.decoder_layer.decoder_layer` instead.
     """
-    limit: dict[str, int] = {}
-    if "recompile_limit" in signature(torch.compile).parameters:
-        limit = {"recompile_limit": COMPILED_VARIANTS}  # for all threads; the setting below holds in this thread only
-    else:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILED_VARIANTS)
+    if joined and joins_products(model):
+        return
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True, options=COMPILE_OPTIONS, **limit)
+        layer.compile(**decoder_layer.compile_options())
+
+
+@torch.no_grad()
+def joins_products(model: PreTrainedModel) -> bool:
+    """Make layers of a known family on a GPU compute :func:`~.decoder_layer.decoder_layer`; return whether they do.
+
+    Hidden states of a few rows are computed before and after; if they differ by more than rounding, nothing changes.
+    """
+    device, layers = model.device.type, decoder_layers(model)
+    if device not in KERNEL_DEVICES or model.config.model_type not in decoder_layer.FAMILIES:
+        return False
+    layout = _sample(model)[2]
+    wide = next(model.parameters()).dtype == torch.float32
+
+    def hidden() -> Tensor:
+        with torch.compiler.set_stance("force_eager"), torch.autocast(device, torch.bfloat16, enabled=wide):
+            return packed_hidden(model, layout).float()
+
+    expected = hidden()
+    if not decoder_layer.join_products(layers, layout.windows):
+        return False
+    gap = float((hidden() - expected).abs().max() / expected.abs().max())
+    if gap <= 5e-2:
+        return True
+    logger.warning(
+        "Layers of %s are computed as they are: joined products change their output by %.1g.", type(model).__name__, gap
+    )
+    decoder_layer.part_products(layers)
+    return False
 
 
 def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:

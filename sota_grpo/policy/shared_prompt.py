@@ -500,10 +500,14 @@ def _like_rows(tensor: Tensor) -> Tensor:
 
 
 def _takes_kernels(query: Tensor, value: Tensor) -> bool:
-    """Return whether the CUDA kernels apply: Ampere or newer, half precision, equal widths, 8 n up to 256."""
-    width, half = query.shape[-1], value.dtype in (torch.float16, torch.bfloat16)
-    fits = query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256
-    return fits and _builds_kernels(query.device)
+    width = query.shape[-1]
+    return width == value.shape[-1] and takes_kernels(query.device, value.dtype, width)
+
+
+def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Return whether the CUDA kernels apply: Ampere or newer, half precision, heads of width 8 n up to 256."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cuda" and half and width % 8 == 0 and width <= 256 and _builds_kernels(device)
 
 
 @torch.compiler.assume_constant_result

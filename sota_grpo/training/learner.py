@@ -225,6 +225,10 @@ class Learner:
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
         """Run micro-batches without a GPU sync; return summed losses and diagnostics, gradients in ``.grad``."""
+        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
+            return self._run_passes(rows, passes)
+
+    def _run_passes(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
@@ -675,11 +679,15 @@ class Learner:
             head_trainable=head.weight.requires_grad,
         )
 
+    @property
+    def half_precision(self) -> torch.dtype | None:
+        """The dtype of autocast; None without it."""
+        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.settings.precision]
+
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the autocast context of every forward pass, including the reference's."""
-        if self.settings.precision == "fp32":
+        if (dtype := self.half_precision) is None:
             return contextlib.nullcontext()
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
         # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
 

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from sota_grpo import keys
 from sota_grpo.assembly import devices, learning
 from sota_grpo.config import Config
-from sota_grpo.policy import causal, sharding, shared_prompt
+from sota_grpo.policy import causal, decoder_layer, sharding, shared_prompt
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
@@ -58,7 +58,8 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the way that it takes on CUDA; nothing is compiled yet."""
     torch._dynamo.reset()
-    monkeypatch.setattr(shared_prompt, "_takes_kernels", lambda query, value: value.dtype == torch.bfloat16)
+    for module in (shared_prompt, decoder_layer):
+        monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: dtype == torch.bfloat16)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     for operation, kernel in (
         (shared_prompt.packed_attention, kernels.packed_attention),
@@ -70,14 +71,14 @@ def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 # under an adapter they are compiled thrice: of what the compiler makes of layers the whole model's are enough
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_layers_equal_eager_ones_and_are_one_graph_each(lora: bool, gpus_kernel: None) -> None:
-    """In bfloat16, rounded where eager mode rounds, so much closer than its own rounding; for rows of any length."""
+    """In bfloat16, rounded where eager mode rounds, but for the sum of three gradients; for rows of any length."""
     model = make_model("qwen3", head_dim=8).train()
     if lora:
         model = add_lora(model, r=2, alpha=4)
     eager, fused = pair_of(model)
     counters.clear()
     for groups in LENGTHS:
-        assert_equal(eager, fused, make_groups(groups), 3e-3)
+        assert_equal(eager, fused, make_groups(groups), 5e-3)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     if lora:
@@ -156,7 +157,7 @@ def test_compiled_layers_are_sharded_as_eager_ones(tmp_path: Path, gpus_kernel: 
                 log_probs = policy(rows)[keys.LOG_PROBS]
             log_probs.sum().backward()
             gradients.append(torch.cat([gather(p.grad).flatten() for p in policy.parameters()]))
-        assert (gradients[1] - gradients[0]).norm() <= 3e-3 * gradients[0].norm()
+        assert (gradients[1] - gradients[0]).norm() <= 5e-3 * gradients[0].norm()
     finally:
         dist.destroy_process_group()
 
