@@ -71,18 +71,20 @@ def decoder_layer(
         tables, sizes: see :class:`~sota_grpo.policy.shared_prompt.Tables`.
         dtype: of products and attention.
     """
-    states = _normed(hidden, weights.norms[0], kind.eps).to(dtype)
+    rows = hidden.flatten(0, 1)
+    states = _normed(rows, weights.norms[0], kind.eps).to(dtype)
     bias = _joined(weights.qkv_bias, dtype) if weights.qkv_bias else None
-    heads = linear(states, _joined(weights.qkv, dtype), bias)[0].unflatten(-1, (-1, kind.width))
+    heads = linear(states, _joined(weights.qkv, dtype), bias).unflatten(-1, (-1, kind.width))
     query, key, value = heads.split([kind.heads, kind.key_heads, kind.key_heads], 1)
     if weights.head_norms:
         query, key = (_normed(each, weight, kind.eps) for each, weight in zip((query, key), weights.head_norms))
     query, key = (_rotated(each, cos[0].unsqueeze(1), sin[0].unsqueeze(1)).to(dtype) for each in (query, key))
     attended, _ = packed_attention(query, key, value, tables, sizes, kind.scale, 0.0, kind.window)
-    hidden = hidden + linear(attended.flatten(1).unsqueeze(0), _joined(weights.out, dtype))
-    states = _normed(hidden, weights.norms[1], kind.eps).to(dtype)
+    rows = rows + linear(attended.flatten(1), _joined(weights.out, dtype))
+    states = _normed(rows, weights.norms[1], kind.eps).to(dtype)
     gate, up = linear(states, _joined(weights.gate_up, dtype)).chunk(2, -1)
-    return hidden + linear(silu(gate) * up, _joined(weights.down, dtype))
+    # a sum of views, which is none itself: the next layer's input must be like the first's
+    return rows.unsqueeze(0) + linear(silu(gate) * up, _joined(weights.down, dtype)).unsqueeze(0)
 
 
 def _joined(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
