@@ -17,7 +17,7 @@ CHECKS = {
     "kernels": [],  # all of them
     "memory": [],
     "processes": [],
-    "speed": ["small_model"],
+    "speed": ["layers"],
     "runs": ["demonstration", "kill_and_resume"],
 }
 
