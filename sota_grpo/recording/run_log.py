@@ -37,20 +37,8 @@ from sota_grpo.text import json_line as as_json
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
-    "group_id",
-    "sample_id",
-    "query",
-    "answer",
-    "prompt",
-    "response",
-    "response_tokens",
-    "success",
-    "reward",
-    "reward_terms",
-    "reward_info",
-    "advantage",
-    "truncated",
-    "policy_version",
+    *("group_id", "sample_id", "query", "answer", "prompt", "response", "response_tokens", "success"),
+    *("reward", "reward_terms", "reward_info", "advantage", "truncated", "policy_version"),
 )
 #: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
