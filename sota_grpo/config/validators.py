@@ -19,7 +19,6 @@ from sota_grpo.config import (
     max_support,
     memory_rules,
     num_steps,
-    responses_per_step,
     reward_names,
 )
 from sota_grpo.config.mixture import (
@@ -75,10 +74,8 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
     """Refuse ``env.num_envs`` and batch sizes that the group size does not divide."""
     train, repeats = config.train, config.env.repeats
-    amounts = {"env.num_envs": config.env.num_envs}
-    if train.weight_update_frequency is None:
-        amounts["train.dialog_turns_per_batch"] = train.dialog_turns_per_batch
-    if has_own_group_sizes(config) or (config.mode == "async" and responses_per_step(config) % repeats):
+    amounts = {"env.num_envs": config.env.num_envs, "train.dialog_turns_per_batch": train.dialog_turns_per_batch}
+    if has_own_group_sizes(config):
         amounts["train.optim_batch_size"] = train.optim_batch_size
     for name, value in amounts.items():
         if value % repeats:
@@ -87,7 +84,10 @@ def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
 
 
 def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
-    responses, option = responses_per_step(config), f"train.optim_batch_size={config.train.optim_batch_size}"
+    responses, option = (
+        config.train.dialog_turns_per_batch,
+        f"train.optim_batch_size={config.train.optim_batch_size}",
+    )
     if responses % config.train.optim_batch_size:
         name = "train.dialog_turns_per_batch"
         yield f"{name}={responses} is not divisible by {option}; use train.optim_batch_size={responses}."
@@ -286,15 +286,13 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
 
 
 def sync_has_no_age(config: Config) -> Iterator[str]:
-    if config.mode == "sync" and config.train.max_policy_age != 0:
-        option = f"train.max_policy_age={config.train.max_policy_age}"
-        yield f"{option} has no effect in mode=sync, where every token is on-policy; use 0 or run grpo-async.py."
-    if config.mode == "sync" and config.train.weight_update_frequency is not None:
-        option = f"train.weight_update_frequency={config.train.weight_update_frequency}"
-        yield f"{option} has no effect in mode=sync, which syncs after every step; leave it out or run grpo-async.py."
-    if config.mode == "sync" and config.train.sampler is not None:
-        option = f"train.sampler={config.train.sampler}"
-        yield f"{option} has no effect in mode=sync, which has no replay buffer; leave it out or run grpo-async.py."
+    age, sampler = config.train.max_policy_age, config.train.sampler
+    if config.mode == "sync" and age != 0:
+        option = f"train.max_policy_age={age} has no effect in mode=sync"
+        yield f"{option}, where every token is on-policy; use 0 or run grpo-async.py."
+    if config.mode == "sync" and sampler is not None:
+        option = f"train.sampler={sampler} has no effect in mode=sync"
+        yield f"{option}, which has no replay buffer; leave it out or run grpo-async.py."
 
 
 def judges_alone(config: Config) -> bool:
@@ -356,6 +354,7 @@ _OF_LOADING = {  # arguments of from_pretrained that are refused, with the reaso
     **dict.fromkeys(("token", "use_auth_token"), "the run would save it; use HF_TOKEN"),
     "weights_only": "a pickle is code",
 }
+_OF_WANDB = ("config", "dir", "id", "mode", "resume", "settings")  # arguments of wandb.init that sota_grpo sets
 
 
 def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
@@ -363,12 +362,16 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
     options = {"env.chat_template_kwargs": template, "model.load_kwargs": load}
     options["inference_model.engine_kwargs"] = config.inference_model.engine_kwargs
     options["reward.judge.extra_body"] = config.reward.judge.extra_body
+    options["logging.wandb_kwargs"] = config.logging.wandb_kwargs
     for option, value in options.items():
         if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             yield f"{option}={value} is no mapping of names to values; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
             yield f"env.chat_template_kwargs has {name}, which sota_grpo sets itself; leave it out."
+    for name in config.logging.wandb_kwargs or ():
+        if name in _OF_WANDB:
+            yield f"logging.wandb_kwargs has {name}, which sota_grpo sets itself; leave it out."
     for name in load or ():
         if name in _OF_LOADING:
             yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."

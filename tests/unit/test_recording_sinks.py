@@ -117,7 +117,7 @@ def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
         @classmethod
         def from_config(cls, config, run_dir):
             sink = cls()
-            sink.path = run_dir / f"{config.logging.project}.txt"
+            sink.path = run_dir / f"{config.logging.wandb}.txt"
             return sink
 
         def _write(self, step, values):
@@ -127,10 +127,10 @@ def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setitem(SINKS._own, "json", Json)
-    config = Config(logging=LoggingConfig(project="mine", sinks=["json"]))
+    config = Config(logging=LoggingConfig(wandb="disabled", sinks=["json"]))
     with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
         log.write_step(3, {"reward": 1.0})
-    assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"
+    assert (tmp_path / "disabled.txt").read_text() == "3 {'reward': 1.0}"
 
 
 class FailingWandb(SimpleNamespace):
