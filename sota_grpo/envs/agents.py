@@ -19,7 +19,7 @@ from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
-from sota_grpo.rl.records import LARGEST, TURNS, GroupOutput, GroupRequest, Sampling, task_of_example
+from sota_grpo.rl.records import LARGEST, TASK, TURNS, GroupOutput, GroupRequest, Sampling
 from sota_grpo.tasks.wrappers import reward_inputs
 from sota_grpo.text import one_line
 from sota_grpo.workers.base import resolve
@@ -59,7 +59,7 @@ class AgentEngine(Streams):
         """
         if request.example is None:
             raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
-        agents = self._agents.get(task_of_example(request.example.extra))
+        agents = self._agents.get(request.example.extra.get(TASK))
         if agents is None:
             is_read = isinstance(self.engine, DialogEngine)  # engines of single responses take no examples
             return self.engine.submit(request if is_read else replace(request, example=None), sampling)

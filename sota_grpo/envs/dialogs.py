@@ -36,6 +36,7 @@ from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
+    TASK,
     TURNS,
     Example,
     GroupOutput,
@@ -45,7 +46,6 @@ from sota_grpo.rl.records import (
     Sampling,
     SamplingSupport,
     sample_seed,
-    task_of_example,
 )
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.tasks.wrappers import reward_inputs
@@ -631,7 +631,7 @@ class DialogEngine(Streams):
         """
         self._check([request])
         assert request.example is not None
-        rules = self._rules.get(task_of_example(request.example.extra))
+        rules = self._rules.get(request.example.extra.get(TASK))
         if rules is None:
             return self.engine.submit(replace(request, example=None), sampling)
         group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling), self._order)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import netrc
 import os
 import secrets
 import shlex
@@ -18,7 +17,6 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from sota_grpo.config import PROJECT, Config
 from sota_grpo.config.spelling import flat
@@ -98,20 +96,14 @@ class CopySink:
     def _finish(self, exit_code: int) -> None: ...
 
 
-def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
+def has_api_key() -> bool:
     """Return whether W&B can log in without a prompt: with a key or token file in the environment, or netrc."""
-    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    from requests.utils import get_netrc_auth  # as W&B does, which brings it
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    paths = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    for path in map(os.path.expanduser, paths):
-        try:
-            entry = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError):  # a missing, unreadable or broken file holds no usable key
-            continue
-        if entry and entry[2]:
-            return True
-    return False
+    login = get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+    return login is not None and bool(login[1])
 
 
 class WandbSink(CopySink):
