@@ -30,7 +30,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights, wants_workers
+from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights
 from sota_grpo.assembly.learning import (
     MOST_TOKENS,
     forward_tokens,
@@ -41,7 +41,7 @@ from sota_grpo.assembly.learning import (
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps
-from sota_grpo.config.memory_rules import micro_batch_tokens
+from sota_grpo.config.memory_rules import micro_batch_tokens, wants_workers
 from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate

@@ -92,7 +92,7 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
     try:
         return load_model(
             model_name(config),
-            dtype="float32" if options.torch_dtype == "auto" else options.torch_dtype,
+            dtype=learner_dtype(config),
             attn_implementation=attention,
             trust_remote_code=config.model.trust_remote_code,
             gradient_checkpointing=options.gradient_checkpointing,
@@ -191,10 +191,16 @@ def forward_tokens(tokens: int, device_type: str) -> int:
     return tokens if device_type == "cpu" else max(tokens, min(_TIMES_WITHOUT_GRADIENT * tokens, MOST_TOKENS))
 
 
+def learner_dtype(config: Config) -> Any:
+    """Return the dtype of the learner's weights: ``train_model.torch_dtype``, for ``auto`` float32."""
+    dtype = config.train_model.torch_dtype
+    return "float32" if dtype == "auto" else dtype
+
+
 def reference_dtype(config: Config) -> Any:
     """Return the dtype of the reference's weights: ``ref_model.torch_dtype``, for ``auto`` the learner's."""
-    dtype, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
-    return dtype if dtype != "auto" else ("float32" if learners == "auto" else learners)
+    dtype = config.ref_model.torch_dtype
+    return learner_dtype(config) if dtype == "auto" else dtype
 
 
 def trainer_precision(config: Config, device_type: str) -> str:

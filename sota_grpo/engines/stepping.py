@@ -180,6 +180,24 @@ class Streams:
         return as_completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
 
 
+class Wrapped(Streams):
+    """Base class of an engine over an engine: steps and all other attributes are those of the wrapped ``engine``."""
+
+    def __init__(self, engine: Engine):
+        self.engine: Any = engine
+        self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+
+    def advance(self) -> bool:
+        """Run one step of the engine."""
+        return self.engine.advance()
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward to the engine: weight updates, sleep, wake, close."""
+        if name == "engine":  # before __init__
+            raise AttributeError(name)
+        return getattr(self.engine, name)
+
+
 class FairLock:
     """A mutex whose last owner cannot acquire it again before a thread that already waits for it.
 

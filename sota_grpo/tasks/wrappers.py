@@ -238,6 +238,12 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     )
 
 
+def row_of(task: Task, example: Example) -> dict[str, Any]:
+    """Return the dataset row of an example, under TRL's names, as environments and agents get it."""
+    inputs = reward_inputs(task, "", example)
+    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
+
+
 def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iterator[str]:
     """Yield a message for each error in the names and weights of reward functions."""
     if not names or not all(names) or len(set(names)) < len(names):
