@@ -55,7 +55,7 @@ from sota_grpo.assembly.sampling import (
     task_agents,
     task_of,
 )
-from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
+from sota_grpo.config import Config, has_reference, model_name, reference_name, replaces_reward
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.secrets import AGENTS_KEY
 from sota_grpo.config.validators import judges_alone
@@ -254,8 +254,7 @@ def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """Return an evaluator for the first ``eval.num_samples`` held-out problems."""
     # a success may be no more than a reward above the limit
-    is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
-    rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
+    rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])
     if config.eval.target is not None:  # its subsets must be random, which the order of a mixture or a file is not
         examples = random.Random(config.seed).sample(examples, len(examples))

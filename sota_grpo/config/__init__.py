@@ -459,6 +459,11 @@ def reward_names(config: Config) -> list[str]:
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
 
 
+def replaces_reward(config: Config) -> bool:
+    """Whether the functions in ``reward.path`` replace the task's own reward."""
+    return config.reward.path is not None and "builtin" not in reward_names(config)
+
+
 #: Options whose value may be ``FILE.py:NAME``.
 IN_FILES = (
     *("algorithm.objective", "algorithm.baseline", "train.sampler"),

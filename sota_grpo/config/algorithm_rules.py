@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, reward_names
+from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, replaces_reward
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
@@ -77,7 +77,7 @@ def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
         "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
         "policy.kl_coef": 0.0 if config.train.kl_coef_in_loss else config.policy.kl_coef,
     }
-    has_task_reward = config.env.mixture is None and (config.reward.path is None or "builtin" in reward_names(config))
+    has_task_reward = config.env.mixture is None and not replaces_reward(config)
     rewards = ("reward.correct", "reward.wrong", "reward.no_answer") if has_task_reward else ()
     values = {name: value for name, _, value in walk(config)}
     negative = [f"{name}={value}" for name, value in penalties.items() if value > 0]

@@ -19,6 +19,7 @@ from sota_grpo.config import (
     max_support,
     memory_rules,
     num_steps,
+    replaces_reward,
     reward_names,
 )
 from sota_grpo.config.mixture import (
@@ -158,9 +159,8 @@ OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
     path = config.reward.path
-    is_replaced = path is not None and "builtin" not in reward_names(config)
     for name, (value, default) in changed_options(config).items() if config.env.mixture is None else ():
-        if name in OWN_TERMS and is_replaced:
+        if name in OWN_TERMS and replaces_reward(config):
             unused = _unused(name, value, default, f"with reward.path={path}, which replaces the task's own reward")
             yield f"{unused}, or add builtin to reward.name."
         elif name in OWN_TERMS and judges_alone(config):

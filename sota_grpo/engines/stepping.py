@@ -50,11 +50,8 @@ class EventLoop:
     def __init__(self, engine: Engine, poll: Callable[[], object] | None = None):
         self._engine, self._poll = engine, poll
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.post = self._actions.put  # queues an action for the thread that drives the engine; thread-safe
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
-
-    def post(self, action: Callable[[], object]) -> None:
-        """Queue ``action`` for a call by the thread that drives the engine. Thread-safe."""
-        self._actions.put(action)
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
         """Run ``coroutine`` to its first unresolved future (:func:`result`); continue it when that is resolved."""
