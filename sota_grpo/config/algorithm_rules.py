@@ -148,10 +148,8 @@ def an_objective_without_a_ratio_is_on_policy(config: Config) -> Iterator[str]:
     After the first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that.
     ``algorithm.correction`` corrects only what is off-policy *before* that step.
     """
-    train, size, ratio, objective = (
-        *(config.train, config.train.dialog_turns_per_batch, config.algorithm.ratio),
-        f"algorithm.objective={config.algorithm.objective}",
-    )
+    train, ratio, objective = config.train, config.algorithm.ratio, f"algorithm.objective={config.algorithm.objective}"
+    size = train.dialog_turns_per_batch
     if has_no_ratio(config) and ratio != "token":
         text = f"algorithm.ratio={ratio} has no effect on {objective}, which has no ratio"
         yield f"{text}; leave algorithm.ratio=token or use algorithm.objective=clipped."

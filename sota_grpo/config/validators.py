@@ -85,13 +85,10 @@ def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
 
 
 def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
-    responses, option = (
-        config.train.dialog_turns_per_batch,
-        f"train.optim_batch_size={config.train.optim_batch_size}",
-    )
-    if responses % config.train.optim_batch_size:
-        name = "train.dialog_turns_per_batch"
-        yield f"{name}={responses} is not divisible by {option}; use train.optim_batch_size={responses}."
+    responses, size = config.train.dialog_turns_per_batch, config.train.optim_batch_size
+    if responses % size:
+        name, part = "train.dialog_turns_per_batch", "train.optim_batch_size"
+        yield f"{name}={responses} is not divisible by {part}={size}; use {part}={responses}."
     if num_steps(config) < 1:
         total = f"train.total_dialog_turns={config.train.total_dialog_turns}"
         yield f"{total} is less than one training step; use train.total_dialog_turns={responses} or smaller steps."
@@ -268,10 +265,8 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
-        env = config.env
-        if (
-            env.environment is None and env.agent is None and not judges_alone(config)
-        ):  # these do not say what is a success
+        needs_functions = config.env.environment is None and config.env.agent is None and not judges_alone(config)
+        if needs_functions:  # what scores in their place does not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:

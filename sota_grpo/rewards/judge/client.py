@@ -514,9 +514,7 @@ class JudgedGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """Return a future of one score per ``(response, example)`` pair."""
-        questions = [
-            self._question(*pair) for pair in pairs
-        ]  # on this thread: a SystemExit would end the client's loop
+        questions = [self._question(*pair) for pair in pairs]  # here: a SystemExit would end the client's loop
         verdicts = self.judge.submit(self._verdicts, questions)
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)
 
