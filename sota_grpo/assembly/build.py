@@ -27,6 +27,7 @@ from sota_grpo.assembly.devices import Plan, device_name, make_plan, num_engines
 from sota_grpo.assembly.estimate import with_micro_batches
 from sota_grpo.assembly.learning import (
     kl_in_reward,
+    learner_dtype,
     make_advantage,
     make_learner,
     make_model,
@@ -54,7 +55,7 @@ from sota_grpo.assembly.sampling import (
     task_agents,
     task_of,
 )
-from sota_grpo.config import Config, has_reference, model_name, reference_name, reward_names
+from sota_grpo.config import Config, has_reference, model_name, reference_name, replaces_reward
 from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
 from sota_grpo.config.secrets import AGENTS_KEY
 from sota_grpo.config.validators import judges_alone
@@ -203,8 +204,7 @@ def _of_the_models(config: Config) -> dict[str, Any]:
             longest=max_model_len(config),
         )
     elif has_reference(config):
-        learners = config.train_model.torch_dtype
-        reference_exact = reference_dtype(config) == ("float32" if learners == "auto" else learners)
+        reference_exact = reference_dtype(config) == learner_dtype(config)
     return {
         "num_layers": policy.num_hidden_layers,
         "packs": config.model.attn_implementation is None and policy.model_type in KNOWN_TO_PACK,
@@ -254,8 +254,7 @@ def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
     """Return an evaluator for the first ``eval.num_samples`` held-out problems."""
     # a success may be no more than a reward above the limit
-    is_replaced = config.reward.path is not None and "builtin" not in reward_names(config)
-    rewards_decide = config.env.mixture is None and (is_replaced or judges_alone(config))
+    rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])
     if config.eval.target is not None:  # its subsets must be random, which the order of a mixture or a file is not
         examples = random.Random(config.seed).sample(examples, len(examples))
@@ -272,13 +271,21 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Return the weight sync to an engine in this process: the adapter alone if supported, else merged weights."""
+    """Return the weight sync to an engine in this process."""
+    weights = lambda: model.state_dict().items()  # noqa: E731  # a tied head has its own name
+    return _synced(config, engine, make_room, weights, partial(engine_weights, model), partial(adapter_pack, model))
+
+
+def _synced(
+    config: Config, engine: SteppingEngine | FleetEngine, make_room: Any, weights: Any, whole: Any, adapter: Any
+) -> EngineWeightSync:
+    """Return the sync of ``weights``; under LoRA of the ``adapter`` alone if supported, else of merged weights."""
     if not config.train_model.lora.enabled:
-        return EngineWeightSync(lambda: model.state_dict().items(), engine, make_room)  # a tied head has its own name
+        return EngineWeightSync(weights, engine, make_room)
     if not (engine.takes_adapters or config.inference_model.serve_adapter):
-        return EngineWeightSync(partial(engine_weights, model), engine, make_room)
-    engine.base = partial(engine_weights, model, merged=False)
-    return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(engine_weights, model))
+        return EngineWeightSync(whole, engine, make_room)
+    engine.base = partial(whole, merged=False)
+    return EngineWeightSync(adapter, engine, make_room, whole)
 
 
 def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, run_dir: Path, opened: ExitStack) -> Made:
@@ -409,16 +416,11 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
 
 
 def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """Return the weight sync from the learner to engines in workers: an adapter alone under LoRA, else all weights."""
+    """Return the weight sync from the learner, here or in ranks, to engines in workers."""
     make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
-        if not config.train_model.lora.enabled:
-            return EngineWeightSync(partial(learner.weights, dtype=engine.weight_dtype), engine, make_room)
-        engine.base = partial(learner.weights, merged=False)
-        return EngineWeightSync(learner.adapter, engine, make_room, learner.weights)
+        weights = lambda: learner.weights(dtype=engine.weight_dtype)  # noqa: E731
+        return _synced(config, engine, make_room, weights, learner.weights, learner.adapter)
     model = learner.policy.model
-    if not config.train_model.lora.enabled:
-        packed = lambda: WeightPack.of(model.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
-        return EngineWeightSync(packed, engine, make_room)
-    engine.base = partial(packed_weights, model, merged=False)
-    return EngineWeightSync(partial(adapter_pack, model), engine, make_room, partial(packed_weights, model))
+    packed = lambda: WeightPack.of(model.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
+    return _synced(config, engine, make_room, packed, partial(packed_weights, model), partial(adapter_pack, model))

@@ -11,7 +11,7 @@ import torch
 from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
-from sota_grpo.config.memory_rules import micro_batch_tokens, shares_devices
+from sota_grpo.config.memory_rules import micro_batch_tokens, shares_devices, wants_workers
 from sota_grpo.config.mixture import longest_response, mean_responses_per_step
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
@@ -176,12 +176,6 @@ def reference_has_own_weights(config: Config) -> bool:
     is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
     return has_reference(config) and (is_apart or not is_the_base)
-
-
-def wants_workers(config: Config) -> bool:
-    """Whether the run needs worker processes: for mode=async, several devices for a role, or a Ray cluster."""
-    several = any(role.count > role.default for role in _roles(config))
-    return several or config.mode == "async" or config.ray.address is not None
 
 
 def _roles(config: Config) -> tuple[Role, Role, Role]:

@@ -30,7 +30,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights, wants_workers
+from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights
 from sota_grpo.assembly.learning import (
     MOST_TOKENS,
     forward_tokens,
@@ -40,8 +40,8 @@ from sota_grpo.assembly.learning import (
     wants_fused_layers,
 )
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
-from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps, responses_per_step
-from sota_grpo.config.memory_rules import micro_batch_tokens
+from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps
+from sota_grpo.config.memory_rules import micro_batch_tokens, wants_workers
 from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
@@ -753,7 +753,7 @@ def disk_of(config: Config, model: Architecture) -> Disk:
     weight_bytes, rank = dtype_bytes(options.torch_dtype), options.lora.r if options.lora.enabled else 0
     how = Learning(weight_bytes=weight_bytes, rank=rank, optimizer=config.optimizer.name)
     trained = how.trained_bytes(model) + how.optimizer_bytes(model)
-    steps = train.total_dialog_turns // responses_per_step(config)
+    steps = num_steps(config)
     saves = -(-steps // train.checkpoint_frequency) if train.checkpoint_frequency else 1
     kept = min(train.keep_checkpoints + 1, saves) if train.keep_best is None else train.keep_checkpoints + 2
     return Disk(trained, kept, weight_bytes * model.parameters * train.export_hf)

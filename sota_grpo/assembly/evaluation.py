@@ -39,9 +39,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.training.evaluate import (
-    Evaluator,
-)
+from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import Check, run_gate, write_gate
 
 PRESET_OF = {

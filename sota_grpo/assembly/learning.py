@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
-from sota_grpo.config import Config, has_reference, model_name, reference_name, responses_per_step
+from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, num_steps, reference_name
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
@@ -92,7 +92,7 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
     try:
         return load_model(
             model_name(config),
-            dtype="float32" if options.torch_dtype == "auto" else options.torch_dtype,
+            dtype=learner_dtype(config),
             attn_implementation=attention,
             trust_remote_code=config.model.trust_remote_code,
             gradient_checkpointing=options.gradient_checkpointing,
@@ -191,10 +191,16 @@ def forward_tokens(tokens: int, device_type: str) -> int:
     return tokens if device_type == "cpu" else max(tokens, min(_TIMES_WITHOUT_GRADIENT * tokens, MOST_TOKENS))
 
 
+def learner_dtype(config: Config) -> Any:
+    """Return the dtype of the learner's weights: ``train_model.torch_dtype``, for ``auto`` float32."""
+    dtype = config.train_model.torch_dtype
+    return "float32" if dtype == "auto" else dtype
+
+
 def reference_dtype(config: Config) -> Any:
     """Return the dtype of the reference's weights: ``ref_model.torch_dtype``, for ``auto`` the learner's."""
-    dtype, learners = config.ref_model.torch_dtype, config.train_model.torch_dtype
-    return dtype if dtype != "auto" else ("float32" if learners == "auto" else learners)
+    dtype = config.ref_model.torch_dtype
+    return learner_dtype(config) if dtype == "auto" else dtype
 
 
 def trainer_precision(config: Config, device_type: str) -> str:
@@ -228,7 +234,7 @@ def make_learner(
 def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
     """Return the loss module of the config, an instance of ``objective``, for the network ``actor``."""
     algorithm: Any = config.algorithm  # its strings are validated choices
-    reads_dual_clip = algorithm.kl_unbiased or surrogate(algorithm.objective).reads("dual_clip")
+    reads_dual_clip = kl_is_unbiased(config) or surrogate(algorithm.objective).reads("dual_clip")
     return objective(
         actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
@@ -239,8 +245,8 @@ def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPO
         ratio=algorithm.ratio,
         dual_clip=algorithm.dual_clip if reads_dual_clip else None,
         off_policy_threshold=algorithm.off_policy_threshold,
-        kl_estimator=algorithm.kl_estimator,
-        kl_unbiased=algorithm.kl_unbiased,
+        kl_estimator=algorithm.kl_estimator.removesuffix("_unbiased"),
+        kl_unbiased=kl_is_unbiased(config),
         correction=None if algorithm.correction == "none" else algorithm.correction,
         correction_mode=algorithm.correction_mode,
         correction_cap=algorithm.correction_cap,
@@ -254,7 +260,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
     """Return the learner's settings from the config's options, for a ``device_type`` of ``cpu`` or ``cuda``."""
     algorithm: Any = config.algorithm
     train, optimizer = config.train, config.optimizer
-    per_collection = train.epochs * (responses_per_step(config) // train.optim_batch_size)
+    per_collection = train.epochs * (train.dialog_turns_per_batch // train.optim_batch_size)
     return LearnerSettings(
         optimizer=optimizer.name,
         lr=optimizer.lr,
@@ -264,7 +270,7 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         clip_grad_norm=optimizer.clip_grad_norm,
         schedule=optimizer.schedule,
         warmup_steps=optimizer.warmup_steps,
-        total_steps=per_collection * (train.total_dialog_turns // responses_per_step(config)),
+        total_steps=per_collection * num_steps(config),
         optim_batch_size=train.optim_batch_size,
         optim_groups=train.optim_batch_size // config.env.repeats if has_own_group_sizes(config) else None,
         epochs=train.epochs,

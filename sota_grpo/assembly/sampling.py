@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from sota_grpo.config import Config, max_support, model_name, reward_names, rubric_file
+from sota_grpo.config import Config, max_support, model_name, replaces_reward, reward_names, rubric_file
 from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
 from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
@@ -35,7 +35,7 @@ from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, task_gra
 from sota_grpo.rewards.judge.client import TERM, JudgeClient, JudgedGrader, VerdictCache
 from sota_grpo.rewards.judge.client import Rules as JudgeRules
 from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
-from sota_grpo.rl.records import Example, Sampling
+from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.agents import AGENT, SESSIONS, agent_spec
@@ -43,7 +43,7 @@ from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, unique_exa
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.table import TableTask
-from sota_grpo.tasks.wrappers import think_again, with_reward_functions, with_tools, without_terms
+from sota_grpo.tasks.wrappers import no_gold_response, think_again, with_reward_functions, with_tools, without_terms
 from sota_grpo.workers.instances import Instances
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
     options |= {"seed": config.seed, "num_heldout": env.num_heldout}
     options |= {"num_train": env.max_samples, "max_samples": env.max_samples}
-    is_replaced = reward.path is not None and "builtin" not in names
-    if judges_alone(config) or is_replaced or env.environment is not None or env.agent is not None:
+    if judges_alone(config) or replaces_reward(config) or env.environment is not None or env.agent is not None:
         options["answer_required"] = False  # of an environment without a reward: see rewarded_dialogs
     read = parameters(env.dataset, bare=bare)
     options = {name: value for name, value in options.items() if name in read and value is not None}  # null: a default
@@ -435,11 +434,8 @@ def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | No
         judge.close()
         raise
     changed = copy.copy(task)
-    vars(changed).update(term_weights=grader.term_weights, gold_response=_no_gold_response, is_judged=True)
+    vars(changed).update(term_weights=grader.term_weights, gold_response=no_gold_response, is_judged=True)
     return changed, grader
-
-
-def _no_gold_response(example: Example) -> None: ...
 
 
 def _rules_of(config: Config, term: str) -> JudgeRules:

@@ -85,9 +85,7 @@ class LoggingConfig:
     """Settings of metrics, reports and stored steps."""
 
     wandb: str = opt("disabled", "logging to Weights & Biases", ("online", "offline", "disabled"))
-    project: str = opt("sota_grpo", "name of the W&B project")
-    run_name: str | None = opt(None, "name of the run in W&B; null: that of the run directory")
-    tags: list[str] = section(list, "W&B tags")
+    wandb_kwargs: Any = opt(None, "further arguments of wandb.init, such as {project: mine, name: first, tags: [a, b]}")
     sinks: list[str] = section(list, "further metric loggers: tensorboard, or entry points in group sota_grpo.sinks")
     report: bool = opt(True, "write report.html at every checkpoint and at the end")
     store_steps: bool = opt(True, "save step 0 and each step after a checkpoint in steps/, for report and replay")
@@ -205,16 +203,20 @@ class AlgorithmConfig:
     clip_high: float = opt(0.2, "clip the ratio above 1 + clip_high (dppo, gmpo: see clip_low)")
     dual_clip: float | None = opt(
         3.0,
-        "objective=clipped, gmpo: largest ratio of tokens with a negative advantage; with kl_unbiased also in the "
-        "KL; null: no bound, so one token can dominate the gradient of a step",
+        "objective=clipped, gmpo: largest ratio of tokens with a negative advantage; with an unbiased KL "
+        "also there; null: no bound, so one token can dominate the gradient of a step",
         above=1,
     )
     off_policy_threshold: float | None = opt(
         None, "mask responses of negative advantage whose mean logp_engine - logp exceeds this (DeepSeek-V3.2)"
     )
     aggregation: str = opt("sequence", "average over tokens, see docs/algorithm.md", ("token", "sequence", "constant"))
-    kl_estimator: str = opt("k3", "estimator of the KL to the reference", ("k1", "k2", "k3"))
-    kl_unbiased: bool = opt(False, "multiply the KL in the loss by the ratio: an unbiased gradient (DeepSeek-V3.2)")
+    kl_estimator: str = opt(
+        "k3",
+        "estimator of the KL to the reference; _unbiased: times the ratio in the loss, for an unbiased gradient "
+        "(DeepSeek-V3.2)",
+        ("k1", "k2", "k3", "k1_unbiased", "k3_unbiased"),
+    )
     entropy_coef: float = opt(0.0, "entropy bonus in the loss; 0 only reports the entropy")
     entropy_target: float | None = opt(
         None,
@@ -273,6 +275,7 @@ class LoraConfig:
     target_modules: list[str] | None = opt(None, "linear layers with an adapter, such as [q_proj,v_proj]; null: all")
 
 
+PROJECT = "sota_grpo"  # of W&B, unless logging.wandb_kwargs names another
 _DEVICES = "device indices, in place of num_devices"
 
 
@@ -356,7 +359,7 @@ class TrainConfig:
     """Batch sizes, precision and checkpoints of training."""
 
     total_dialog_turns: int = opt(100_000, "responses in the whole run", above=0)
-    dialog_turns_per_batch: int = opt(256, "responses per training step", above=0)
+    dialog_turns_per_batch: int = opt(256, "responses per training step, after which weights are synced", above=0)
     optim_batch_size: int = opt(256, "responses per optimizer step", above=0)
     epochs: int = opt(1, "epochs over each batch; above 1, proximal log-probs are computed first", above=0)
     micro_batch_tokens: int | str = opt(
@@ -370,9 +373,6 @@ class TrainConfig:
     precision: str = opt("auto", "autocast of the learner; auto: bf16 on CUDA; native: on bf16 CPUs too", PRECISIONS)
     kl_coef_in_loss: bool = opt(True, "add the KL term to the loss; false: subtract it from the reward")
     max_policy_age: int = opt(0, "most versions by which a token's policy may be older than the learner's")
-    weight_update_frequency: int | None = opt(
-        None, "mode=async: optimizer steps between weight syncs; null: those of a whole batch", above=0
-    )
     sampler: str | None = opt(
         None, "mode=async: TorchRL sampler that chooses different groups for a batch, FILE.py:NAME; null: the oldest"
     )
@@ -419,23 +419,9 @@ def register() -> None:
         store.store(name="schema", node=Config)
 
 
-def responses_per_step(config: Config) -> int:
-    """Return the number of responses in one training step; a weight sync follows each training step.
-
-    >>> config = Config(mode="async")
-    >>> config.train.optim_batch_size, config.train.weight_update_frequency = 64, 2
-    >>> responses_per_step(config)
-    128
-    """
-    frequency = config.train.weight_update_frequency
-    if config.mode == "async" and frequency is not None:
-        return frequency * config.train.optim_batch_size
-    return config.train.dialog_turns_per_batch
-
-
 def num_steps(config: Config) -> int:
     """Return the number of training steps: ``train.total_dialog_turns`` over responses per step, rounded down."""
-    return config.train.total_dialog_turns // responses_per_step(config)
+    return config.train.total_dialog_turns // config.train.dialog_turns_per_batch
 
 
 def model_name(config: Config) -> str:
@@ -456,6 +442,11 @@ def has_reference(config: Config) -> bool:
     )
 
 
+def kl_is_unbiased(config: Config) -> bool:
+    """Return whether the KL in the loss is multiplied by the importance ratio, so that its gradient is unbiased."""
+    return config.algorithm.kl_estimator.endswith("_unbiased")
+
+
 def max_support(config: Config) -> int:
     """Return the most tokens that top_k, top_p and min_p keep at a position; 0 if sampling is not truncated."""
     sampling = config.inference_model
@@ -466,6 +457,11 @@ def reward_names(config: Config) -> list[str]:
     """Return the names of the functions in ``reward.path``, in order; by default ``compute_score``, as in verl."""
     name = config.reward.name
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
+
+
+def replaces_reward(config: Config) -> bool:
+    """Whether the functions in ``reward.path`` replace the task's own reward."""
+    return config.reward.path is not None and "builtin" not in reward_names(config)
 
 
 #: Options whose value may be ``FILE.py:NAME``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sota_grpo.config import Config, has_reference, model_name, responses_per_step, reward_names
+from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, replaces_reward
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
@@ -77,7 +77,7 @@ def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
         "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
         "policy.kl_coef": 0.0 if config.train.kl_coef_in_loss else config.policy.kl_coef,
     }
-    has_task_reward = config.env.mixture is None and (config.reward.path is None or "builtin" in reward_names(config))
+    has_task_reward = config.env.mixture is None and not replaces_reward(config)
     rewards = ("reward.correct", "reward.wrong", "reward.no_answer") if has_task_reward else ()
     values = {name: value for name, _, value in walk(config)}
     negative = [f"{name}={value}" for name, value in penalties.items() if value > 0]
@@ -93,14 +93,11 @@ def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
 
 def the_kl_has_the_gradient_of_its_estimator(config: Config) -> Iterator[str]:
     """``E[rho k2']`` is not the gradient of the KL, ``E[rho k1']`` and ``E[rho k3']`` are; ``E[k1']`` is 0."""
-    unbiased, estimator = config.algorithm.kl_unbiased, config.algorithm.kl_estimator
-    coef, in_loss = config.policy.kl_coef, config.train.kl_coef_in_loss
-    if unbiased and estimator == "k2":
-        yield "algorithm.kl_unbiased=true is biased with algorithm.kl_estimator=k2; use k1 or k3."
-    if unbiased and not in_loss and coef > 0:
-        text = f"algorithm.kl_unbiased=true has no effect on policy.kl_coef={coef} in the reward"
-        yield f"{text}; use train.kl_coef_in_loss=true or algorithm.kl_unbiased=false."
-    if in_loss and coef > 0 and estimator == "k1" and not unbiased:
+    estimator, coef, in_loss = config.algorithm.kl_estimator, config.policy.kl_coef, config.train.kl_coef_in_loss
+    if kl_is_unbiased(config) and not in_loss and coef > 0:
+        text = f"algorithm.kl_estimator={estimator} has no effect on policy.kl_coef={coef} in the reward"
+        yield f"{text}; use train.kl_coef_in_loss=true or algorithm.kl_estimator=k3."
+    if in_loss and coef > 0 and estimator == "k1":
         text = f"policy.kl_coef={coef} with algorithm.kl_estimator=k1 in the loss has a gradient of mean 0"
         yield f"{text}; use k2 or k3, or train.kl_coef_in_loss=false."
 
@@ -109,7 +106,7 @@ def options_that_the_objective_does_not_read_keep_their_default(config: Config) 
     objective = config.algorithm.objective
     for name, (value, default) in changed_options(config).items():
         term = name.removeprefix("algorithm.")
-        is_read = surrogate(objective).reads(term) or (term == "dual_clip" and config.algorithm.kl_unbiased)
+        is_read = surrogate(objective).reads(term) or (term == "dual_clip" and kl_is_unbiased(config))
         if term in OPTIONS and not is_read:
             problem = f"{name}={'null' if value is None else value} has no effect on algorithm.objective={objective}"
             yield f"{problem}; use {name}={default} or algorithm.objective={readers(term)}."
@@ -151,10 +148,8 @@ def an_objective_without_a_ratio_is_on_policy(config: Config) -> Iterator[str]:
     After the first optimizer step the rest of a batch is off-policy, and only a ratio corrects for that.
     ``algorithm.correction`` corrects only what is off-policy *before* that step.
     """
-    train, size, ratio, objective = (
-        *(config.train, responses_per_step(config), config.algorithm.ratio),
-        f"algorithm.objective={config.algorithm.objective}",
-    )
+    train, ratio, objective = config.train, config.algorithm.ratio, f"algorithm.objective={config.algorithm.objective}"
+    size = train.dialog_turns_per_batch
     if has_no_ratio(config) and ratio != "token":
         text = f"algorithm.ratio={ratio} has no effect on {objective}, which has no ratio"
         yield f"{text}; leave algorithm.ratio=token or use algorithm.objective=clipped."

@@ -40,9 +40,11 @@ def learner_ranks(config: Config) -> int:
     return device_count(config.train_model) or 1
 
 
-def _has_workers(config: Config) -> bool:
-    roles = (config.train_model, config.inference_model, config.ref_model)
-    several = any((device_count(role) or 1) > 1 for role in roles)
+def wants_workers(config: Config) -> bool:
+    """Whether the run needs worker processes: for mode=async, several devices for a role, or a Ray cluster."""
+    one_engine = config.inference_model.tensor_parallel_size
+    several = learner_ranks(config) > 1 or (device_count(config.ref_model) or 1) > 1
+    several = several or (device_count(config.inference_model) or one_engine) > one_engine
     return several or config.mode == "async" or config.ray.address is not None
 
 
@@ -150,7 +152,7 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
         text = f"{option} is for a learner of one device, but it has {ranks}"
         yield f"{text}; use train_model.num_devices=1 or model.quantization=null."
     ref = config.ref_model
-    apart = _has_workers(config) or ref.num_devices is not None or ref.devices is not None
+    apart = wants_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
             f"{option} changes the base weights, but a reference in another process or on other devices has them "
@@ -168,7 +170,7 @@ def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
         yield f"{option} needs an adapter; add train_model.lora.enabled=true."
     if name not in ("auto", "vllm"):
         yield f"{option} has no effect on engine={name}, which gets merged weights; use engine=vllm."
-    if _has_workers(config) or config.inference_model.tensor_parallel_size > 1:
+    if wants_workers(config) or config.inference_model.tensor_parallel_size > 1:
         yield (
             f"{option} is for one engine in mode=sync, but mode={config.mode}, several devices or ray.address "
             "start workers, which merge the adapter; leave it out."

@@ -19,7 +19,7 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import Any, cast
 
-from sota_grpo.config import Config, RewardConfig, responses_per_step
+from sota_grpo.config import Config, RewardConfig
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.tasks import TASKS, parameters, task_class
 
@@ -86,7 +86,7 @@ def has_own_group_sizes(config: Config) -> bool:
 
 def groups_per_step(config: Config) -> int:
     """Return the number of prompt groups in a training step."""
-    return responses_per_step(config) // config.env.repeats
+    return config.train.dialog_turns_per_batch // config.env.repeats
 
 
 def mean_group_size(config: Config) -> float:

@@ -139,7 +139,7 @@ algorithm.correction and algorithm.correction_mode < vllm_importance_sampling_mo
 algorithm.correction_cap < vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_is_threshold
 algorithm.correction_floor < vllm_importance_sampling_clip_min
 algorithm.off_policy_threshold < off_policy_mask_threshold
-algorithm.kl_unbiased < use_bias_correction_kl
+algorithm.kl_estimator=k3_unbiased < use_bias_correction_kl kl_unbiased
 algorithm.entropy_target < use_adaptive_entropy
 model.name < model_name_or_path
 hydra.run.dir < output_dir default_local_dir
@@ -180,8 +180,10 @@ train_model.tensor_parallel_size < tensor_parallel_degree
 train_model.fsdp_size < data_parallel_shard_degree
 algorithm.distill_coef, with ref_model.name < teacher_tau opd_kl_coef
 algorithm.advantage_coef < adv_tau
-logging.project < project_name
-logging.run_name < experiment_name
+logging.wandb_kwargs={project: ..} < project_name project
+logging.wandb_kwargs={name: ..} < experiment_name run_name
+logging.wandb_kwargs={tags: [..]} < tags
+train.dialog_turns_per_batch (train.optim_batch_size times optimizer steps) < weight_update_frequency
 """
 _THEIR_VALUES = """
 algorithm.aggregation=sequence < loss_type=grpo loss_agg_mode=seq-mean-token-mean

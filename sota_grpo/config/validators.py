@@ -19,7 +19,7 @@ from sota_grpo.config import (
     max_support,
     memory_rules,
     num_steps,
-    responses_per_step,
+    replaces_reward,
     reward_names,
 )
 from sota_grpo.config.mixture import (
@@ -75,10 +75,8 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
     """Refuse ``env.num_envs`` and batch sizes that the group size does not divide."""
     train, repeats = config.train, config.env.repeats
-    amounts = {"env.num_envs": config.env.num_envs}
-    if train.weight_update_frequency is None:
-        amounts["train.dialog_turns_per_batch"] = train.dialog_turns_per_batch
-    if has_own_group_sizes(config) or (config.mode == "async" and responses_per_step(config) % repeats):
+    amounts = {"env.num_envs": config.env.num_envs, "train.dialog_turns_per_batch": train.dialog_turns_per_batch}
+    if has_own_group_sizes(config):
         amounts["train.optim_batch_size"] = train.optim_batch_size
     for name, value in amounts.items():
         if value % repeats:
@@ -87,10 +85,10 @@ def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
 
 
 def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
-    responses, option = responses_per_step(config), f"train.optim_batch_size={config.train.optim_batch_size}"
-    if responses % config.train.optim_batch_size:
-        name = "train.dialog_turns_per_batch"
-        yield f"{name}={responses} is not divisible by {option}; use train.optim_batch_size={responses}."
+    responses, size = config.train.dialog_turns_per_batch, config.train.optim_batch_size
+    if responses % size:
+        name, part = "train.dialog_turns_per_batch", "train.optim_batch_size"
+        yield f"{name}={responses} is not divisible by {part}={size}; use {part}={responses}."
     if num_steps(config) < 1:
         total = f"train.total_dialog_turns={config.train.total_dialog_turns}"
         yield f"{total} is less than one training step; use train.total_dialog_turns={responses} or smaller steps."
@@ -158,9 +156,8 @@ OWN_TERMS = tuple(name for name in READERS if name.startswith("reward.") or name
 
 def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str]:
     path = config.reward.path
-    is_replaced = path is not None and "builtin" not in reward_names(config)
     for name, (value, default) in changed_options(config).items() if config.env.mixture is None else ():
-        if name in OWN_TERMS and is_replaced:
+        if name in OWN_TERMS and replaces_reward(config):
             unused = _unused(name, value, default, f"with reward.path={path}, which replaces the task's own reward")
             yield f"{unused}, or add builtin to reward.name."
         elif name in OWN_TERMS and judges_alone(config):
@@ -268,10 +265,8 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.path is None:
         options: dict[str, object] = {"name": reward.name, "weights": reward.weights}
-        env = config.env
-        if (
-            env.environment is None and env.agent is None and not judges_alone(config)
-        ):  # these do not say what is a success
+        needs_functions = config.env.environment is None and config.env.agent is None and not judges_alone(config)
+        if needs_functions:  # what scores in their place does not say what is a success
             options["success_above"] = reward.success_above or None
         for name, value in options.items():
             if value is not None:
@@ -286,15 +281,13 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
 
 
 def sync_has_no_age(config: Config) -> Iterator[str]:
-    if config.mode == "sync" and config.train.max_policy_age != 0:
-        option = f"train.max_policy_age={config.train.max_policy_age}"
-        yield f"{option} has no effect in mode=sync, where every token is on-policy; use 0 or run grpo-async.py."
-    if config.mode == "sync" and config.train.weight_update_frequency is not None:
-        option = f"train.weight_update_frequency={config.train.weight_update_frequency}"
-        yield f"{option} has no effect in mode=sync, which syncs after every step; leave it out or run grpo-async.py."
-    if config.mode == "sync" and config.train.sampler is not None:
-        option = f"train.sampler={config.train.sampler}"
-        yield f"{option} has no effect in mode=sync, which has no replay buffer; leave it out or run grpo-async.py."
+    age, sampler = config.train.max_policy_age, config.train.sampler
+    if config.mode == "sync" and age != 0:
+        option = f"train.max_policy_age={age} has no effect in mode=sync"
+        yield f"{option}, where every token is on-policy; use 0 or run grpo-async.py."
+    if config.mode == "sync" and sampler is not None:
+        option = f"train.sampler={sampler} has no effect in mode=sync"
+        yield f"{option}, which has no replay buffer; leave it out or run grpo-async.py."
 
 
 def judges_alone(config: Config) -> bool:
@@ -356,6 +349,7 @@ _OF_LOADING = {  # arguments of from_pretrained that are refused, with the reaso
     **dict.fromkeys(("token", "use_auth_token"), "the run would save it; use HF_TOKEN"),
     "weights_only": "a pickle is code",
 }
+_OF_WANDB = ("config", "dir", "id", "mode", "resume", "settings")  # arguments of wandb.init that sota_grpo sets
 
 
 def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
@@ -363,12 +357,16 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
     options = {"env.chat_template_kwargs": template, "model.load_kwargs": load}
     options["inference_model.engine_kwargs"] = config.inference_model.engine_kwargs
     options["reward.judge.extra_body"] = config.reward.judge.extra_body
+    options["logging.wandb_kwargs"] = config.logging.wandb_kwargs
     for option, value in options.items():
         if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             yield f"{option}={value} is no mapping of names to values; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
             yield f"env.chat_template_kwargs has {name}, which sota_grpo sets itself; leave it out."
+    for name in config.logging.wandb_kwargs or ():
+        if name in _OF_WANDB:
+            yield f"logging.wandb_kwargs has {name}, which sota_grpo sets itself; leave it out."
     for name in load or ():
         if name in _OF_LOADING:
             yield f"model.load_kwargs has {name}: {_OF_LOADING[name]}; leave it out."

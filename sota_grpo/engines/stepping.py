@@ -50,11 +50,8 @@ class EventLoop:
     def __init__(self, engine: Engine, poll: Callable[[], object] | None = None):
         self._engine, self._poll = engine, poll
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.post = self._actions.put  # queues an action for the thread that drives the engine; thread-safe
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
-
-    def post(self, action: Callable[[], object]) -> None:
-        """Queue ``action`` for a call by the thread that drives the engine. Thread-safe."""
-        self._actions.put(action)
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
         """Run ``coroutine`` to its first unresolved future (:func:`result`); continue it when that is resolved."""
@@ -178,6 +175,24 @@ class Streams:
         """
         response_rooms(requests, sampling, self.max_model_len)
         return as_completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
+
+
+class Wrapped(Streams):
+    """Base class of an engine over an engine: steps and all other attributes are those of the wrapped ``engine``."""
+
+    def __init__(self, engine: Engine):
+        self.engine: Any = engine
+        self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+
+    def advance(self) -> bool:
+        """Run one step of the engine."""
+        return self.engine.advance()
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward to the engine: weight updates, sleep, wake, close."""
+        if name == "engine":  # before __init__
+            raise AttributeError(name)
+        return getattr(self.engine, name)
 
 
 class FairLock:

@@ -210,9 +210,8 @@ def sampling_parameters(
 ) -> dict[str, Any]:
     """Return vLLM's sampling parameters for one group; sample ``i`` has the seed ``sample_seed(seed) + i``."""
     return {
-        "n": 1
-        if sampling.temperature == 0
-        else request.num_samples,  # vLLM refuses n > 1 for greedy ones, which are equal
+        # vLLM refuses n > 1 for greedy ones, which are equal
+        "n": 1 if sampling.temperature == 0 else request.num_samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

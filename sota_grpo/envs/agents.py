@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Streams, Task, result
+from sota_grpo.engines.stepping import Task, Wrapped, result
 from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
-from sota_grpo.rl.records import LARGEST, TURNS, GroupOutput, GroupRequest, Sampling, task_of_example
-from sota_grpo.tasks.wrappers import reward_inputs
+from sota_grpo.rl.records import LARGEST, TASK, TURNS, GroupOutput, GroupRequest, Sampling
+from sota_grpo.tasks.wrappers import row_of
 from sota_grpo.text import one_line
 from sota_grpo.workers.base import resolve
 from sota_grpo.workers.instances import InstanceLost, Instances
@@ -36,7 +36,7 @@ class Agents:
     max_turns: int
 
 
-class AgentEngine(Streams):
+class AgentEngine(Wrapped):
     """An engine over an engine: a sample is an episode of the user's agent, with as many requests as it makes.
 
     Args:
@@ -47,8 +47,7 @@ class AgentEngine(Streams):
     """
 
     def __init__(self, engine: Engine, gateway: Gateway, env: PromptSource, agents: Mapping[str | None, Agents]):
-        self.engine: Any = engine
-        self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+        super().__init__(engine)
         self._gateway, self._env, self._agents = gateway, env, dict(agents)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -59,29 +58,18 @@ class AgentEngine(Streams):
         """
         if request.example is None:
             raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
-        agents = self._agents.get(task_of_example(request.example.extra))
+        agents = self._agents.get(request.example.extra.get(TASK))
         if agents is None:
             is_read = isinstance(self.engine, DialogEngine)  # engines of single responses take no examples
             return self.engine.submit(request if is_read else replace(request, example=None), sampling)
-        inputs = reward_inputs(self._env.task, "", request.example)
         messages = [dict(message) for message in self._env.task.messages(request.example)]
-        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": messages}  # under TRL's names
-        return GroupEpisodes(request, row, agents, self._gateway, sampling)
-
-    def advance(self) -> bool:
-        """Run one step of the engine."""
-        return self.engine.advance()
+        row = row_of(self._env.task, request.example)
+        return GroupEpisodes(request, row | {"prompt": messages}, agents, self._gateway, sampling)
 
     def close(self) -> None:
         """Close the server and the engine."""
         self._gateway.close()
         self.engine.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward every other attribute to the engine: weight updates, sleep, wake."""
-        if name == "engine":  # before __init__
-            raise AttributeError(name)
-        return getattr(self.engine, name)
 
 
 class GroupEpisodes(Future[GroupOutput]):

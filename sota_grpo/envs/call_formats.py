@@ -162,9 +162,7 @@ class MarkedCalls:
                 position = _after(text, ends, match.end()) if ends else match.end()
             elif self.opening:
                 position = self._opened(text, match.end(), calls)
-            elif (
-                text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0
-            ):  # an object in the text
+            elif text_seen or not self.keys or text.find(f'"{self.keys[1]}"', match.start()) < 0:  # no call
                 texts.append(match[0])
                 text_seen, position = True, match.end()
             else:

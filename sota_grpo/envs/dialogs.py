@@ -29,13 +29,14 @@ from typing import Any, Protocol
 import torch
 
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import Streams, Task, result
+from sota_grpo.engines.stepping import Task, Wrapped, result
 from sota_grpo.envs.chat_tokens import Messages, TurnTokens, num_shared
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.records import (
+    TASK,
     TURNS,
     Example,
     GroupOutput,
@@ -45,10 +46,9 @@ from sota_grpo.rl.records import (
     Sampling,
     SamplingSupport,
     sample_seed,
-    task_of_example,
 )
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
-from sota_grpo.tasks.wrappers import reward_inputs
+from sota_grpo.tasks.wrappers import row_of
 from sota_grpo.workers.base import resolve
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 
@@ -154,10 +154,8 @@ class ToolResponder:
         example = request.example
         assert example is not None
         seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
-        inputs = reward_inputs(self._env.task, "", example)
-        row = {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}  # under TRL's names
         try:
-            there = await result(self.instances.open(row, seeds))
+            there = await result(self.instances.open(row_of(self._env.task, example), seeds))
         except InstanceLost as error:
             return ToolEpisode(self, None, error=str(error))
         if not there.observation:
@@ -581,7 +579,7 @@ class GroupDialogs(Future[GroupOutput]):
         return GroupOutput(self._request.group_id, samples, dialogs[0].prompt_ids[:common])
 
 
-class DialogEngine(Streams):
+class DialogEngine(Wrapped):
     """An engine whose samples are multi-turn dialogs: each policy turn is answered, and the policy continues.
 
     A sample holds all tokens after the prompt as they were sampled and inserted; nothing is tokenised again. On the
@@ -619,8 +617,7 @@ class DialogEngine(Streams):
     """
 
     def __init__(self, engine: Engine, rules: Mapping[str | None, Rules]):
-        self.engine: Any = engine
-        self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
+        super().__init__(engine)
         self._rules, self._order = dict(rules), TurnOrder(getattr(engine, "may_start", None))
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
@@ -631,7 +628,7 @@ class DialogEngine(Streams):
         """
         self._check([request])
         assert request.example is not None
-        rules = self._rules.get(task_of_example(request.example.extra))
+        rules = self._rules.get(request.example.extra.get(TASK))
         if rules is None:
             return self.engine.submit(replace(request, example=None), sampling)
         group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling), self._order)
@@ -640,7 +637,7 @@ class DialogEngine(Streams):
 
     def advance(self) -> bool:
         """Run one engine step, unless :class:`TurnOrder` must wait for an answer; False if nothing was done."""
-        return self._order.release() and self.engine.advance()
+        return self._order.release() and super().advance()
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
         """Yield each group once, as :meth:`~sota_grpo.engines.stepping.Streams.generate` does.
@@ -655,9 +652,3 @@ class DialogEngine(Streams):
         for request in requests:
             if request.example is None:
                 raise ValueError(f"Group {request.group_id} has no example for grading; set GroupRequest.example.")
-
-    def __getattr__(self, name: str) -> Any:
-        """Forward every other attribute to the engine: weight updates, sleep, wake, close."""
-        if name == "engine":  # before __init__
-            raise AttributeError(name)
-        return getattr(self.engine, name)

@@ -15,7 +15,7 @@ from sota_grpo.envs.chat_tokens import ChatTokens, Messages
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, sample_seed, task_of_example
+from sota_grpo.rl.records import TASK, Example, sample_seed
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.mixture import MixedExamples
 from sota_grpo.text import one_line
@@ -220,7 +220,7 @@ class PromptSource:
         if ids is None:
             *before, last = self.task.messages(example)
             try:
-                chat = self._chats.get(task_of_example(example.extra), self._chats[None])
+                chat = self._chats.get(example.extra.get(TASK), self._chats[None])
                 ids = chat.ids([*before, {**last, "content": last["content"] + observation}])
             except UserError as error:
                 raise UserError(f"{_named(example)}: {error}") from error

@@ -28,7 +28,7 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import Config, model_name, responses_per_step
+from sota_grpo.config import Config, model_name
 from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import UserError
@@ -186,7 +186,7 @@ _AMOUNTS = (
     *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
     "seed",
 )
-_PRIVATE = ("engine.url", "ray.address", "logging.project", "logging.run_name", "reward.judge.url")
+_PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = (
     "env.",
@@ -270,7 +270,7 @@ def model_card(
         algorithm=config.algorithm.name,
         task=tasks_named(config) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
         measuring=_measuring(config),
-        responses=steps * responses_per_step(config),
+        responses=steps * config.train.dialog_turns_per_batch,
         version=_versions()["sota_grpo"],
         results="\n".join(_results(config, [row for row in evaluations if row["step"] <= steps])),
         loading=_ADAPTER if is_adapter else _MERGED,

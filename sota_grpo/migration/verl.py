@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.config import AlgorithmConfig, Config, max_support, responses_per_step
+from sota_grpo.config import PROJECT, AlgorithmConfig, Config, max_support
 from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.memory_rules import device_count, learner_ranks, micro_batch_tokens, shares_devices
 from sota_grpo.config.mixture import READERS, longest_response
@@ -81,7 +81,7 @@ _TABLE: dict[str, str | tuple[str, Callable[[Any], Any]]] = {
     "trainer.max_actor_ckpt_to_keep": "train.keep_checkpoints",
     "trainer.resume_mode": ("train.resume", lambda resume: "disable" if resume is None else "auto"),
     "trainer.logger": ("logging.wandb", lambda mode: ["console"] + ["wandb"] * (mode != "disabled")),
-    "trainer.project_name": "logging.project",
+    "trainer.project_name": ("logging.wandb_kwargs", lambda arguments: (arguments or {}).get("project", PROJECT)),
 }
 #: Our option, the values for which verl differs, and how verl differs.
 _DIFFERENCES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
@@ -303,7 +303,12 @@ def _reference(ours: Report) -> dict[str, Any]:
     coef, in_loss, estimator = ours["policy.kl_coef"], ours["train.kl_coef_in_loss"], ours["algorithm.kl_estimator"]
     options = {f"{ACTOR}.use_kl_loss": coef > 0 and in_loss, "algorithm.use_kl_in_reward": coef > 0 and not in_loss}
     if coef > 0 and in_loss:
-        options |= {f"{ACTOR}.kl_loss_coef": coef, f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator]}
+        options |= {
+            f"{ACTOR}.kl_loss_coef": coef,
+            f"{ACTOR}.kl_loss_type": _KL_TYPES[estimator.removesuffix("_unbiased")],
+        }
+        if estimator.endswith("_unbiased"):
+            ours.comment("algorithm.kl_estimator", "verl does not multiply the KL by the ratio.")
     elif coef > 0:
         options |= {"algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": coef}
         text = "in a zero-advantage group, verl divides the KL differences by their standard deviation; ours does not."
@@ -339,8 +344,7 @@ def _model(ours: Report, facts: Facts) -> dict[str, Any]:
 def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     """Translate batch sizes, micro-batches and warm-up, which verl counts in prompts, tokens and iterations."""
     ours.mapped |= {"train.dialog_turns_per_batch", "train.micro_batch_tokens"}
-    ours.mapped |= {"train.weight_update_frequency"} if config.mode == "async" else set()
-    repeats, size, per_step = config.env.repeats, ours["train.optim_batch_size"], responses_per_step(config)
+    repeats, size, per_step = config.env.repeats, ours["train.optim_batch_size"], config.train.dialog_turns_per_batch
     if size % repeats:
         ours.comment("train.optim_batch_size", f"verl counts prompts: {max(1, size // repeats)} of them per step.")
     if max_support(config):
@@ -365,7 +369,7 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
 def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
     """Translate file paths, run length, devices and the mode."""
     ours.mapped |= {"train_model.devices", "train_model.num_devices"}
-    per_step = responses_per_step(config)
+    per_step = config.train.dialog_turns_per_batch
     steps = ours["train.total_dialog_turns"] // per_step
     mode, every = ours["eval.mode"], ours["eval.every"]
     options: dict[str, Any] = {
@@ -380,7 +384,7 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         "trainer.save_freq": ours["train.checkpoint_frequency"] or steps,
         "trainer.val_before_train": mode == "on",
         "trainer.test_freq": -1 if mode == "off" else every or steps,
-        "trainer.experiment_name": ours["logging.run_name"] or facts.name,
+        "trainer.experiment_name": (ours["logging.wandb_kwargs"] or {}).get("name") or facts.name,
         "trainer.default_local_dir": ScriptPath("$HERE/checkpoints"),
         "trainer.v1.trainer_mode": "sync",
     }

@@ -1,4 +1,4 @@
-"""Describe command, code version, packages and machine of a run's start, and measure the machine's load."""
+"""Describe command, code version, packages and machine of a run's start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 _SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
@@ -97,23 +95,6 @@ def in_words(start: Mapping[str, Any]) -> str:
         [text.format(start[name]) for name, text in texts.items() if name in start] for texts in (words, after)
     )
     return " · ".join([*before, *numbers, *last])
-
-
-def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call."""
-    import torch
-
-    values = {
-        "system/memory_gib": psutil.Process().memory_info().rss / 2**30,
-        "system/host_memory": psutil.virtual_memory().percent / 100,
-        "system/cpu": psutil.cpu_percent() / 100,
-    }
-    if torch.cuda.is_initialized():
-        values["system/gpu_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    with suppress(Exception):  # a missing NVML package or a driver failure raises many types
-        busy = [torch.cuda.utilization(index) / 100 for index in range(torch.cuda.device_count())]
-        values |= {"system/gpu": sum(busy) / len(busy)}
-    return values
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -16,14 +16,16 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
-from sota_grpo.recording.machine import system_metrics
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.progress import Progress, ZeroAdvantageWatch
 from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, whole_lines
@@ -37,20 +39,8 @@ from sota_grpo.text import json_line as as_json
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
-    "group_id",
-    "sample_id",
-    "query",
-    "answer",
-    "prompt",
-    "response",
-    "response_tokens",
-    "success",
-    "reward",
-    "reward_terms",
-    "reward_info",
-    "advantage",
-    "truncated",
-    "policy_version",
+    *("group_id", "sample_id", "query", "answer", "prompt", "response", "response_tokens", "success"),
+    *("reward", "reward_terms", "reward_info", "advantage", "truncated", "policy_version"),
 )
 #: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
@@ -259,6 +249,23 @@ def _writable(path: Path) -> Path:
             f"Cannot write {path} ({reason}): choose a writable run directory with hydra.run.dir=PATH."
         ) from error
     return path
+
+
+def system_metrics() -> dict[str, float]:
+    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call."""
+    import torch
+
+    values = {
+        "system/memory_gib": psutil.Process().memory_info().rss / 2**30,
+        "system/host_memory": psutil.virtual_memory().percent / 100,
+        "system/cpu": psutil.cpu_percent() / 100,
+    }
+    if torch.cuda.is_initialized():
+        values["system/gpu_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    with suppress(Exception):  # a missing NVML package or a driver failure raises many types
+        busy = [torch.cuda.utilization(index) / 100 for index in range(torch.cuda.device_count())]
+        values |= {"system/gpu": sum(busy) / len(busy)}
+    return values
 
 
 class StepLog:

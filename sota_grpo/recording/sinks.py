@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import netrc
 import os
 import secrets
 import shlex
@@ -18,9 +17,8 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
-from sota_grpo.config import Config
+from sota_grpo.config import PROJECT, Config
 from sota_grpo.config.spelling import flat
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.plugins import Registry
@@ -98,20 +96,14 @@ class CopySink:
     def _finish(self, exit_code: int) -> None: ...
 
 
-def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
+def has_api_key() -> bool:
     """Return whether W&B can log in without a prompt: with a key or token file in the environment, or netrc."""
-    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    from requests.utils import get_netrc_auth  # as W&B does, which brings it
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    paths = [environ["NETRC"]] if environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    for path in map(os.path.expanduser, paths):
-        try:
-            entry = netrc.netrc(path).authenticators(host)
-        except (OSError, netrc.NetrcParseError):  # a missing, unreadable or broken file holds no usable key
-            continue
-        if entry and entry[2]:
-            return True
-    return False
+    login = get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+    return login is not None and bool(login[1])
 
 
 class WandbSink(CopySink):
@@ -123,8 +115,9 @@ class WandbSink(CopySink):
     Args:
         mode: ``online`` or ``offline``; the attribute ``mode`` is the mode in effect.
         run_dir: the run directory; the id of the W&B run and W&B's files are stored in it.
-        name: name of the W&B run; None: the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
         config: nested config without keys and tokens.
+        arguments: further arguments of ``wandb.init``; by default the project is ``sota_grpo``, and the run is named
+            by the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
     """
 
     label, package = "W&B", "wandb"
@@ -133,25 +126,22 @@ class WandbSink(CopySink):
         self,
         mode: str,
         *,
-        project: str,
         run_dir: str | os.PathLike[str],
-        name: str | None = None,
-        tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ):
         super().__init__()
         self._dir, self.mode = Path(run_dir), mode
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
-        title = name or "/".join(self._dir.resolve().parts[-2:])
-        options = {"project": project, "name": title, "tags": list(tags), "config": config or {}}
-        self._attempt(lambda: self._start(options))
+        named = {"project": PROJECT, "name": "/".join(self._dir.resolve().parts[-2:]), "config": config or {}}
+        self._attempt(lambda: self._start(named | arguments))
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
         options = config.logging
-        named: dict[str, Any] = {"project": options.project, "name": options.run_name, "tags": options.tags}
-        return cls(options.wandb, run_dir=run_dir, config=asdict(config) | {"start": this_start()}, **named)
+        values = asdict(config) | {"start": this_start()}
+        return cls(options.wandb, run_dir=run_dir, config=values, **(options.wandb_kwargs or {}))
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -180,7 +170,7 @@ class WandbSink(CopySink):
         try:
             self._run = wandb.init(settings=settings, **run, **options)
         except Exception as error:  # a network failure or a rejected key raises many types
-            if self.mode == "offline":
+            if self.mode == "offline" or isinstance(error, TypeError):  # no such argument
                 raise
             self._go_offline(f"the server could not be used ({sentence(error)})")
             self._start(options)

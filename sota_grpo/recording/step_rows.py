@@ -14,7 +14,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
-from sota_grpo.rl.records import Example, metric_tasks, task_of_example
+from sota_grpo.rl.records import TASK, Example, metric_tasks
 from sota_grpo.rl.table import Row, RowTable
 
 Messages = Sequence[Mapping[str, str]]
@@ -57,7 +57,7 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     )
     extras = _extras(rows)
     numbers = [
-        {info_metric(name, task_of_example(extra)): value for name, value in _info(row).items() if is_number(value)}
+        {info_metric(name, extra.get(TASK)): value for name, value in _info(row).items() if is_number(value)}
         for row, extra in zip(rows, extras, strict=True)
     ]
     means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}

@@ -86,7 +86,7 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     """Choose groups of at most ``budget`` bytes of JSON, from the last step, the first, then steps between them."""
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
-    estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3"))
+    estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3")).removesuffix("_unbiased")
     weight = sum(size for rows in lines.values() for *_, size in rows)
     most = max(budget // 2, budget - weight)
     stored, left = _stored(run.path, estimator, most)

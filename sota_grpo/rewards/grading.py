@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
-from sota_grpo.rl.records import LARGEST, Example, Score, task_of_example
+from sota_grpo.rl.records import LARGEST, TASK, Example, Score
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
 from sota_grpo.workers.base import WorkerSpec, pending_future, resolve, starter
@@ -109,7 +109,7 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
     """Return the score of a response whose grader failed: terms 0; in a mixture, None for terms of other tasks."""
-    task = None if example is None else task_of_example(example.extra)
+    task = None if example is None else example.extra.get(TASK)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))
 

@@ -32,11 +32,6 @@ SUBTASK = "mixture/subtask"
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
-def task_of_example(extra: Mapping[str, Any]) -> str | None:
-    """Return the name of the example's task in a mixture from its ``extra``; None without a mixture."""
-    return extra.get(TASK)
-
-
 def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the tasks whose metrics an example counts for: its task in a mixture, and its subtask.
 
@@ -45,7 +40,7 @@ def metric_tasks(extra: Mapping[str, Any]) -> tuple[str, ...]:
     >>> metric_tasks({TASK: "gym", SUBTASK: "chain_sum"}), metric_tasks({SUBTASK: "chain_sum"}), metric_tasks({})
     (('gym', 'gym/chain_sum'), ('chain_sum',), ())
     """
-    task, subtask = task_of_example(extra), extra.get(SUBTASK)
+    task, subtask = extra.get(TASK), extra.get(SUBTASK)
     names: tuple[str, ...] = () if task is None else (task,)
     if isinstance(subtask, str) and _NAME.fullmatch(subtask):
         names = (*names, "/".join((*names, subtask)))

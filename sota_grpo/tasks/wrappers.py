@@ -96,7 +96,7 @@ def with_reward_functions(
         raise RewardFunctionError(fault)
     for example in task.train[:1]:
         scorer.require_columns(example)
-    changes = {"term_weights": term_weights, "gold_response": _no_gold_response}
+    changes = {"term_weights": term_weights, "gold_response": no_gold_response}
     return _scored_by(scorer, task, reads_environments=scorer.reads_environments, **changes)
 
 
@@ -107,7 +107,8 @@ def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
     return wrapped
 
 
-def _no_gold_response(example: Example) -> None: ...
+def no_gold_response(example: Example) -> None:
+    """Return None, as the ``gold_response`` of a task whose reward of a gold answer is not known."""
 
 
 class FunctionScorer:
@@ -238,6 +239,12 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
     )
 
 
+def row_of(task: Task, example: Example) -> dict[str, Any]:
+    """Return the dataset row of an example, under TRL's names, as environments and agents get it."""
+    inputs = reward_inputs(task, "", example)
+    return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
+
+
 def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iterator[str]:
     """Yield a message for each error in the names and weights of reward functions."""
     if not names or not all(names) or len(set(names)) < len(names):
@@ -261,7 +268,7 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 def without_terms(task: Task) -> Task:
     """Return ``task`` without reward terms, for a reward that only a judge or an environment gives."""
-    return _scored_by(_no_score, task, term_weights={}, gold_response=_no_gold_response)
+    return _scored_by(_no_score, task, term_weights={}, gold_response=no_gold_response)
 
 
 def _no_score(response: str, example: Example) -> Score:
@@ -288,7 +295,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
     scorer = ChangedScorer(scorer_of(task) if adds_task_terms else _no_score, change)
     if adds_task_terms and not has_reward:
         return _scored_by(scorer, task, counts=getattr(task, "counts", None))
-    return _scored_by(scorer, task, term_weights=weights, gold_response=_no_gold_response)
+    return _scored_by(scorer, task, term_weights=weights, gold_response=no_gold_response)
 
 
 class ChangedScorer:

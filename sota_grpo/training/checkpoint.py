@@ -283,15 +283,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
     CUDA generators are not restored if the state has none or CUDA is not initialized here; a different number of
     devices is a warning.
-
-    Raises:
-        CheckpointError: an older version wrote the state in another form.
     """
-    if not isinstance(state.get("python"), tuple):
-        raise CheckpointError(
-            "an older version of sota-grpo wrote the random state of this checkpoint; resume with that version, or "
-            "start another run"
-        )
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
         logger.warning(

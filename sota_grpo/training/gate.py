@@ -35,7 +35,7 @@ from sota_grpo.functional.divergences import mean_ratio, temperature_slope
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rewards.grading import task_grader
-from sota_grpo.rl.records import Example, SampledText, Sampling, Score, sample_seed, task_of_example, total_reward
+from sota_grpo.rl.records import TASK, Example, SampledText, Sampling, Score, sample_seed, total_reward
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
@@ -470,12 +470,12 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
     full: dict[str | None, float] = {}  # highest reward of a gold answer, by task
     rewards = [[total_reward(score.terms, task.term_weights) for score in scores] for _, *scores in known]
     for (example, *_), (_, earned) in zip(known, rewards):
-        name = task_of_example(example.extra)
+        name = example.extra.get(TASK)
         full[name] = max(full.get(name, -math.inf), earned)
     bad = [
         example
         for (example, _, right), (nothing, earned) in zip(known, rewards)
-        if not right.success or earned < full[task_of_example(example.extra)] or nothing >= earned
+        if not right.success or earned < full[example.extra.get(TASK)] or nothing >= earned
     ]
     most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
     name = "gold answers earn the full reward"
@@ -537,7 +537,7 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
             )
     failed = rows.get(keys.REWARD_ERROR).flatten()
     reasons = [json.loads(text).get("error") for text in rows.get(keys.REWARD_INFO)]
-    tasks = [task_of_example(json.loads(row[keys.EXTRA])) for row in rows.rows(keys.EXTRA)]
+    tasks = [json.loads(row[keys.EXTRA]).get(TASK) for row in rows.rows(keys.EXTRA)]
     for name, positions in _positions(tasks).items():
         of_task = "" if name is None else f" of {name}"
         if bool(failed[positions].all()):

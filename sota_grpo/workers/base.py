@@ -154,7 +154,7 @@ def starter(
     return start
 
 
-class JobQueue:
+class WorkerThread:
     """A FIFO executor with one thread: functions are submitted from any thread and called in order.
 
     :meth:`submit` returns a future of the function's result; if the function returns a future, of that future's
@@ -162,15 +162,23 @@ class JobQueue:
 
     Args:
         name: name of the thread.
+        start: False starts no thread: the caller runs :meth:`serve`, or :meth:`serve_on_thread` later.
+
+    >>> thread = WorkerThread("adder")
+    >>> thread.submit(lambda a, b: a + b, 2, 3).result(), thread.silent_s()
+    (5, 0.0)
+    >>> thread.close()
     """
 
     advance: Callable[[], bool] = staticmethod(lambda: False)  # called while the queue is empty, until it returns False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, start: bool = True) -> None:
         self.name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Future[Any]], object]] | None]
         self._jobs = queue.SimpleQueue()
         self._since: float | None = None
+        if start:
+            self.serve_on_thread()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue ``function(*args)``; return a future of its result."""
@@ -217,21 +225,7 @@ class JobQueue:
         self._jobs.put(None)
 
 
-class WorkerThread(JobQueue):
-    """A :class:`JobQueue` that starts its own thread.
-
-    >>> thread = WorkerThread("adder")
-    >>> thread.submit(lambda a, b: a + b, 2, 3).result(), thread.silent_s()
-    (5, 0.0)
-    >>> thread.close()
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.serve_on_thread()
-
-
-class Host(JobQueue):
+class Host(WorkerThread):
     """Constructs a worker and calls its methods in order, all on the thread that runs :meth:`serve`.
 
     If the construction raises, every call fails with :class:`ConstructionFailed`. The call ``"__idle_s__"`` returns at
@@ -252,7 +246,7 @@ class Host(JobQueue):
     """
 
     def __init__(self, name: str, unpack_spec: Callable[[], WorkerSpec]) -> None:
-        super().__init__(name)
+        super().__init__(name, start=False)
         self._activity = Activity()
         self._worker = self.submit(self._construct, unpack_spec)
 

@@ -176,6 +176,8 @@ class FleetEngine(Streams):
         base: returns the packed base weights, if the learner sends only its adapter; called once.
     """
 
+    takes_adapters = True  # each worker merges them
+
     def __init__(
         self,
         fleet: Fleet,

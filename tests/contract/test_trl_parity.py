@@ -34,7 +34,7 @@ from transformers import TrainingArguments
 
 from scripts.preset_table import TRL
 from sota_grpo import keys
-from sota_grpo.config import Config
+from sota_grpo.config import Config, kl_is_unbiased
 from sota_grpo.config.spelling import NOT_HERE, THEIRS, walk
 from sota_grpo.functional import adapted_entropy_coef, surrogates, top_entropy_tokens
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
@@ -203,7 +203,7 @@ def test_preset_equals_trl_in_loss_and_gradient(name, beta, tmp_path) -> None:
         pytest.fail("no batch tells the clips apart")
     constant = MAX_RESPONSE_TOKENS if name == "luspo" else 1
     total = constant * (ours.loss_objective + (ours.loss_kl_to_ref if beta else 0.0))
-    trainer = trainer_for(name, config, model, beta, tmp_path, use_bias_correction_kl=config.algorithm.kl_unbiased)
+    trainer = trainer_for(name, config, model, beta, tmp_path, use_bias_correction_kl=kl_is_unbiased(config))
     model.eval()
     value, grad = value_and_gradient(model, total)
     their_value, their_grad = value_and_gradient(model, trainer._compute_loss(model, trl_inputs(rows)))

@@ -43,7 +43,11 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
     run_dir = tmp_path / "run"
     options = ("engine=scripted", "check.mode=off", "train.export_hf=false")
     options += ("policy.kl_coef=0.01", "algorithm.entropy_coef=0.01")
-    sinks = ("logging.wandb=offline", "logging.sinks=[tensorboard]", "logging.tags=[one,two]", "logging.run_name=mine")
+    sinks = (
+        "logging.wandb=offline",
+        "logging.sinks=[tensorboard]",
+        "logging.wandb_kwargs={tags: [one, two], name: mine}",
+    )
     done = grpo(run_dir, *SMALL, *options, *sinks)
     assert done.returncode == 0, done.stderr
     written = metrics(run_dir)
@@ -75,7 +79,12 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
     for package in ("wandb", "tensorboard"):
         pytest.importorskip(package)
     sweep = ("--multirun", *SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "logging.num_examine=1")
-    sweep += ("train.total_dialog_turns=96", "train.checkpoint_frequency=2", "env.num_heldout=8", "logging.project=p")
+    sweep += (
+        "train.total_dialog_turns=96",
+        "train.checkpoint_frequency=2",
+        "env.num_heldout=8",
+        "logging.wandb_kwargs={project: p}",
+    )
     sweep += ("logging.sinks=[tensorboard]", f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")
     places = {"NETRC": tmp_path / "netrc", "WANDB_CACHE_DIR": tmp_path / "cache"}
     process_options = {"cwd": tmp_path, "environment": [*((name, str(path)) for name, path in places.items())]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sota_grpo.recording import machine
+from sota_grpo.recording import machine, run_log
 from sota_grpo.recording.metrics import declared
 from sota_grpo.report import data
 from sota_grpo.training.runs import open_run
@@ -67,7 +67,7 @@ def test_what_is_measured_is_declared_on_a_gpu_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "utilization", {0: 50, 1: 100}.get)
-    values = machine.system_metrics()
+    values = run_log.system_metrics()
     assert {declared(name).name for name in values} == set(values)
     assert (values["system/gpu_memory_gib"], values["system/gpu"]) == (3.0, 0.75)
     assert values["system/memory_gib"] > 0.01

@@ -60,6 +60,8 @@ def others(config: Config, option: str) -> list[Config]:
         values = [[0, 1]]
     elif value is None and ("int" in kind or "float" in kind):
         values = [4]
+    elif option == "logging.wandb_kwargs":
+        values = [{"project": "another"}]
     else:
         values = ["another"]
     return [with_options(config, {option: other}) for other in values]

@@ -325,7 +325,7 @@ def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
 @pytest.mark.parametrize("objective", SURROGATES)
 def test_no_token_owns_an_unbiased_divergence_whatever_the_objective(objective: str) -> None:
     """One token of 64 is 200 nats off: its slope is at most ``dual_clip`` times that of the others."""
-    overrides = f"algorithm.objective={objective}", "algorithm.kl_unbiased=true", "algorithm.dual_clip=2"
+    overrides = f"algorithm.objective={objective}", "algorithm.kl_estimator=k3_unbiased", "algorithm.dual_clip=2"
     config, stream = composed("grpo_cpu", *overrides), generator()
     rows = [random_row(stream, 2, 16, index=index, dtype=torch.float64) for index in range(4)]
     actor = TableActor(rows, stream, shift=0.0)

@@ -42,18 +42,23 @@ def no_key(monkeypatch, tmp_path):
 # --- W&B --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_found_where_it_may_be(tmp_path):
+def test_a_key_is_found_where_it_may_be(tmp_path, no_key, monkeypatch):
+    pytest.importorskip("requests")
     path = tmp_path / "netrc"
-    environ = {"NETRC": str(path)}
-    assert not has_api_key(environ)
-    path.write_text("machine api.wandb.ai login user")
-    assert not has_api_key(environ)
+    for text, has_key in (
+        (None, False),
+        ("machine api.wandb.ai login user", False),
+        ("machine api.wandb.ai login user password abc", True),
+        ("nonsense here", False),
+    ):
+        if text is not None:
+            path.write_text(text)
+        assert has_api_key() == has_key, text
     path.write_text("machine api.wandb.ai login user password abc")
-    assert has_api_key(environ)
-    assert not has_api_key({**environ, "WANDB_BASE_URL": "https://wandb.example.org"})
-    path.write_text("nonsense here")
-    assert not has_api_key(environ)
-    assert has_api_key({**environ, "WANDB_API_KEY": "abc"})
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_api_key()
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    assert has_api_key()
 
 
 def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tmp_path, no_key, monkeypatch, caplog):
@@ -117,7 +122,7 @@ def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
         @classmethod
         def from_config(cls, config, run_dir):
             sink = cls()
-            sink.path = run_dir / f"{config.logging.project}.txt"
+            sink.path = run_dir / f"{config.logging.wandb}.txt"
             return sink
 
         def _write(self, step, values):
@@ -127,10 +132,10 @@ def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setitem(SINKS._own, "json", Json)
-    config = Config(logging=LoggingConfig(project="mine", sinks=["json"]))
+    config = Config(logging=LoggingConfig(wandb="disabled", sinks=["json"]))
     with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
         log.write_step(3, {"reward": 1.0})
-    assert (tmp_path / "mine.txt").read_text() == "3 {'reward': 1.0}"
+    assert (tmp_path / "disabled.txt").read_text() == "3 {'reward': 1.0}"
 
 
 class FailingWandb(SimpleNamespace):

@@ -86,7 +86,7 @@ def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path)
         record = json.loads((path / "run.json").read_text())
         (path / "run.json").write_text(json.dumps(record | {"passed": {"train": passed}}))
         paths.append(path)
-    options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.project=other"]]  # changes no result
+    options = [["optimizer.lr=1"], ["optimizer.lr=2"], ["optimizer.lr=1", "logging.num_examine=2"]]  # changes no result
     paths += [write_run(tmp_path / f"lr{seed}", seed=seed, options=each) for seed, each in enumerate(options)]
     assert seeds_of_one_config([read_run(path) for path in paths]) == [[0, 1], [2], [3, 5], [4]]
 

@@ -156,8 +156,8 @@ def test_an_export_copies_no_rows_of_this_machine_unasked(option: str, run_dir: 
 
 def test_an_interpolation_is_refused_by_name_and_not_resolved(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hush")
-    for text in ("env: {system_prompt: 'Hi ${oc.env:SECRET}'}", "logging: {tags: ['${oc.env:SECRET}']}"):
-        with pytest.raises(UserError, match=r"(env.system_prompt|logging.tags) has an interpolation") as refused:
+    for text in ("env: {system_prompt: 'Hi ${oc.env:SECRET}'}", "logging: {sinks: ['${oc.env:SECRET}']}"):
+        with pytest.raises(UserError, match=r"(env.system_prompt|logging.sinks) has an interpolation") as refused:
             load_config(saved(run_dir, text))
         assert "hush" not in str(refused.value)
 
@@ -302,8 +302,7 @@ def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> Non
     name = script_name(tmp_path / 'a3\ntouch PWNED #"""$(touch PWNED)`${oc.env:HOME}')
     assert not set(name) & set("\n\"'$`\\{}()")
     config = Config()
-    config.logging.run_name = "$HERE$(touch PWNED)"
-    config.logging.project = 'a"\nimport os\nb\\'
+    config.logging.wandb_kwargs = {"name": "$HERE$(touch PWNED)", "project": 'a"\nimport os\nb\\'}
     facts = Facts("tiny", name, longest_prompt=10, num_train=1000)
     (tmp_path / "run.sh").write_text(verl_script(*verl_options(config, facts), ["A heading."]))
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")

@@ -42,7 +42,7 @@ from sota_grpo.rewards.judge.questions import (
     WrongForm,
     dialog,
 )
-from sota_grpo.rl.records import Example, Score, task_of_example, total_reward
+from sota_grpo.rl.records import TASK, Example, Score, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.text import duration, json_line, one_line
 from sota_grpo.workers.base import pending_future, resolve
@@ -514,14 +514,12 @@ class JudgedGrader:
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """Return a future of one score per ``(response, example)`` pair."""
-        questions = [
-            self._question(*pair) for pair in pairs
-        ]  # on this thread: a SystemExit would end the client's loop
+        questions = [self._question(*pair) for pair in pairs]  # here: a SystemExit would end the client's loop
         verdicts = self.judge.submit(self._verdicts, questions)
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)
 
     def _question(self, text: str, example: Example) -> Question | None:
-        rules = self._rules.get(task_of_example(example.extra))
+        rules = self._rules.get(example.extra.get(TASK))
         if rules is None:
             return None
         turns = (getattr(text, "record", None) or {}).get("messages")  # of a dialog with tools
@@ -552,7 +550,7 @@ class JudgedGrader:
             return score
         if verdict.error is not None:
             return self._failures.add(failed_score(weights, verdict.error, example))
-        rules = self._rules[task_of_example(example.extra)]
+        rules = self._rules[example.extra.get(TASK)]
         terms = {**score.terms, rules.term: verdict.value}
         info = {**score.info, TERM: verdict.said} if verdict.said else score.info
         above = rules.success_above
