@@ -125,7 +125,7 @@ def compile_layer(shape: str) -> None:
         rotary = tuple(torch.empty(1, length, width, device="cuda") for _ in range(2))
         tables = type(tables)(torch.empty(tables.flat.shape, dtype=torch.int32, device="cuda"), tables.sizes)
         in_half = torch.autocast("cuda", torch.bfloat16)
-        results_are_none = contextlib.suppress(AttributeError)
+        results_are_none = contextlib.suppress(AttributeError, AssertionError)  # code that is only read returns None
         with decoder_layer.HalfWeights([layer], torch.bfloat16), in_half, results_are_none:
             layer(hidden, position_embeddings=rotary, tables=tables)
 

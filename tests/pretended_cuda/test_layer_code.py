@@ -1,0 +1,29 @@
+"""What the compiler makes of a decoder layer for an H100 does not grow: kernels, products and bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pretended_cuda import guard
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
+@pytest.mark.parametrize(("shape", "kernels", "gigabytes"), [("qwen3-0.6b", 15, 3.15), ("qwen2.5-1.5b", 16, 4.8)])
+def test_a_layer_has_few_kernels_and_bytes(shape: str, kernels: int, gigabytes: float) -> None:
+    """16,384 packed tokens, weights cast to bfloat16 once per step; transformers' layers have 32 and 37 kernels."""
+    command = [sys.executable, "-m", "tests.pretended_cuda.layer_code", "--shape", shape]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    forward, backward = (json.loads(done.stdout.splitlines()[-1])[name] for name in ("forward", "backward"))
+    assert (forward["products"], backward["products"]) == (4, 8)
+    assert forward["operators"] == backward["operators"] == 1
+    assert 0 < forward["kernels"] + backward["kernels"] <= kernels
+    assert 0 < forward["gigabytes"] + backward["gigabytes"] <= gigabytes
