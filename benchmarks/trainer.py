@@ -197,7 +197,7 @@ def measure(
 
 
 def device_work(system: System) -> dict[str, float]:
-    """Of one step on a GPU: launches, milliseconds in which a kernel runs, and the idle share between first and last.
+    """Return one step's launches, the milliseconds in which a kernel runs, and the idle share between first and last.
 
     The trace has the device's events only: the CPU's would slow the host down.
     """

@@ -210,15 +210,17 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
         whole = -(-whole // how.ranks) + passing if how.shard_gradients else -(-whole // how.parallel)
     c, w, moments = how.product_bytes, how.weight_bytes, []
     head = 0 if how.rank else w * model.head_weights
+    joined = how.compiled and how.casts and how.ranks == 1 and not (how.rank or how.quantized or how.on_cpu)
+    copies = model.layers * c * model.layer_matrices if joined else 0  # of all matrices, to the last micro-batch
     for accumulated, rows in zip((0, whole), micro_batches):
-        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES
+        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES + (copies if how.checkpointing else 0)
         of_head = head_bytes(model, how, rows)
         one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
         if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
             one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
         if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.shared_prompt
             one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
-        cast = c * model.layer_matrices if how.checkpointing and how.casts and not how.quantized else 0
+        cast = c * model.layer_matrices if how.checkpointing and how.casts and not (how.quantized or joined) else 0
         if how.checkpointing:
             one_layer += _layer_bytes(model, how, rows) + cast
         moments.append((accumulated + head, saved + of_head, _head_working_bytes(model, how, rows)))
@@ -228,7 +230,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
             # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
             moments.append((accumulated, saved + of_head + model.layers * cast, how.tile_bytes))
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
-    moments.append((whole + made_anew, 0, 0))
+    moments.append((whole + made_anew, copies, 0))
     trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
     moments.append((whole, 0, OPTIMIZERS[how.optimizer].step_bytes(trained, how.on_cpu)))
     gradients, activations, logits = max(moments, key=sum)

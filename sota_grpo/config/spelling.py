@@ -139,7 +139,7 @@ algorithm.correction and algorithm.correction_mode < vllm_importance_sampling_mo
 algorithm.correction_cap < vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_is_threshold
 algorithm.correction_floor < vllm_importance_sampling_clip_min
 algorithm.off_policy_threshold < off_policy_mask_threshold
-algorithm.kl_estimator=k3_unbiased < use_bias_correction_kl kl_unbiased
+algorithm.kl_estimator (k3_unbiased for true) < use_bias_correction_kl kl_unbiased
 algorithm.entropy_target < use_adaptive_entropy
 model.name < model_name_or_path
 hydra.run.dir < output_dir default_local_dir

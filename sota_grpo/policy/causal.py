@@ -36,6 +36,7 @@ from sota_grpo.policy.shared_prompt import (
     is_right_padded,
     pack,
     shared_attention,
+    takes_kernels,
 )
 
 logger = logging.getLogger(__name__)
@@ -151,9 +152,10 @@ class CausalPolicy(TensorDictModuleBase):
         Weights must not change in it, and gradients are complete when it is left.
         """
         layers = decoder_layers(base_model(self.model))
-        if dtype is None or not all(hasattr(layer, "joined") for layer in layers):
+        joined = [layer for layer in layers if decoder_layer.computes_joined(layer)]
+        if dtype is None or not joined or next(joined[0].parameters()).dtype != torch.float32:
             return nullcontext()
-        return decoder_layer.HalfWeights(layers, dtype)
+        return decoder_layer.HalfWeights(joined, dtype)
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
@@ -375,7 +377,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = _head_width(model)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
@@ -391,6 +393,11 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
         return f"{type(error).__name__}: {error}"
     gap = float((there.cpu().float() - expected).abs().max() / expected.abs().max())
     return None if gap <= 5e-2 else f"its attention on {device} differs by {gap:.1g} of its size"
+
+
+def _head_width(model: PreTrainedModel) -> int:
+    config: Any = model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 @torch.no_grad()
@@ -466,7 +473,9 @@ def joins_products(model: PreTrainedModel) -> bool:
     Hidden states of a few rows are computed before and after; if they differ by more than rounding, nothing changes.
     """
     device, layers = model.device.type, decoder_layers(model)
-    if device not in KERNEL_DEVICES or model.config.model_type not in decoder_layer.FAMILIES:
+    if device not in KERNEL_DEVICES or not all(map(decoder_layer.fits, layers)):
+        return False
+    if not takes_kernels(model.device, torch.bfloat16, _head_width(model)):
         return False
     layout = _sample(model)[2]
     wide = next(model.parameters()).dtype == torch.float32
@@ -476,15 +485,14 @@ def joins_products(model: PreTrainedModel) -> bool:
             return packed_hidden(model, layout).float()
 
     expected = hidden()
-    if not decoder_layer.join_products(layers, layout.windows):
-        return False
+    decoder_layer.join_products(layers, layout.windows)
     gap = float((hidden() - expected).abs().max() / expected.abs().max())
-    if gap <= 5e-2:
+    if gap <= 2e-2:
         return True
     logger.warning(
         "Layers of %s are computed as they are: joined products change their output by %.1g.", type(model).__name__, gap
     )
-    decoder_layer.part_products(layers)
+    decoder_layer.restore_layers(layers)
     return False
 
 

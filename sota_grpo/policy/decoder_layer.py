@@ -2,23 +2,24 @@
 
 transformers' layer multiplies by seven matrices and casts each of them in every micro-batch. Here query, key and value
 are one product, gate and up another, and for an optimizer step the matrices are cast once (:class:`HalfWeights`). A
-layer computes this function only for packed rows in half precision on a GPU, and if a test shows that it changes
-results by rounding only (:func:`join_products`); else transformers' layer computes.
+layer computes this function only for packed rows in half precision on a GPU; for other rows it is transformers' layer.
+Hooks on modules inside of a layer are not called.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+from transformers.activations import SiLUActivation
 
-from sota_grpo.policy.shared_prompt import Tables, packed_attention, takes_kernels
+from sota_grpo.policy.shared_prompt import Layout, Tables, packed_attention, takes_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Limit of compiled variants (training, scoring, adapter on and off, each precision); above it torch uses eager mode.
@@ -34,8 +35,8 @@ _GROUPS = (
 )
 
 
-class Kind(NamedTuple):
-    """What is constant in the compiled function; layers of one kind share it."""
+class LayerShape(NamedTuple):
+    """The numbers of a layer that its compiled code contains as constants."""
 
     hidden: int
     inner: int  # width of the MLP
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer; a matrix is a tuple of parts, in the order of their outputs."""
+    """Weights of a layer; matrices of one product are a tuple, in the order of their outputs."""
 
     qkv: tuple[Tensor, ...]
     out: tuple[Tensor, ...]
@@ -60,9 +61,15 @@ class LayerWeights(NamedTuple):
 
 
 def decoder_layer(
-    kind: Kind, weights: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor, tables: Tensor, sizes: list[int],
+    shape: LayerShape,
+    weights: LayerWeights,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tables: Tensor,
+    sizes: list[int],
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the hidden states ``[1, L, H]`` after the layer, rounded where transformers' layer rounds under autocast.
 
     Args:
@@ -72,23 +79,23 @@ def decoder_layer(
         dtype: of products and attention.
     """
     rows = hidden.flatten(0, 1)
-    states = _normed(rows, weights.norms[0], kind.eps).to(dtype)
+    states = _normed(rows, weights.norms[0], shape.eps).to(dtype)
     bias = _joined(weights.qkv_bias, dtype) if weights.qkv_bias else None
-    heads = linear(states, _joined(weights.qkv, dtype), bias).unflatten(-1, (-1, kind.width))
-    query, key, value = heads.split([kind.heads, kind.key_heads, kind.key_heads], 1)
+    heads = linear(states, _joined(weights.qkv, dtype), bias).unflatten(-1, (-1, shape.width))
+    query, key, value = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
     if weights.head_norms:
-        query, key = (_normed(each, weight, kind.eps) for each, weight in zip((query, key), weights.head_norms))
+        query, key = (_normed(each, weight, shape.eps) for each, weight in zip((query, key), weights.head_norms))
     query, key = (_rotated(each, cos[0].unsqueeze(1), sin[0].unsqueeze(1)).to(dtype) for each in (query, key))
-    attended, _ = packed_attention(query, key, value, tables, sizes, kind.scale, 0.0, kind.window)
+    attended, _ = packed_attention(query, key, value, tables, sizes, shape.scale, 0.0, shape.window)
     rows = rows + linear(attended.flatten(1), _joined(weights.out, dtype))
-    states = _normed(rows, weights.norms[1], kind.eps).to(dtype)
+    states = _normed(rows, weights.norms[1], shape.eps).to(dtype)
     gate, up = linear(states, _joined(weights.gate_up, dtype)).chunk(2, -1)
-    # a sum of views, which is none itself: the next layer's input must be like the first's
+    # the result is no view of another tensor, as the first layer's input is none: else layers would be compiled twice
     return rows.unsqueeze(0) + linear(silu(gate) * up, _joined(weights.down, dtype)).unsqueeze(0)
 
 
-def _joined(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(group: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    whole = group[0] if len(group) == 1 else torch.cat(group)
     return whole.to(dtype)
 
 
@@ -111,41 +118,53 @@ def compile_options() -> dict[str, Any]:
     return how
 
 
+def _computed(text: str, weights: LayerWeights, hidden: Tensor, *args: Any) -> Tensor:
+    """Compute a layer; ``text`` is its shape's, because the compiled code is used again only for an equal string.
+
+    Numbers that are given or closed over would become arguments of the compiled code, and its matrices' sizes too,
+    which the comparison makes constants.
+    """
+    shape = LayerShape(*_numbers(text))
+    sizes = (shape.hidden, shape.inner, (shape.heads + 2 * shape.key_heads) * shape.width)
+    if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:
+        raise ValueError(f"The layer's matrices are not those of {text}.")
+    return decoder_layer(shape, weights, hidden, *args)
+
+
+@torch.compiler.assume_constant_result
+def _numbers(text: str) -> tuple[Any, ...]:
+    return tuple(json.loads(text))
+
+
 @lru_cache
-def _compiled(kind: Kind) -> Callable[..., Tensor]:
-    @torch.compiler.assume_constant_result  # else the compiled code gets numbers as arguments
-    def constants() -> tuple[Any, ...]:
-        return tuple(kind)
-
-    def layer(weights: LayerWeights, hidden: Tensor, *args: Any) -> Tensor:
-        known = Kind(*constants())
-        sizes = (known.hidden, known.inner, (known.heads + 2 * known.key_heads) * known.width)
-        if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:
-            raise ValueError("layers of one kind have matrices of one shape")  # never; it makes these sizes constants
-        return decoder_layer(known, weights, hidden, *args)
-
-    return torch.compile(layer, **compile_options())
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, **compile_options())
 
 
 def _forward(
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     *args: Any,
     position_embeddings: Any = None,
+    layout: Layout | None = None,
     tables: Tables | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Forward of a layer; ``tables`` are given for packed rows on a GPU only."""
+    """Forward of a joined layer; ``tables`` are given for packed rows on a GPU only."""
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
-    joined: Any = self.joined
-    if tables is None or not takes_kernels(hidden_states.device, dtype, joined.kind.width):
-        kwargs |= {"position_embeddings": position_embeddings, "tables": tables}
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+    joined: Joined = self.joined
+    compiled = _compiled if joined.compiles else lambda function: function
+    if tables is None or not takes_kernels(hidden_states.device, dtype, joined.shape.width):
+        kwargs |= {"position_embeddings": position_embeddings, "layout": layout, "tables": tables}
+        return compiled(type(self).forward)(self, hidden_states, *args, **kwargs)
+    if layout is not None:
+        layout.windows.append(joined.shape.window or None)
     weights = joined.halves or weights_of(self)
     with torch.autocast(device, enabled=False):
-        return joined.compute(weights, hidden_states, *position_embeddings, tables.flat, [*tables.sizes], dtype)
+        given = (weights, hidden_states, *position_embeddings, tables.flat, [*tables.sizes], dtype)
+        return compiled(_computed)(json.dumps(joined.shape), *given)
 
 
 def weights_of(layer: nn.Module) -> LayerWeights:
@@ -153,67 +172,77 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     known: dict[str, Any] = dict(layer.named_modules())
 
     def weights(names: Sequence[str], what: str = "weight") -> tuple[Tensor, ...]:
-        found = [getattr(known[name], what) for name in names if name in known]
-        return tuple(tensor for tensor in found if tensor is not None)
+        tensors = [getattr(known[name], what) for name in names if name in known]
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     qkv, out, gate_up, down = map(weights, _GROUPS)
     return LayerWeights(qkv, out, gate_up, down, weights(_GROUPS[0], "bias"), weights(_NORMS), weights(_HEAD_NORMS))
 
 
 class Joined:
-    """What a layer computes with: the compiled function of its kind, and half-precision copies of matrices if any."""
+    """The state of a joined layer: its shape, half-precision copies if there are any, and whether it is compiled.
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.compute = kind, _compiled(kind)
+    A copy of the layer is not compiled: engines decode with one, a token at a time.
+    """
+
+    def __init__(self, shape: LayerShape, compiles: bool = True) -> None:
+        self.shape, self.compiles = shape, compiles
         self.halves: LayerWeights | None = None
 
     def __deepcopy__(self, memo: Any) -> Joined:
-        return Joined(self.kind)
+        return Joined(self.shape, compiles=False)
 
 
-def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> bool:
-    """Make ``layers`` compute :func:`decoder_layer`; return False, changing nothing, if one has other parameters.
+def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
+    """Make ``layers``, for all of which :func:`fits` is True, compute :func:`decoder_layer`.
 
-    ``windows`` has the sliding window of each layer.
+    ``windows`` has the sliding window of each.
     """
-    if not all(map(_fits, layers)):
-        return False
-    for layer, window in zip(layers, windows):
-        attention: Any = layer.get_submodule("self_attn")
+    for layer, window in zip(layers, windows, strict=True):
+        changed: Any = layer
+        attention, norm = changed.self_attn, changed.input_layernorm
         query, key = (each.out_features // attention.head_dim for each in (attention.q_proj, attention.k_proj))
-        norm: Any = layer.get_submodule(_NORMS[0])
         hidden, inner = weights_of(layer).down[0].shape
         numbers = (attention.head_dim, norm.variance_epsilon, attention.scaling, window or 0)
-        changed: Any = layer
-        changed.joined = Joined(Kind(hidden, inner, query, key, *numbers))
-        changed.forward = MethodType(_forward, layer)
-    return True
+        changed.joined = Joined(LayerShape(hidden, inner, query, key, *numbers))
+        changed.forward = partial(_forward, layer)
 
 
-def part_products(layers: Sequence[nn.Module]) -> None:
+def restore_layers(layers: Sequence[nn.Module]) -> None:
     """Undo :func:`join_products`."""
     for layer in layers:
         del layer.joined, layer.forward
 
 
-def _fits(layer: nn.Module) -> bool:
-    """Whether ``layer`` has exactly the parameters that :class:`LayerWeights` has, in plain linear layers."""
-    linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+def fits(layer: nn.Module) -> bool:
+    """Return whether ``layer`` is transformers' own, with SiLU, and has the parameters of :class:`LayerWeights`."""
+    modules: dict[str, Any] = dict(layer.named_modules())
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     names = [name for group in _GROUPS for name in group]
     if sorted(linears) != sorted(names) or any(type(module) is not nn.Linear for module in linears.values()):
         return False
+    own = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
+    others = [module for name, module in modules.items() if name not in linears and name != "mlp.act_fn"]
+    if not isinstance(modules["mlp"].act_fn, SiLUActivation) or {type(module).__module__ for module in others} - own:
+        return False
     weights = weights_of(layer)
-    tensors = [tensor for part in weights for tensor in part]
-    complete = {id(tensor) for tensor in tensors} == {id(tensor) for tensor in layer.parameters()}
-    alike = len(weights.norms) == 2 and len(weights.qkv_bias) in (0, 3) and len(weights.head_norms) in (0, 2)
-    return complete and alike and len({tensor.requires_grad for tensor in tensors}) == 1
+    complete = {id(tensor) for group in weights for tensor in group} == {id(tensor) for tensor in layer.parameters()}
+    return (
+        complete and len(weights.norms) == 2 and len(weights.qkv_bias) in (0, 3) and len(weights.head_norms) in (0, 2)
+    )
+
+
+def computes_joined(layer: nn.Module) -> bool:
+    """Return whether :func:`join_products` changed ``layer``."""
+    return hasattr(layer, "joined")
 
 
 class HalfWeights:
-    """Context in which layers compute with half-precision copies of their matrices, cast once.
+    """Context in which joined layers compute with half-precision copies of their matrices, cast once.
 
-    Their gradients are added to those of the float32 matrices as soon as they are known: the same numbers as if every
-    micro-batch cast them. The matrices must not change in the context.
+    Their gradients are added to those of the matrices as soon as they are known: the same numbers as if every
+    micro-batch cast them. Matrices must not change in the context, nor their gradients be dropped. A layer of which
+    some matrices are frozen has no copies.
     """
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
@@ -224,35 +253,43 @@ class HalfWeights:
     def __enter__(self) -> None:
         copies: list[Tensor] = []
         matrices: list[Tensor] = []
+        changed: list[tuple[Joined, LayerWeights]] = []
         for layer in self.layers:
             weights, halves = weights_of(layer), []
-            for parts in weights[:4]:
-                rows = [len(part) for part in parts]
-                empty = parts[0].new_empty(sum(rows), parts[0].shape[1], dtype=self.dtype)
-                half = nn.Parameter(empty, requires_grad=parts[0].requires_grad)
+            if len({tensor.requires_grad for group in weights[:4] for tensor in group}) > 1:
+                continue
+            for group in weights[:4]:
+                rows = [len(matrix) for matrix in group]
+                empty = group[0].new_empty(sum(rows), group[0].shape[1], dtype=self.dtype)
+                half = nn.Parameter(empty, requires_grad=group[0].requires_grad)
                 if half.requires_grad:
-                    half.register_post_accumulate_grad_hook(self._adding(parts, rows))
+                    half.register_post_accumulate_grad_hook(self._adding(group, rows))
                 copies += half.data.split(rows)
-                matrices += parts
+                matrices += group
                 halves.append((half,))
-            layer.joined.halves = weights._replace(**dict(zip(LayerWeights._fields, halves)))
-        torch._foreach_copy_(copies, matrices)
+            changed.append((layer.joined, weights._replace(**dict(zip(LayerWeights._fields, halves)))))
+        if copies:
+            torch._foreach_copy_(copies, matrices)
+        for joined, halved in changed:  # last: a failed allocation leaves no layer with empty copies
+            joined.halves = halved
 
     def __exit__(self, *error: object) -> None:
         for layer in self.layers:
             layer.joined.halves = None
         self.totals.clear()
 
-    def _adding(self, parts: tuple[Tensor, ...], rows: list[int]) -> Callable[[Tensor], None]:
+    def _adding(self, group: tuple[Tensor, ...], rows: list[int]) -> Callable[[Tensor], None]:
         def add(half: Tensor) -> None:
-            assert half.grad is not None
-            total = self.totals.get(id(parts[0]))
-            if total is None:
-                self.totals[id(parts[0])] = total = half.grad.to(parts[0].dtype)
-                for part, gradient in zip(parts, total.split(rows)):
-                    part.grad = gradient
-            else:
-                total.add_(half.grad)
-            half.grad = None
+            gradient, half.grad = half.grad, None
+            assert gradient is not None
+            total = self.totals.get(id(group[0]))
+            if total is not None:
+                total.add_(gradient)
+                return
+            total = gradient.to(group[0].dtype)
+            if all(matrix.grad is None for matrix in group):
+                self.totals[id(group[0])] = total
+            for matrix, own in zip(group, total.split(rows)):
+                matrix.grad = own if matrix.grad is None else matrix.grad.add_(own)
 
         return add

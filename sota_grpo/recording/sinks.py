@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,10 +99,10 @@ class CopySink:
 
 def has_api_key() -> bool:
     """Return whether W&B can log in without a prompt: with a key or token file in the environment, or netrc."""
-    from requests.utils import get_netrc_auth  # as W&B does, which brings it
-
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    from requests.utils import get_netrc_auth  # as W&B does, which brings it
+
     login = get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
     return login is not None and bool(login[1])
 
@@ -116,8 +117,8 @@ class WandbSink(CopySink):
         mode: ``online`` or ``offline``; the attribute ``mode`` is the mode in effect.
         run_dir: the run directory; the id of the W&B run and W&B's files are stored in it.
         config: nested config without keys and tokens.
-        arguments: further arguments of ``wandb.init``; by default the project is ``sota_grpo``, and the run is named
-            by the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
+        arguments: further arguments of ``wandb.init`` by name; by default the project is ``sota_grpo``, and the run is
+            named by the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
     """
 
     label, package = "W&B", "wandb"
@@ -128,20 +129,20 @@ class WandbSink(CopySink):
         *,
         run_dir: str | os.PathLike[str],
         config: Mapping[str, Any] | None = None,
-        **arguments: Any,
+        arguments: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._dir, self.mode = Path(run_dir), mode
         if mode == "online" and not has_api_key():
             self._go_offline("no API key was found (WANDB_API_KEY or netrc)")
         named = {"project": PROJECT, "name": "/".join(self._dir.resolve().parts[-2:]), "config": config or {}}
-        self._attempt(lambda: self._start(named | arguments))
+        self._attempt(lambda: self._start(named | dict(arguments or {})))
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> WandbSink:
         options = config.logging
         values = asdict(config) | {"start": this_start()}
-        return cls(options.wandb, run_dir=run_dir, config=values, **(options.wandb_kwargs or {}))
+        return cls(options.wandb, run_dir=run_dir, config=values, arguments=options.wandb_kwargs)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -164,13 +165,15 @@ class WandbSink(CopySink):
 
         self._wandb = wandb
         has_secret = sys.argv != without_secrets(sys.argv)  # the command line of a user's script may have one
+        if unknown := options.keys() - signature(wandb.init).parameters.keys():
+            raise TypeError(f"wandb.init has no argument {min(unknown)}; see logging.wandb_kwargs")
         quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_meta": has_secret}
         settings = wandb.Settings(finish_timeout=_FINISH_TIMEOUT_S, **quiet)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
         try:
             self._run = wandb.init(settings=settings, **run, **options)
         except Exception as error:  # a network failure or a rejected key raises many types
-            if self.mode == "offline" or isinstance(error, TypeError):  # no such argument
+            if self.mode == "offline":
                 raise
             self._go_offline(f"the server could not be used ({sentence(error)})")
             self._start(options)

@@ -229,6 +229,7 @@ class Learner:
             return self._run_passes(rows, passes)
 
     def _run_passes(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
+        """Do what :meth:`_run` says with the weights at hand."""
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()

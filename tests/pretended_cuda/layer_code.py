@@ -28,7 +28,7 @@ PROMPT, RESPONSES = 1024, (8, 6)  # 16,384 packed tokens: two prompts, and respo
 
 
 def pretend_h100() -> list[str]:
-    """Tell torch, Triton and Inductor of an H100; return a list to which each generated module's code is appended."""
+    """Make torch, Triton and Inductor find an H100; return a list that gets each generated module's code."""
     described = {
         "name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132,
         "warp_size": 32, "max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536,
@@ -119,7 +119,7 @@ def compile_layer(shape: str) -> None:
             for name, weight in module._parameters.items():
                 if weight is not None:
                     module._parameters[name] = torch.nn.Parameter(torch.empty(weight.shape, device="cuda"))
-        assert decoder_layer.join_products([layer], [None])
+        decoder_layer.join_products([layer], [None])
         hidden = torch.empty(1, length, config.hidden_size, device="cuda", requires_grad=True)
         width = layer.self_attn.head_dim
         rotary = tuple(torch.empty(1, length, width, device="cuda") for _ in range(2))
@@ -156,7 +156,7 @@ def counted(code: str) -> dict[str, float]:
                 view = re.match(r"reinterpret_tensor\(\w+, \(([^)]*)\)", argument)
                 size = numel(view[1]) if view else sizes.get(argument, 0)
                 times = 2 if role.startswith("in_out") else 1
-                num_bytes += times * size * SIZES.get(kind.removeprefix("*"), 0) if kind.startswith("*") else 0
+                num_bytes += times * size * SIZES[kind.removeprefix("*")] if kind.startswith("*") else 0
         elif re.search(r"extern_kernels\.\w+\(", line):
             calls["products"] += 1
         elif re.search(r"= torch\.ops\.\w+\.\w+", line):

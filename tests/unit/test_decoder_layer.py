@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ HALF = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows in any precision take the way that half precision takes on CUDA; layers run eagerly."""
-    for module in (shared_prompt, decoder_layer):
+    for module in (shared_prompt, decoder_layer, causal):
         monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "HALF", (*HALF, torch.float32))
@@ -96,20 +99,29 @@ def test_copies_of_a_model_have_layers_of_their_own() -> None:
     assert torch.equal(outcome(other, rows, None)[0], expected)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "llama with biases", "llama with an adapter"])
-def test_other_layers_stay_transformers(family: str) -> None:
-    name, _, special = family.partition(" ")
-    model = make_model(
-        "llama" if name in ("llama", "adapter") else name, **({"attention_bias": True} if special else {})
-    )
-    model = add_lora(model, r=2, alpha=4) if name == "adapter" else model
-    policy = CausalPolicy(model)
+def llama(**changes: Any) -> torch.nn.Module:
+    return make_model("llama", head_dim=8, **changes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_model("gemma2", head_dim=8),
+        lambda: make_model("granite", head_dim=8),
+        lambda: llama(attention_bias=True),
+        lambda: llama(hidden_act="gelu"),
+        lambda: add_lora(llama(), r=2, alpha=4),
+    ],
+    ids=["gemma2", "granite", "biases", "gelu", "adapter"],
+)
+def test_other_layers_stay_transformers(make: Callable[[], torch.nn.Module]) -> None:
+    policy = CausalPolicy(make())
     assert not joins_products(base_model(policy.model))
     assert not any("forward" in vars(layer) for layer in decoder_layers(base_model(policy.model)))
 
 
 def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Its parameters are those of a Qwen3, but the sum after its attention is scaled."""
+    """Its classes and parameters are those of a Qwen3, but what its attention adds is doubled."""
     policy = CausalPolicy(make_model("qwen3", head_dim=8))
     for layer in decoder_layers(base_model(policy.model)):
         layer.self_attn.o_proj.register_forward_hook(lambda module, given, output: 2 * output)
@@ -117,3 +129,72 @@ def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCa
         assert not joins_products(base_model(policy.model))
     assert "joined products change their output" in caplog.text
     assert not any("forward" in vars(layer) for layer in decoder_layers(base_model(policy.model)))
+
+
+def test_copies_and_second_policies_of_a_joined_model_compute_packed_rows() -> None:
+    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
+    expected, _ = outcome(policy, rows, torch.bfloat16)
+    for model in (policy.model, copy.deepcopy(policy.model), pickle.loads(pickle.dumps(policy.model))):
+        other = CausalPolicy(model)
+        assert other.shared_prompt
+        assert torch.equal(outcome(other, rows, torch.bfloat16)[0], expected)
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    """Two contexts, and a padded micro-batch before a packed one, as without copies."""
+    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
+
+    def accumulated(precision: torch.dtype | None) -> torch.Tensor:
+        policy.zero_grad()
+        for shared in (True, True, False, True):
+            policy.scorer.shared_prompt = shared
+            with policy.half_weights(precision), torch.autocast("cpu", torch.bfloat16):
+                policy(rows)[keys.LOG_PROBS].sum().backward()
+        return torch.cat([each.grad.flatten() for each in policy.parameters()])
+
+    expected = accumulated(None)
+    assert torch.equal(accumulated(torch.bfloat16), expected)
+
+
+def test_a_layer_with_some_frozen_matrices_has_no_copies() -> None:
+    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
+    first = decoder_layers(base_model(policy.model))[0]
+    first.self_attn.q_proj.weight.requires_grad_(False)
+    with policy.half_weights(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        policy(rows)[keys.LOG_PROBS].sum().backward()
+    trained = {name for name, each in policy.named_parameters() if each.grad is not None}
+    assert trained == {name for name, each in policy.named_parameters() if each.requires_grad}
+
+
+def test_a_failed_allocation_leaves_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train()))
+
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), policy.half_weights(torch.bfloat16):
+        pass
+    assert all(layer.joined.halves is None for layer in decoder_layers(base_model(policy.model)))
+
+
+def test_a_model_whose_layers_have_no_name_takes_half_precision() -> None:
+    policy = CausalPolicy(make_model("qwen3"))
+    base_model(policy.model)._no_split_modules = None
+    with policy.half_weights(torch.bfloat16):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_layers_of_other_numbers_are_not_computed_by_compiled_code_of_the_first() -> None:
+    """A Qwen2 of full and sliding layers, and one with another epsilon, whose matrices have the same shapes."""
+    torch._dynamo.reset()
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
+    rows = make_groups(GROUPS)
+    for changes in ({"head_dim": 8, **mixed}, {"head_dim": 8, "rms_norm_eps": 0.5}):
+        policy = CausalPolicy(make_model("qwen2", **changes).train())
+        expected, _ = outcome(policy, rows, None)
+        joined = CausalPolicy(copy.deepcopy(policy.model))
+        assert joins_products(base_model(joined.model))
+        with torch.compiler.set_stance("default"):
+            assert distance(outcome(joined, rows, None)[0], expected) < 1e-5

@@ -58,7 +58,7 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the way that it takes on CUDA; nothing is compiled yet."""
     torch._dynamo.reset()
-    for module in (shared_prompt, decoder_layer):
+    for module in (shared_prompt, decoder_layer, causal):
         monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: dtype == torch.bfloat16)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     for operation, kernel in (

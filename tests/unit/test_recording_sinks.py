@@ -72,7 +72,7 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     config = {"seed": 1, "engine": {"url": None}}
     monkeypatch.setattr(sys, "argv", ["mine.py", "engine.api_key=sesame"])  # W&B keeps the command line
     for first, mode in ((0, "offline"), (1, "online")):  # the second is a resumed run, online in vain
-        sink = WandbSink(mode, project="p", run_dir=tmp_path, tags=["t"], config=config)
+        sink = WandbSink(mode, run_dir=tmp_path, config=config, arguments={"project": "p", "tags": ["t"]})
         sink.samples_every = 1
         assert sink.mode == "offline"
         with RunLog(tmp_path, sinks=[sink]) as log:
@@ -169,7 +169,7 @@ class FailingWandb(SimpleNamespace):
 def test_a_wandb_failure_warns_once_and_never_ends_training(broken, tmp_path, no_key, monkeypatch, caplog):
     wandb = FailingWandb(broken)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = WandbSink("offline", project="p", run_dir=tmp_path)
+    sink = WandbSink("offline", run_dir=tmp_path, arguments={"project": "p"})
     sink.samples_every = 1
     with RunLog(tmp_path, sinks=[sink]) as log:
         for step in range(3):
@@ -185,7 +185,7 @@ def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, 
     wandb = FailingWandb("nothing")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    sink = WandbSink("online", project="p", run_dir=tmp_path / "10-00-00" / "3")
+    sink = WandbSink("online", run_dir=tmp_path / "10-00-00" / "3", arguments={"project": "p"})
     assert sink.mode == "offline"
     assert wandb.options["name"] == "10-00-00/3"  # the last folder alone is a clock time, or a number in a sweep
     assert wandb.calls == ["init online", "init offline"]
