@@ -165,7 +165,7 @@ class WandbSink(CopySink):
 
         self._wandb = wandb
         has_secret = sys.argv != without_secrets(sys.argv)  # the command line of a user's script may have one
-        signature(wandb.init).bind(**options)  # a TypeError of a name that it lacks
+        signature(wandb.init).bind_partial(**options)  # a TypeError of a name that it lacks
         quiet: dict[str, Any] = {"silent": True, "console": "off", "x_disable_meta": has_secret}
         settings = wandb.Settings(finish_timeout=_FINISH_TIMEOUT_S, **quiet)
         run: dict[str, Any] = {"dir": str(self._dir), "id": self._run_id(), "resume": "allow", "mode": self.mode}
