@@ -56,7 +56,7 @@ RUNS = {
         "smollm_ifeval",
         8,
         1e-4,
-        (*batch(4, 6, 8), "algorithm.overlong_buffer=0", "inference_model.max_tokens=32"),
+        (*batch(12, 6, 8), "algorithm.overlong_buffer=0", "inference_model.max_tokens=32"),
     ),
     "asynchronous": Run(
         "grpo-async.py",
