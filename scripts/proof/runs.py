@@ -54,7 +54,8 @@ def ran(given: Sequence[str], limit_s: float = 240.0) -> dict[str, Any]:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may still be written
 
 
 def gate_of(folder: Path) -> list[str]:
