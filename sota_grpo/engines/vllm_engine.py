@@ -20,6 +20,7 @@ from torch import Tensor
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.stepping import Flight, SteppingEngine, checked_weights, expected_weights, matrix_dtype
 from sota_grpo.engines.vllm_server import TIES, engine_arguments, sampling_parameters, weight_sums
+from sota_grpo.engines.vllm_shortcuts import shorten
 from sota_grpo.errors import UserError
 from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, SamplingSupport
@@ -111,6 +112,7 @@ class VLLMEngine(SteppingEngine):
         with _process_state_restored():
             self._llm: Any = _start(options, on_cpu=self._on_cpu)
         self._engine: Any = self._llm.llm_engine
+        shorten(self._engine)
         self.max_model_len = int(self._engine.model_config.max_model_len)
         if not self._on_cpu and not self._engine.vllm_config.use_v2_model_runner:
             logger.warning(

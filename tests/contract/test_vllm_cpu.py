@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ import torch
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.transformers_engine import sampled_probs
 from sota_grpo.engines.vllm_engine import PROVIDER
+from sota_grpo.engines.vllm_shortcuts import shorten
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.lora import packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
@@ -132,6 +134,50 @@ def test_log_probs_equal_transformers(rig: Rig, temperature: float):
     sampling = Sampling(max_tokens=40, temperature=temperature)
     outputs = generate(rig.engine, requests, sampling)
     assert largest_gap(rig.model, requests, outputs, temperature or 1.0) < 1e-5
+
+
+def test_shorter_ways_through_vllm_change_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Tokens, log-probs and versions over a push, with them and without; the calls that they spare are counted."""
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    calls: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        whole = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **named: calls.update([name]) or whole(*args, **named))
+
+    counted(LogprobsProcessor, "update_from_output")
+    counted(KVCacheCoordinator, "allocate_new_blocks")
+    engine = rig.engine._engine
+    owners = engine.output_processor, engine.engine_core.engine_core.scheduler.kv_cache_manager
+    sampling = Sampling(max_tokens=60)
+
+    def sampled() -> tuple[list[Any], Counter[str]]:
+        rig.push(3)
+        calls.clear()
+        futures = [rig.engine.submit(request, sampling) for request in ragged_requests(6, 4, seed=11)]
+        for _ in range(20):
+            rig.engine.advance()
+        rig.push(4)
+        while rig.engine.advance():
+            pass
+        samples = [sample for future in futures for sample in future.result().samples]
+        first = min(int(sample.versions.min()) for sample in samples)
+        contents = [(s.token_ids.tolist(), s.log_probs.tolist(), (s.versions - first).tolist()) for s in samples]
+        return contents, Counter(calls)
+
+    short, few = sampled()
+    for owner, name in zip((owners[0], owners[1], owners[1]), ("process_outputs", "allocate_slots", "cache_blocks")):
+        delattr(owner, name)  # the class's is there again
+    try:
+        whole, many = sampled()
+    finally:
+        shorten(engine)
+    assert short == whole
+    assert {version for _, _, versions in short for version in versions} == {0, 1}
+    assert few["update_from_output"] <= 2 * len(short) < many["update_from_output"]
+    assert few["allocate_new_blocks"] < many["allocate_new_blocks"] / 4
 
 
 def test_log_probs_equal_transformers_after_a_push(rig: Rig):
