@@ -132,7 +132,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 
 
 def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
-    """Return ``keys.PARENTS`` of a sample's row."""
+    """Return the position of each token's predecessor in a sample's row, int64 ``[P + R]`` (``keys.PARENTS``)."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
     if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) >= num_prompt_tokens:
         raise ValueError("a sample is a tree over another prompt than its row's")
@@ -225,6 +225,8 @@ def set_loss_weights(
 ) -> None:
     """Write ``loss_weight`` to all rows of an optimizer step, before they are split; 0 off the assistant mask.
 
+    A row with a grader error has weight 0 and counts as a row without trainable tokens.
+
     Args:
         rows: the rows of the step, ragged or dense, which are returned.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
@@ -273,7 +275,7 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
         TensorDict with ``batch_size=[N]``: sequences ``[N, max T_i]`` and scalars per row.
 
     Raises:
-        ValueError: there are no rows, or some rows lack a key that others have.
+        ValueError: there are no rows, or some rows lack a key that others have and that has no default.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
     >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
@@ -301,7 +303,10 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
 
 
 def _absent(key: Key, row: Row) -> Tensor | None:
-    """Return what a row lacks that others have: the parents of a line; no support for no sampled token."""
+    """Return the default of a per-token entry that only other rows have; None if there is no default.
+
+    Parents default to the previous positions; sampling supports to none, if the row has no assistant token.
+    """
     mask = row.get(keys.ASSISTANT_MASK, None)
     if key == keys.PARENTS:
         return torch.arange(-1, len(row[keys.FULL_TOKENS]) - 1)
@@ -378,8 +383,9 @@ def filled(
 class Prompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens before, after and trained on. Of a tree,
-    the prompt is that of its first branch, and ``response`` counts all other tokens as often as they are computed.
+    ``text``: the ids as bytes; ``length``: tokens of the prompt; ``response``: tokens after it; ``sampled``: tokens to
+    train on. If the row is a tree, the prompt is that of its first path, and ``response`` counts every other token as
+    often as it is computed (:func:`~sota_grpo.policy.shared_prompt.pack`).
     """
 
     text: bytes
