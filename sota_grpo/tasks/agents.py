@@ -34,7 +34,7 @@ _LOADS = threading.Lock()
 
 
 def agent_spec(value: str) -> InstanceSpec:
-    """Return how the agent of a value of ``env.agent`` is run.
+    """Return the spec with which an environment worker builds the :class:`Agent` of a value of ``env.agent``.
 
     >>> agent_spec("python my_agent.py").kind
     'sota_grpo.tasks.agents:Agent'
@@ -43,13 +43,13 @@ def agent_spec(value: str) -> InstanceSpec:
 
 
 class Agent:
-    """One episode of an agent.
+    """Runs a user's agent for one episode: :meth:`reset` takes the dataset row, :meth:`call` runs the agent.
 
     Args:
         value: ``FILE.py:NAME`` or a command line.
 
     Raises:
-        UserError: the file or the function does not exist.
+        UserError: the file, the function or the command does not exist.
     """
 
     schemas: tuple[dict[str, Any], ...] = ()  # an agent brings its own tools
@@ -66,11 +66,15 @@ class Agent:
         self._process: subprocess.Popen[str] | None = None
 
     def reset(self, **row: Any) -> None:
-        """Take the dataset row."""
+        """Store the dataset row for the agent."""
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the agent and return what it returns."""
+        """Run the agent with ``arguments``, ``base_url`` and ``api_key``; return its result (may be awaitable).
+
+        Raises:
+            InstanceLost: the command fails, or its last line is not JSON.
+        """
         if self._run is not None:
             made = self._run(self._row, **arguments)
             return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch
@@ -96,8 +100,8 @@ class Agent:
             try:
                 said, complained = process.communicate()
             finally:
-                self.kill()  # also what it has left running
-                self._process = None  # its number may become another process's
+                self.kill()  # children that are still running
+                self._process = None  # the process id may be reused
         if process.returncode != 0:
             why = one_line(complained.strip().rpartition("\n")[2], 200)
             raise InstanceLost(f"the agent ended with status {process.returncode}: {why}")
@@ -108,7 +112,7 @@ class Agent:
             raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
 
     def kill(self) -> None:
-        """Kill the command and its children, if there are any; from any thread."""
+        """Kill the running command and its children, if there is one; thread-safe."""
         if (process := self._process) is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

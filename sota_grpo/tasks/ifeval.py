@@ -200,10 +200,10 @@ class InstructionsTask(IFEvalTask):
 
 
 class SeenInstructionsTask(InstructionsTask):
-    """Generated prompts with 20 of the 25 instructions; the others are in held-out prompts only.
+    """Generated prompts with 20 of the 25 instructions; the other five are in held-out prompts only.
 
-    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` has
-    ``prompt_strict_unseen`` too: prompts with at least one of them, of which all instructions are strictly followed.
+    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` adds
+    ``prompt_strict_unseen``, the strict accuracy of the prompts with at least one of the five.
     """
 
     name = "instructions_20"

@@ -108,7 +108,7 @@ def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
 
 
 def no_gold_response(example: Example) -> None:
-    """Return None, as the ``gold_response`` of a task whose reward of a gold answer is not known."""
+    """Return None: the ``gold_response`` of a task for which no response is known to earn the full reward."""
 
 
 class FunctionScorer:
@@ -240,7 +240,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
 
 
 def row_of(task: Task, example: Example) -> dict[str, Any]:
-    """Return the dataset row of an example, under TRL's names, as environments and agents get it."""
+    """Return an example's dataset row as environments and agents get it: its columns, ground truth and prompt."""
     inputs = reward_inputs(task, "", example)
     return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
@@ -282,8 +282,8 @@ _COUNTED = ("tool_calls", "tool_errors", "requests")
 def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:
     """Return ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
-    ``info`` gets ``tool_calls``, ``tool_errors`` and ``ended_by_turns`` (1 if the turn limit ended the dialog), which
-    are logged as metrics. A dialog whose environment was lost has an error.
+    ``info`` gets ``tool_calls``, ``tool_errors``, ``requests`` (of an agent) and ``ended_by_turns`` (1 if the turn
+    limit ended the dialog), which are logged as metrics. A dialog whose environment was lost has an error.
 
     Args:
         task: any task, with its own reward or that of functions.
