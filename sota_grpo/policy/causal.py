@@ -51,12 +51,12 @@ class CausalPolicy(TensorDictModuleBase):
     """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
-    elsewhere. If the model's attention allows it, rows with the same prompt compute the prompt once and nothing is
-    padded (:mod:`sota_grpo.policy.shared_prompt`); else rows are padded and a warning gives the reason. The LM head
-    runs only at positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are
-    float32; autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are
-    over the sampling support (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard`
-    shards the policy.
+    elsewhere; in a row that is a tree, ``keys.PARENTS`` replaces ``t - 1``. If the model's attention allows it, rows
+    with the same prompt compute the prompt once and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`); else
+    rows are padded and a warning gives the reason. The LM head runs only at positions that predict an assistant token,
+    so no ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is left to the caller. If sampling was
+    truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the sampling support
+    (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard` shards the policy.
 
     Args:
         model: a transformers causal language model, with or without LoRA.

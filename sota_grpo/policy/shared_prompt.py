@@ -60,7 +60,7 @@ class Layout:
     """Layout of right-padded rows ``[N, T]`` as a packed sequence of ``L`` tokens with ``M`` assistant tokens."""
 
     tokens: Tensor  # int64 [L], the packed sequence
-    positions: Tensor  # int64 [1, L], position of each token in its row
+    positions: Tensor  # int64 [1, L], position of each token in its row; in a tree, on its path
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], ids of the assistant tokens
     slots: Tensor  # int64 [M], flat positions of the assistant tokens in [N, T]
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens of the longest row; of a tree, of its longest path."""
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
@@ -526,7 +526,10 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Operator that calls ``attention_kernels.forward``; a ``softcap`` or ``window`` of 0 means none."""
+    """Return attention over packed rows and its log-sum-exp, as an operator around ``attention_kernels.forward``.
+
+    A ``softcap`` or ``window`` of 0 means none.
+    """
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

@@ -199,7 +199,9 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Return for each test whether the program passes it. After a test that does not end, the next ones fail, too.
+    """Return for each test whether the program passes it.
+
+    All assertions of one code run in one process: after one that does not end, those that follow it fail, too.
 
     Args:
         tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a

@@ -185,7 +185,7 @@ class InstructionsTask(IFEvalTask):
 
         Args:
             seed: seed of the prompts; which requests are held out does not depend on it.
-            num_train, num_heldout: number of examples of the splits.
+            num_train, num_heldout: number of generated examples of the splits.
             eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval, whose prompts are never trained on.
             data_seed: seed of the order of the rows of ``eval_path``.
             options: keywords of the class.

@@ -67,7 +67,7 @@ def with_reward_functions(
     The returned task has no gold response. Success is decided by the first of: an entry ``success``, ``acc`` or
     ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward > ``success_above``. If a
     function raises or returns an invalid reward, that response gets an error with the line of the file. If no function
-    applies to a response, its reward is 0 and it has no terms.
+    applies to a response, that is treated as a grader error, too (:func:`~sota_grpo.rl.records.rewarded`).
 
     Args:
         task: any task. TRL functions get its columns, or for tasks without columns ``question``, ``answer``, ``extra``
@@ -173,7 +173,7 @@ class FunctionScorer:
 
     @property
     def reads_environments(self) -> bool:
-        """Return whether a function has the parameter ``environments``."""
+        """Whether a TRL function accepts the keyword ``environments``."""
         return any(f.form == TRL and (f.taken is None or "environments" in f.taken) for f in self._functions.values())
 
     @cached_property
