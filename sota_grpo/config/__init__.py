@@ -35,7 +35,7 @@ def opt(
     high: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return a field of an option: default, help, other choices, limits (``above``, ``below``: exclusive)."""
+    """Return the dataclass field of an option: default, help, choices, limits (``above``, ``below`` exclusive)."""
     limits = {"above": above, "at least": low if above is None else None, "at most": high, "below": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})

@@ -1,9 +1,9 @@
 """Run a user's agent (``env.agent``) in an environment worker: a Python function, or a command line.
 
-A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address of the run's
-server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in a
-JSON file, whose path is its last argument, and the address in the environment variables of OpenAI's and Anthropic's
-clients; the last line that it prints is the reward, as JSON. Does not import torch.
+A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address and key of the
+run's server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in
+a JSON file, whose path is its last argument, and address and key in the environment variables of OpenAI's and
+Anthropic's clients; the last line that it prints is the result, as JSON. Does not import torch.
 """
 
 from __future__ import annotations
