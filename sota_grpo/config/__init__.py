@@ -62,7 +62,7 @@ class EvalConfig:
 
 @dataclass
 class RayConfig:
-    """The Ray cluster of the worker processes (``wants_workers`` says when a run has any), and their time limit."""
+    """The Ray cluster of worker processes: for mode=async, or several learner ranks, references or engines."""
 
     address: str | None = opt(None, "running Ray cluster: HOST:PORT, or auto; null: start one on this machine")
     timeout_s: float = opt(

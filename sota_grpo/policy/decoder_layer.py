@@ -112,7 +112,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def compile_options() -> dict[str, Any]:
     """Return arguments of ``torch.compile`` for decoder layers: one graph for any length, rounded as in eager mode.
 
-    In a torch without the argument ``recompile_limit``, this sets the global limit.
+    If this torch.compile lacks the argument ``recompile_limit``, the limit is raised for the calling thread.
     """
     how = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     if "recompile_limit" in signature(torch.compile).parameters:
@@ -153,7 +153,7 @@ def _forward(
     tables: Tables | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Replace the forward of a joined layer; ``tables`` is None unless the rows are packed and on a GPU."""
+    """Compute a joined layer, in place of transformers' forward; ``tables``: None unless rows are packed, on a GPU."""
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
