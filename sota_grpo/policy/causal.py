@@ -134,7 +134,10 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]``, float32, 0 where the assistant mask is False."""
+        """Return log-probabilities and entropies ``[N, T]``, float32, 0 where the assistant mask is False.
+
+        ``layout``: that of :meth:`layout`, if it is known. Entropies are None without ``with_entropy``.
+        """
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
