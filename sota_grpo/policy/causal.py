@@ -134,10 +134,7 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]``, float32, 0 where the assistant mask is False.
-
-        ``layout``: that of :meth:`layout`, if it is known. Entropies are None without ``with_entropy``.
-        """
+        """Return log-probs and entropies ``[N, T]``, float32, 0 off the assistant mask; entropies may be None."""
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
@@ -150,10 +147,9 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, support=sets)
 
     def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Return a context in which joined layers cast their matrices to ``dtype`` once, instead of per micro-batch.
+        """Return a context in which joined layers cast float32 matrices to ``dtype`` once; without effect for others.
 
-        Inside it weights must not change and gradients must not be reset. It has no effect if ``dtype`` is None, the
-        weights are not float32, or no layer is joined (:class:`~sota_grpo.policy.decoder_layer.HalfWeights`).
+        Inside it, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
         layers = decoder_layers(base_model(self.model))
         joined = [layer for layer in layers if decoder_layer.computes_joined(layer)]
@@ -472,10 +468,9 @@ def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
 
 @torch.no_grad()
 def joins_products(model: PreTrainedModel) -> bool:
-    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if possible; return whether they are.
+    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if GPU and layers fit; return whether.
 
-    It needs a GPU with the attention kernels and layers that :func:`.decoder_layer.fits` accepts. Hidden states of a
-    few rows are compared before and after; if they differ by more than rounding, it is undone, with a warning.
+    Hidden states of a few rows are computed before and after; if they differ by more than rounding, it is undone.
     """
     device, layers = model.device.type, decoder_layers(model)
     if device not in KERNEL_DEVICES or not all(map(decoder_layer.fits, layers)):

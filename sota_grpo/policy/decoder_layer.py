@@ -110,10 +110,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compile_options() -> dict[str, Any]:
-    """Return arguments of ``torch.compile`` for decoder layers: one graph for any length, rounded as in eager mode.
-
-    If this torch.compile lacks the argument ``recompile_limit``, the limit is raised for the calling thread.
-    """
+    """Return arguments of ``torch.compile`` for layers: one graph for rows of any length, rounding as in eager mode."""
     how = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     if "recompile_limit" in signature(torch.compile).parameters:
         return {**how, "recompile_limit": COMPILED_VARIANTS}  # for all threads; the setting below only for this one
@@ -218,10 +215,7 @@ def restore_layers(layers: Sequence[nn.Module]) -> None:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is one of transformers for :data:`FAMILIES`, with SiLU and only known parameters.
-
-    Subclasses of ``nn.Linear``, as with LoRA or quantisation, are not known.
-    """
+    """Return whether ``layer`` is transformers' own of :data:`FAMILIES`, with SiLU, without LoRA or quantisation."""
     modules: dict[str, Any] = dict(layer.named_modules())
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     names = [name for group in _GROUPS for name in group]

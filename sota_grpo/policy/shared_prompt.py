@@ -526,10 +526,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over packed rows and its log-sum-exp, as an operator around ``attention_kernels.forward``.
-
-    A ``softcap`` or ``window`` of 0 means none.
-    """
+    """Return attention and log-sum-exp of ``attention_kernels.forward``; ``softcap`` or ``window`` 0: none."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

@@ -225,10 +225,8 @@ def set_loss_weights(
 ) -> None:
     """Write ``loss_weight`` to all rows of an optimizer step, before they are split; 0 off the assistant mask.
 
-    A row with a grader error has weight 0 and counts as a row without trainable tokens.
-
     Args:
-        rows: the rows of the step, ragged or dense, which are returned.
+        rows: the rows of the step, ragged or dense, which are returned; rows with a grader error get weight 0.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
             filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
@@ -303,10 +301,7 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
 
 
 def _absent(key: Key, row: Row) -> Tensor | None:
-    """Return the default of a per-token entry that only other rows have; None if there is no default.
-
-    Parents default to the previous positions; sampling supports to none, if the row has no assistant token.
-    """
+    """Return a missing entry's default: parents of a line, no support in a row without assistant tokens; else None."""
     mask = row.get(keys.ASSISTANT_MASK, None)
     if key == keys.PARENTS:
         return torch.arange(-1, len(row[keys.FULL_TOKENS]) - 1)
@@ -383,9 +378,8 @@ def filled(
 class Prompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``text``: the ids as bytes; ``length``: tokens of the prompt; ``response``: tokens after it; ``sampled``: tokens to
-    train on. If the row is a tree, the prompt is that of its first path, and ``response`` counts every other token as
-    often as it is computed (:func:`~sota_grpo.policy.shared_prompt.pack`).
+    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens of it, after it, trained on. Of a tree, it
+    is the prompt of the first path, and ``response`` counts every other token as often as it is computed.
     """
 
     text: bytes

@@ -404,8 +404,7 @@ class GRPOLoss(LossModule):
     def coefficients(self, batch: TensorDictBase) -> Tensor:
         """Return ``-d surrogate / d log_prob`` per token ``[N, T]``, reduced: positive if a step makes it likelier.
 
-        Correction weights and ``off_policy_threshold`` are not applied. Masked tokens have 0. The actor runs without a
-        graph, so this costs one forward pass.
+        Correction and off-policy masking are left out. Masked tokens have 0. It costs one forward pass, without graph.
         """
         tokens = self._read(batch)
         with torch.enable_grad():

@@ -311,9 +311,8 @@ class GroupAdvantage(RowTransform):
     ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added separately; they
     are written once the group is complete.
 
-    If the reward includes a KL penalty (:class:`ReferenceKL`), a group whose rewards without the penalty are all equal
-    is not divided by a group's scale. A response with a grader error (``("next", "reward_error")``) is left out of
-    baseline and scale; its advantage is 0.
+    A group whose rewards without the KL penalty are all equal is not divided by a scale of the group. A response with a
+    grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. ``baseline`` may also be

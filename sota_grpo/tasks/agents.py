@@ -70,11 +70,7 @@ class Agent:
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the agent with ``arguments``, ``base_url`` and ``api_key``; return its result (may be awaitable).
-
-        Raises:
-            InstanceLost: the command fails, or its last line is not JSON.
-        """
+        """Run the agent and return its result, or an awaitable of it; ``InstanceLost`` if a command fails."""
         if self._run is not None:
             made = self._run(self._row, **arguments)
             return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch

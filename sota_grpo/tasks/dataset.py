@@ -359,10 +359,7 @@ class FileTask(BaseTask):
         return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, split: str = "train") -> list[Example]:
-        """Return the examples of a file or hub dataset; raise ``DatasetError`` for an unreadable row.
-
-        Of a hub dataset, unreadable rows up to the fraction ``max_broken`` are skipped.
-        """
+        """Return a dataset's examples; ``DatasetError`` for a bad row (on the hub: for more than ``max_broken``)."""
         rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
         for number, row in enumerate(rows, start=1):
             try:
