@@ -35,7 +35,7 @@ def opt(
     high: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return a field of an option: default, help, other choices, limits (``above``, ``below``: exclusive)."""
+    """Return the dataclass field of an option: default, help, choices, limits (``above``, ``below`` exclusive)."""
     limits = {"above": above, "at least": low if above is None else None, "at most": high, "below": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
@@ -62,7 +62,7 @@ class EvalConfig:
 
 @dataclass
 class RayConfig:
-    """The Ray cluster of the workers, which mode=async and several devices for a role need."""
+    """The Ray cluster of worker processes: for mode=async, or several learner ranks, references or engines."""
 
     address: str | None = opt(None, "running Ray cluster: HOST:PORT, or auto; null: start one on this machine")
     timeout_s: float = opt(

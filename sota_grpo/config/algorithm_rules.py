@@ -70,7 +70,7 @@ def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
 
 
 def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
-    """The values of a user's own functions are checked in training."""
+    """Refuse ``scale=group_mean`` with negative rewards or penalties; own functions' values are checked in training."""
     if config.algorithm.scale != "group_mean":
         return
     penalties = {
@@ -92,7 +92,7 @@ def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
 
 
 def the_kl_has_the_gradient_of_its_estimator(config: Config) -> Iterator[str]:
-    """``E[rho k2']`` is not the gradient of the KL, ``E[rho k1']`` and ``E[rho k3']`` are; ``E[k1']`` is 0."""
+    """Refuse k1 in the loss, where its gradient has mean 0, and an unbiased estimator for a KL in the reward."""
     estimator, coef, in_loss = config.algorithm.kl_estimator, config.policy.kl_coef, config.train.kl_coef_in_loss
     if kl_is_unbiased(config) and not in_loss and coef > 0:
         text = f"algorithm.kl_estimator={estimator} has no effect on policy.kl_coef={coef} in the reward"

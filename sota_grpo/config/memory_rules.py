@@ -41,7 +41,7 @@ def learner_ranks(config: Config) -> int:
 
 
 def wants_workers(config: Config) -> bool:
-    """Whether the run needs worker processes: for mode=async, several devices for a role, or a Ray cluster."""
+    """Whether the run needs worker processes: mode=async, several learner ranks, references or engines, or Ray."""
     one_engine = config.inference_model.tensor_parallel_size
     several = learner_ranks(config) > 1 or (device_count(config.ref_model) or 1) > 1
     several = several or (device_count(config.inference_model) or one_engine) > one_engine

@@ -29,7 +29,7 @@ READERS = {  # {option that only some tasks read: parameter of the task class}; 
     **{f"env.{name}": name for name in ("answer_format", "format_weight", "sandbox")},
     **{f"reward.{name}": name for name in ("correct", "wrong", "no_answer", "all_weight")},
 }
-#: A task has at most one of them: an entry that sets one does not inherit any.
+#: Options of which a task has at most one: an entry that sets one inherits none.
 _OFFERS = ("env.tools", "env.environment", "env.agent")
 _DIALOGS = {name.partition(".")[2]: name for name in (*_OFFERS, "env.max_steps", "env.reasoning")}
 #: {name in an entry: option of the run that it replaces for its task}.
@@ -108,7 +108,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; 1 for a task that does not answer responses."""
+    """Return {task: most turns of a dialog}; in a mixture 1 for a task that neither answers nor sets ``max_steps``."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))

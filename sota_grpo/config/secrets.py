@@ -1,9 +1,9 @@
 """Keep API tokens in environment variables of this process and its workers, out of configs and files.
 
 ``HF_TOKEN`` is the token of the hub, for gated models; ``SOTA_GRPO_API_KEY`` the key of the server at ``engine.url``;
-``SOTA_GRPO_JUDGE_KEY`` the judge's; ``SOTA_GRPO_AGENTS_KEY`` that of programs that open sessions; W&B has
-its own variables. The overrides ``model.hub_token=TOKEN`` and ``engine.api_key=TOKEN`` move to the variables before
-Hydra reads them; ``ps`` and Ray's job list still show them.
+``SOTA_GRPO_JUDGE_KEY`` that of the judge; ``SOTA_GRPO_AGENTS_KEY`` the key that agents outside of the run must send to
+open sessions; W&B has its own variables. The overrides ``model.hub_token=TOKEN`` and ``engine.api_key=TOKEN`` are moved
+to the variables before Hydra reads them; ``ps`` and Ray's job list still show them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Check the tokens in environment variables, because a client's error message would print a malformed one.
+    """Check ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``, because a client's error message would print a malformed token.
 
     Raises:
         UserError: a token is malformed; the message does not contain it.
@@ -67,7 +67,7 @@ def key_of(variable: str) -> str | None:
 
 
 def _checked(variable: str, token: str) -> str:
-    """Return ``token`` if it is well-formed (RFC 6750, section 2.1)."""
+    """Return ``token`` if it is well-formed (RFC 6750, section 2.1), else raise UserError."""
     if not _TOKEN.fullmatch(token):
         raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; give the token alone.")
     return token

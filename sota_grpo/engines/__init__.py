@@ -148,7 +148,7 @@ class Engine(Protocol):
     which is merged into the weights ``base()``. When it returns, ``version`` equals the pushed version and every group
     in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
     to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
-    ``weight_sums`` returns for each worker, by its name, a checksum per weight, by the weight's name in a push, without
+    ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the weights in use, without
     weights that the engine stores in another form; None if it cannot report any. ``close`` is idempotent and ends the
     engine's processes.
 

@@ -271,17 +271,17 @@ def decode_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer; registered as an attention function of transformers.
 
-    With ``prompts``, ``key`` and ``value`` hold only the tokens that the rows have sampled. The attention over the
-    prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp of the scores
-    (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
+    With ``prompts``, after the prefill, ``key`` and ``value`` hold only the tokens that the rows have sampled. The
+    attention over the prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp
+    of the scores (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
 
         o = (1 - w) o_a + w o_b,    w = sigmoid(lse_b - lse_a),    lse = log sum exp(scores)
 
     so that one matrix product serves the queries of all rows of a prompt, and no prompt is copied.
 
-    Without ``prompts`` the query heads that share a key head are treated as query positions. transformers' SDPA would
-    copy keys and values for every query head; at 400 cached tokens, 14 query and 2 key heads that is 20 times as slow
-    on CPU.
+    For a single new token (``T = 1``) the query heads that share a key head are treated as query positions.
+    transformers' SDPA would copy keys and values for every query head; at 400 cached tokens, 14 query and 2 key heads
+    that is 20 times as slow on CPU.
 
     Args:
         query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
@@ -319,9 +319,9 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 def _over_both(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: SharedPrompts, layer: int, scale: float
 ) -> torch.Tensor:
-    """Return the attention of one token per row over its prompt and its sampled tokens.
+    """Return the attention of one new token per row over the row's prompt and its sampled tokens.
 
-    ``query`` and the result are ``[rows, key heads, n, width]``: the ``n`` query heads that share a key head.
+    ``query`` and the result are ``[rows, key heads, n, width]``; ``n`` query heads share a key head.
     """
     rows, heads, n, _ = query.shape
     out, response_lse = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)

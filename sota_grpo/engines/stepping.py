@@ -178,18 +178,18 @@ class Streams:
 
 
 class Wrapped(Streams):
-    """Base class of an engine over an engine: steps and all other attributes are those of the wrapped ``engine``."""
+    """Base class of an engine that wraps another ``engine``, to which steps and missing attributes are forwarded."""
 
     def __init__(self, engine: Engine):
         self.engine: Any = engine
         self.name, self.max_model_len, self.stepwise = engine.name, engine.max_model_len, engine.stepwise
 
     def advance(self) -> bool:
-        """Run one step of the engine."""
+        """Run one step of the wrapped engine; return False if there was nothing to do."""
         return self.engine.advance()
 
     def __getattr__(self, name: str) -> Any:
-        """Forward to the engine: weight updates, sleep, wake, close."""
+        """Return an attribute of the wrapped engine: weight updates, sleep, wake, close."""
         if name == "engine":  # before __init__
             raise AttributeError(name)
         return getattr(self.engine, name)
@@ -224,7 +224,7 @@ class Flight(NamedTuple):
 
 
 class SteppingEngine(Streams, ABC):
-    """Base class of engines; a subclass implements how to start, step and drop groups, which it knows by tickets.
+    """Base class of engines; a subclass implements how to start, step and drop groups, identified by tickets.
 
     Every state change holds the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of
     each thread before it. Futures are resolved without the lock, by the thread that made the step, so that their
@@ -264,7 +264,7 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Start groups, by ticket, each with its own sampling, whose ``max_tokens`` its ``room`` replaces."""
+        """Start groups, by ticket; their samplings may differ, and ``room`` replaces ``Sampling.max_tokens``."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:

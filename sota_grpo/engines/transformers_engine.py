@@ -319,7 +319,7 @@ def _num_rows(batch: Mapping[int, Flight]) -> int:
 
 
 def are_drawn_alike(batch: Mapping[int, Flight], flight: Flight) -> bool:
-    """Return whether ``flight`` can share the batch: the sampling is equal except for ``max_tokens``."""
+    """Return whether ``flight`` can share the batch: its sampling equals the batch's, except ``max_tokens``."""
     sampling = next(iter(batch.values())).sampling
     return replace(sampling, max_tokens=flight.sampling.max_tokens) == flight.sampling
 
@@ -327,10 +327,10 @@ def are_drawn_alike(batch: Mapping[int, Flight], flight: Flight) -> bool:
 class TransformersEngine(SteppingEngine):
     """Rollout engine that samples with its own copy of a transformers model.
 
-    Groups that were submitted together are decoded together, up to ``max_rows`` samples at a time. Later groups wait
-    (FIFO) until at least as many samples wait as are being decoded. A prompt is computed once for the rows of all
-    consecutive groups that have it, and stored once if the model's attention supports that. Rows do not depend on each
-    other, up to rounding; equal groups that are decoded together give bit-identical results.
+    Consecutive groups of equal sampling that were submitted together are decoded together, up to ``max_rows`` samples
+    at a time. Later groups wait (FIFO) until at least as many samples wait as are being decoded. A prompt is computed
+    once for the rows of all consecutive groups that have it, and stored once if the model's attention supports that.
+    Rows do not depend on each other, up to rounding; equal groups decoded together give bit-identical results.
 
     Weights may be pushed from another thread or between two steps: every row samples its next token with the new
     weights and records their version; cached keys and values of earlier tokens are not recomputed.

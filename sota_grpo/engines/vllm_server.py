@@ -70,7 +70,7 @@ def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
 
 
 _READABLE = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of weights that are not quantised
-_TURNS, _FEWEST_COLUMNS = 32, 32  # a packed matrix is read in so many ranges of columns, each of at least so many
+_TURNS, _FEWEST_COLUMNS = 32, 32  # most ranges of columns of a packed matrix, and fewest columns of a range
 
 
 @torch.no_grad()
@@ -79,8 +79,8 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]], tur
 
     A fused layer (``qkv_proj``) is split into its components' rows. On a CPU vLLM packs its matrices (and a second copy
     of the output layer): columns of a packed matrix are read exactly, by multiplying it with rows of the identity. That
-    is slow, so ``turn`` selects one in :data:`_TURNS` ranges of columns. A weight with another name or shape, such as a
-    shard on one of several GPUs, and a quantised weight are left out.
+    is slow, so ``turn`` selects one of at most 32 ranges of columns (``Checksum.columns``). A weight with another name
+    or shape, such as a shard on one of several GPUs, and a quantised weight are left out.
 
     Args:
         shapes: shapes of the weights of a push, by name.

@@ -134,7 +134,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return the weights of :func:`importance_weights` without bounds; 1 in a row without trainable tokens."""
+    """Return the weights of :func:`importance_weights` without bounds, and not set to 0 where the mask is False."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)
@@ -175,7 +175,7 @@ def off_policy_tokens(
 
 
 class Estimate(NamedTuple):
-    """A mean over tokens and its standard error."""
+    """An estimate from the sampled tokens and its standard error."""
 
     value: float
     error: float
@@ -184,9 +184,9 @@ class Estimate(NamedTuple):
 def mean_ratio(gap: Tensor) -> Estimate:
     """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``, and its standard error.
 
-    It estimates the trainer's probability mass on tokens the engine can sample: 1, unless some are excluded (top-p
-    leaves about ``p``) or it samples otherwise than it reports. ``gap [n]`` is the trainer's minus the engine's
-    log-prob of each token, in nats.
+    It estimates the trainer's probability mass on the tokens that the engine can sample: 1, unless the engine excludes
+    tokens (top-p leaves about ``p``) or samples from another distribution than it reports. ``gap [n]`` is the trainer's
+    minus the engine's log-prob of each token, in nats.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9

@@ -133,9 +133,10 @@ def automatic_precision(chosen: str, device_type: str) -> str:
 
 @cache
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bf16 faster than float32; CPUs without instructions for it emulate them.
+    """Return whether the CPU multiplies bf16 faster than float32; CPUs without bf16 instructions emulate them.
 
-    Intel's CPUs with AVX512_BF16 alone are slower in bf16: of oneDNN's products of SmolLM2's matrices, by 1.2 to 2.2.
+    On Intel CPUs with AVX512_BF16 but without AMX, oneDNN's products of SmolLM2's matrices take up to 2.2 times as long
+    in bf16.
     """
     try:
         words = {*cpuinfo.read_text().lower().split()}
@@ -146,7 +147,7 @@ def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @cache
 def builds_kernels() -> bool:
-    """Return whether GPU kernels can be built: Triton (part of torch for CUDA on Linux) and a C compiler are here."""
+    """Return whether GPU kernels can be built: Triton (in torch for CUDA on Linux) and a C compiler are installed."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
@@ -292,7 +293,7 @@ class _Rows(NamedTuple):
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """Saves hidden, weight, bias, targets and three ``[M]`` vectors, or only the slopes ``[M, H]``."""
+    """Saves hidden, weight, bias and four ``[M]`` vectors, and stored tiles if any; or only the slopes ``[M, H]``."""
 
     @staticmethod
     def forward(
@@ -350,8 +351,8 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
     """Return the softmax sums over all tiles, and the tensors for the backward pass: slopes, or tiles and their tops.
 
     Online softmax (arXiv:1805.02867), with ``top`` the largest base-2 logit so far: ``mass = sum_v 2^(z_v - top)``,
-    ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``own = z_target - top``. Relative to ``top``, log-prob and entropy
-    keep their digits for logits of any size.
+    ``moment = sum_v (z_v - top) 2^(z_v - top)`` and ``target = z_target - top``. Relative to ``top``, log-prob and
+    entropy keep their digits for logits of any size.
 
     The slope is ``((1 - p_target) weight[target] - sum of p_v weight_v over the other v) / temperature``, with
     ``1 - p_target`` from the log-prob, so that bfloat16 does not round it away.
@@ -455,7 +456,7 @@ def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tenso
 
 
 def _pull_back(tiles: LogitTiles, rows: _Rows, needs_grad: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias; None if not ``wanted``.
+    """Return the gradients of ``sum(g log_probs + h entropy)`` by hidden, weight and bias; None if not needed.
 
     The outer loop is over columns, so that a tile of the weight's gradient is rounded once. The tile is summed
     transposed, which is faster in matrix libraries.

@@ -118,9 +118,9 @@ def fill(
     with the activations of one token. ``slots_per_token=1`` makes the budget one of padded tokens.
 
     First fit, decreasing (Johnson 1973). A group within the budget is never cut. A larger group is cut into as few
-    parts as first fit needs, each of which computes the prompt again; the parts differ by at most one response, which
-    minimizes the heaviest micro-batch. If full parts and a rest make fewer micro-batches in all, groups are cut like
-    that instead. A row above the budget gets a micro-batch of its own. The result is a function of the arguments.
+    pieces as first fit needs, each of which computes the prompt again; their response tokens differ by at most those of
+    one response, so that the heaviest is small. If full pieces and a remainder make fewer micro-batches in all, groups
+    are cut like that. A row above the budget gets a separate micro-batch. Equal arguments give equal results.
 
     >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
     >>> groups = [first, second, PromptGroup((6,), 1, (2,))]

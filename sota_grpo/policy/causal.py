@@ -41,7 +41,7 @@ from sota_grpo.policy.shared_prompt import (
 
 logger = logging.getLogger(__name__)
 
-KERNEL_DEVICES = ("cuda",)  # types of devices whose attention takes kernels, which need a layout's tables
+KERNEL_DEVICES = ("cuda",)  # device types with attention kernels, which read ``Layout.tables``
 ENTROPY = "entropy"
 #: Model families whose packed rows are tested to equal padded rows: if one of them is padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
@@ -51,12 +51,12 @@ class CausalPolicy(TensorDictModuleBase):
     """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
     ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
-    elsewhere. If the model's attention allows it, rows with the same prompt compute the prompt once and nothing is
-    padded (:mod:`sota_grpo.policy.shared_prompt`); else rows are padded and a warning gives the reason. The LM head
-    runs only at positions that predict an assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are
-    float32; autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are
-    over the sampling support (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard`
-    shards the policy.
+    elsewhere; in a row that is a tree, ``keys.PARENTS`` replaces ``t - 1``. If the model's attention allows it, rows
+    with the same prompt compute the prompt once and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`); else
+    rows are padded and a warning gives the reason. The LM head runs only at positions that predict an assistant token,
+    so no ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is left to the caller. If sampling was
+    truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the sampling support
+    (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard` shards the policy.
 
     Args:
         model: a transformers causal language model, with or without LoRA.
@@ -134,7 +134,7 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies ``[N, T]``, float32, 0 where the assistant mask is False."""
+        """Return log-probs and entropies ``[N, T]``, float32, 0 off the assistant mask; entropies may be None."""
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
@@ -147,9 +147,9 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, support=sets)
 
     def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Return a context in which the layers' matrices are cast to ``dtype`` once, if these layers can use that.
+        """Return a context in which joined layers cast float32 matrices to ``dtype`` once; without effect for others.
 
-        Weights must not change in it, and gradients are complete when it is left.
+        Inside it, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
         layers = decoder_layers(base_model(self.model))
         joined = [layer for layer in layers if decoder_layer.computes_joined(layer)]
@@ -220,8 +220,8 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CausalPolicy.log_probs`; input: a layout, or padded ``rows``, on the model's device.
 
-        ``rows`` are tokens and masks ``[N, T]``; if rows are trees, then also the three tensors of
-        :func:`~sota_grpo.policy.shared_prompt.branch_rows`.
+        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; of trees, also the three tensors that
+        :func:`~sota_grpo.policy.shared_prompt.branch_rows` returns.
         """
         model = base_model(self.model)
         if layout is not None:
@@ -336,9 +336,9 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
-    """Switch ``model`` to attention over packed rows and return None; if it cannot be, return the reason as a clause.
+    """Switch ``model`` to attention over packed rows; return None, or, if it must be padded, the reason as a clause.
 
-    To test it, the hidden states of a few rows are computed packed and padded, and compared.
+    The hidden states of a few rows are computed packed and padded; if they differ, the model is switched back.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -373,7 +373,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
 def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | None:
     """Return why attention over packed rows cannot run on ``device``, as a clause; None if it can.
 
-    The half-precision kernel is run there on random rows with the model's heads, and compared with plain attention.
+    The bfloat16 kernel is run there on random rows with the model's heads, and compared with float32 on the CPU.
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -424,7 +424,7 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
 
 
 def _sample(model: PreTrainedModel) -> tuple[Tensor, Tensor, Layout]:
-    """Return three rows ``[3, 9]``, their attention mask and their packed layout."""
+    """Return three right-padded test rows: token ids ``[3, 9]``, attention mask and packed layout, on the device."""
     config, device = model.config.get_text_config(), next(model.parameters()).device
     ids = torch.linspace(0, config.vocab_size - 1, 24, device=device).long()
     picked = [[0, 1, 2, 3, 6, 7, 8], [4, 5, 9, 10, 11, 12], [0, 1, 2, 3, 13, 14, 15, 16, 17]]
@@ -455,10 +455,10 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
 
 
 def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
-    """Compile the decoder layers of ``model`` in place; the first call takes half a minute, for rows of any length.
+    """Compile the decoder layers of ``model`` in place; the first forward pass then takes half a minute.
 
-    One compilation serves all layers. Copies of the model are not compiled. Results differ from eager mode by rounding.
-    With ``joined``, on a GPU, layers of a few families compute :func:`~.decoder_layer.decoder_layer` instead.
+    One compilation serves all layers and lengths. Copies of the model are not compiled. Results differ from eager mode
+    by rounding. With ``joined``, layers become joined layers if :func:`joins_products` allows.
     """
     if joined and joins_products(model):
         return
@@ -468,9 +468,9 @@ def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
 
 @torch.no_grad()
 def joins_products(model: PreTrainedModel) -> bool:
-    """Make layers of a known family on a GPU compute :func:`~.decoder_layer.decoder_layer`; return whether they do.
+    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if GPU and layers fit; return whether.
 
-    Hidden states of a few rows are computed before and after; if they differ by more than rounding, nothing changes.
+    Hidden states of a few rows are computed before and after; if they differ by more than rounding, it is undone.
     """
     device, layers = model.device.type, decoder_layers(model)
     if device not in KERNEL_DEVICES or not all(map(decoder_layer.fits, layers)):

@@ -1,9 +1,9 @@
-"""The decoder layer of Qwen2, Qwen3, Llama and Mistral over packed rows, as one compiled function.
+"""The decoder layer of Qwen2, Qwen3, Llama and Mistral over packed rows, as one compiled function with fewer products.
 
-transformers' layer multiplies by seven matrices and casts each of them in every micro-batch. Here query, key and value
-are one product, gate and up another, and for an optimizer step the matrices are cast once (:class:`HalfWeights`). A
-layer computes this function only for packed rows in half precision on a GPU; for other rows it is transformers' layer.
-Hooks on modules inside of a layer are not called.
+transformers' layer multiplies by seven matrices and casts each of them in every micro-batch. In a *joined layer*
+(:func:`join_products`) query, key and value are one product, gate and up another, and each matrix is cast once per
+optimizer step (:class:`HalfWeights`). It does so only for packed rows in half precision on a GPU; for all other rows it
+calls transformers' forward. Hooks on modules inside a joined layer are not called.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _GROUPS = (
 
 
 class LayerShape(NamedTuple):
-    """The numbers of a layer that its compiled code contains as constants."""
+    """Sizes and constants of a decoder layer, which its compiled code contains as constants."""
 
-    hidden: int
+    hidden: int  # hidden size
     inner: int  # width of the MLP
-    heads: int
+    heads: int  # query heads
     key_heads: int
-    width: int
-    eps: float
-    scale: float
-    window: int
+    width: int  # of a head
+    eps: float  # of the RMS norms
+    scale: float  # factor of the attention scores
+    window: int  # sliding window in tokens; 0: none
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer; matrices of one product are a tuple, in the order of their outputs."""
+    """Weights of a decoder layer; each tuple of matrices is computed as one product, with outputs in this order."""
 
     qkv: tuple[Tensor, ...]
     out: tuple[Tensor, ...]
@@ -73,10 +73,10 @@ def decoder_layer(
     """Return the hidden states ``[1, L, H]`` after the layer, rounded where transformers' layer rounds under autocast.
 
     Args:
-        hidden: hidden states ``[1, L, H]`` of packed tokens.
+        hidden: hidden states ``[1, L, H]`` of packed tokens, before the layer.
         cos, sin: rotary factors ``[1, L, width]``.
-        tables, sizes: see :class:`~sota_grpo.policy.shared_prompt.Tables`.
-        dtype: of products and attention.
+        tables, sizes: ``flat`` and ``sizes`` of :class:`~sota_grpo.policy.shared_prompt.Tables`.
+        dtype: dtype of matrix products and attention; the result has that of ``hidden``.
     """
     rows = hidden.flatten(0, 1)
     states = _normed(rows, weights.norms[0], shape.eps).to(dtype)
@@ -90,7 +90,7 @@ def decoder_layer(
     rows = rows + linear(attended.flatten(1), _joined(weights.out, dtype))
     states = _normed(rows, weights.norms[1], shape.eps).to(dtype)
     gate, up = linear(states, _joined(weights.gate_up, dtype)).chunk(2, -1)
-    # the result is no view of another tensor, as the first layer's input is none: else layers would be compiled twice
+    # not a view, like the first layer's input: if it were one, layers would be compiled twice
     return rows.unsqueeze(0) + linear(silu(gate) * up, _joined(weights.down, dtype)).unsqueeze(0)
 
 
@@ -110,7 +110,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compile_options() -> dict[str, Any]:
-    """Return arguments of ``torch.compile`` for layers: one compilation for rows of any length, rounded as eagerly."""
+    """Return arguments of ``torch.compile`` for layers: one graph for rows of any length, rounding as in eager mode."""
     how = {"dynamic": True, "options": {"emulate_precision_casts": True}}
     if "recompile_limit" in signature(torch.compile).parameters:
         return {**how, "recompile_limit": COMPILED_VARIANTS}  # for all threads; the setting below only for this one
@@ -119,10 +119,10 @@ def compile_options() -> dict[str, Any]:
 
 
 def _computed(text: str, weights: LayerWeights, hidden: Tensor, *args: Any) -> Tensor:
-    """Compute a layer; ``text`` is its shape's, because the compiled code is used again only for an equal string.
+    """Call :func:`decoder_layer`; ``text`` is the :class:`LayerShape` as JSON.
 
-    Numbers that are given or closed over would become arguments of the compiled code, and its matrices' sizes too,
-    which the comparison makes constants.
+    torch.compile recompiles for another string, while numbers could become dynamic arguments of the compiled code. So
+    could the sizes of the matrices, which the comparison with the shape makes constants.
     """
     shape = LayerShape(*_numbers(text))
     sizes = (shape.hidden, shape.inner, (shape.heads + 2 * shape.key_heads) * shape.width)
@@ -150,7 +150,7 @@ def _forward(
     tables: Tables | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Forward of a joined layer; ``tables`` are given for packed rows on a GPU only."""
+    """Compute a joined layer, in place of transformers' forward; ``tables``: None unless rows are packed, on a GPU."""
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
@@ -168,7 +168,7 @@ def _forward(
 
 
 def weights_of(layer: nn.Module) -> LayerWeights:
-    """Return the parameters of ``layer``."""
+    """Return the parameters of a decoder layer, grouped by product."""
     known: dict[str, Any] = dict(layer.named_modules())
 
     def weights(names: Sequence[str], what: str = "weight") -> tuple[Tensor, ...]:
@@ -180,9 +180,9 @@ def weights_of(layer: nn.Module) -> LayerWeights:
 
 
 class Joined:
-    """The state of a joined layer: its shape, half-precision copies if there are any, and whether it is compiled.
+    """State of a joined layer: shape, whether it is compiled, and, in :class:`HalfWeights`, half-precision copies.
 
-    A copy of the layer is not compiled: engines decode with one, a token at a time.
+    A deep copy of the layer, such as an engine's, is not compiled, because an engine decodes one token at a time.
     """
 
     def __init__(self, shape: LayerShape, compiles: bool = True) -> None:
@@ -194,9 +194,9 @@ class Joined:
 
 
 def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
-    """Make ``layers``, for all of which :func:`fits` is True, compute :func:`decoder_layer`.
+    """Make ``layers`` joined layers, in place: their forward becomes :func:`decoder_layer` for packed rows on a GPU.
 
-    ``windows`` has the sliding window of each.
+    :func:`fits` must be True for each layer. ``windows``: sliding window of each layer in tokens; None: no window.
     """
     for layer, window in zip(layers, windows, strict=True):
         changed: Any = layer
@@ -209,13 +209,13 @@ def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) ->
 
 
 def restore_layers(layers: Sequence[nn.Module]) -> None:
-    """Undo :func:`join_products`."""
+    """Undo :func:`join_products`: restore transformers' forward."""
     for layer in layers:
         del layer.joined, layer.forward
 
 
 def fits(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is transformers' own, with SiLU, and has the parameters of :class:`LayerWeights`."""
+    """Return whether ``layer`` is transformers' own of :data:`FAMILIES`, with SiLU, without LoRA or quantisation."""
     modules: dict[str, Any] = dict(layer.named_modules())
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     names = [name for group in _GROUPS for name in group]
@@ -233,16 +233,16 @@ def fits(layer: nn.Module) -> bool:
 
 
 def computes_joined(layer: nn.Module) -> bool:
-    """Return whether :func:`join_products` changed ``layer``."""
+    """Return whether ``layer`` is a joined layer (:func:`join_products`)."""
     return hasattr(layer, "joined")
 
 
 class HalfWeights:
-    """Context in which joined layers compute with half-precision copies of their matrices, cast once.
+    """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 
-    Their gradients are added to those of the matrices as soon as they are known: the same numbers as if every
-    micro-batch cast them. Matrices must not change in the context, nor their gradients be dropped. A layer of which
-    some matrices are frozen has no copies.
+    In every backward pass the copies' gradients are added to those of the matrices, which equal those of a cast in
+    every micro-batch. In the context, matrices must not change and their gradients must not be reset. A layer with both
+    trained and frozen matrices has no copies.
     """
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:

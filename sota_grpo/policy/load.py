@@ -232,6 +232,7 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
 
     Raises:
         ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
+        UserError: the model contains Python code, which ``trust_remote_code=False`` does not allow to run.
     """
     path = resolve_model_path(name)
     try:

@@ -202,7 +202,7 @@ def weight_slices(
 
 
 def engine_layout(model: nn.Module) -> dict[str, Piece]:
-    """Return dtype and shape of each weight of :func:`engine_weights` without computing any; tied weights once."""
+    """Return dtype and shape of each weight of :func:`engine_weights` without merging adapters; tied weights once."""
     first: dict[int, tuple[str, Piece]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:

@@ -329,7 +329,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tested: gradients equal tho
 
 
 def require_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
-    """Raise UserError unless the matrix sizes in a model's ``config.json`` are divisible by ``size`` ranks.
+    """Raise UserError unless a model's family is in :data:`FAMILIES` and its matrix sizes are divisible by ``size``.
 
     >>> from transformers import LlamaConfig
     >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 16)

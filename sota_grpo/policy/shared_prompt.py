@@ -60,7 +60,7 @@ class Layout:
     """Layout of right-padded rows ``[N, T]`` as a packed sequence of ``L`` tokens with ``M`` assistant tokens."""
 
     tokens: Tensor  # int64 [L], the packed sequence
-    positions: Tensor  # int64 [1, L], position of each token in its row
+    positions: Tensor  # int64 [1, L], position of each token in its row; in a tree, on its path
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], ids of the assistant tokens
     slots: Tensor  # int64 [M], flat positions of the assistant tokens in [N, T]
@@ -100,7 +100,7 @@ class Layout:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens of the longest row; of a tree, of its longest path."""
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
 
 
@@ -209,14 +209,14 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents
     """Return the packed layout of right-padded rows, in which equal prompts are stored once.
 
     A row's prompt is all tokens before its first assistant token; a row without one is a prompt without a response. A
-    row that is a tree (``keys.PARENTS``) has a response per leaf; their prompt is what all leaves of a root have in
-    common. Tokens that only some of the leaves have in common are computed once per leaf.
+    row that is a tree (``keys.PARENTS``) has a response per leaf; the prompt of a root's leaves is the longest common
+    prefix of their paths. Later tokens that only some of these leaves share are computed once per leaf.
 
     Args:
         tokens: int64 ``[N, T]``; the layout is computed on the CPU, see :meth:`Layout.to`.
         attention_mask: bool ``[N, T]``, False for padding, which must be at the end of each row.
         assistant_mask: bool ``[N, T]``, the tokens that the policy sampled.
-        parents: int64 ``[N, T]``, the position of each token's predecessor; None: the position before it.
+        parents: int64 ``[N, T]``, the position of each token's predecessor, -1 for a root; None: rows are no trees.
 
     Raises:
         ValueError: padding precedes a real token.
@@ -282,17 +282,17 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents
 
 
 class Branch(NamedTuple):
-    """A path of a tree of tokens: its positions in the row from a root to a leaf, of which ``shared`` are a prompt."""
+    """A path from a root to a leaf of a row that is a tree of tokens; the first ``shared`` tokens are its prompt."""
 
     shared: int
-    path: Any  # int64 [length]
+    path: Any  # int64 [length], positions in the row
 
 
 def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
-    """Return the paths from the roots to the leaves of a row that is a tree (``keys.PARENTS``), leaves in their order.
+    """Return the paths from roots to leaves of a row that is a tree (``keys.PARENTS``), in the order of the leaves.
 
-    The prompt of a root with several leaves is what its paths have in common; with one leaf, the tokens before the
-    first assistant token.
+    The prompt of a root with several leaves is the longest common prefix of their paths; of a root with one leaf, the
+    tokens before its first assistant token.
 
     Args:
         parents: int64 ``[T]``, position of each token's predecessor; -1 for a root.
@@ -330,14 +330,14 @@ def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
 def branch_rows(
     tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the branches of rows that are trees as padded rows, for a model that cannot pack them.
+    """Return each path from a root to a leaf as a padded row, for a model that cannot pack rows that are trees.
 
     Args:
         tokens, attention_mask, assistant_mask, parents: see :func:`pack`.
 
     Returns:
-        Tokens int64 and attention mask bool of the ``B`` branches, ``[B, D]``; and for each of the ``M`` assistant
-        tokens, row by row, the position of its predecessor in the flattened ``[B, D]``.
+        Tokens int64 and attention mask bool ``[B, D]`` of the ``B`` paths; and int64 ``[M]``, for each assistant token
+        of the input, row by row, the position of its predecessor in the flattened ``[B, D]``.
     """
     paths = [
         (row, branch.path)
@@ -505,7 +505,7 @@ def _takes_kernels(query: Tensor, value: Tensor) -> bool:
 
 
 def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the CUDA kernels apply: Ampere or newer, half precision, heads of width 8 n up to 256."""
+    """Return whether the CUDA kernels apply: Ampere or newer, Triton, half precision, head width 8 n up to 256."""
     half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and half and width % 8 == 0 and width <= 256 and _builds_kernels(device)
 
@@ -526,7 +526,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Operator that calls ``attention_kernels.forward``; a ``softcap`` or ``window`` of 0 means none."""
+    """Return attention and log-sum-exp of ``attention_kernels.forward``; ``softcap`` or ``window`` 0: none."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

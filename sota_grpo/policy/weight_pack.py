@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
 _SLICE_BYTES = 64 << 20  # a power of two, because torch rounds pinned memory up to one
 _CACHED_BYTES = 1 << 18  # per thread: temporary values of a checksum stay in the processor's cache
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # an odd factor, with no pattern in its bits
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # factor of the hash: 2^64 over the golden ratio, as int64
 _SHARED_MEMORY = Path("/dev/shm")
 _SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a folder creates a socket named by a UUID
 
@@ -182,7 +182,7 @@ class WeightFolder:
 
 
 def views(view_of: Mapping[str, BufferView], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, view)`` of the tensors at ``places`` in the buffer ``whole`` (uint8 ``[num_bytes]``)."""
+    """Yield ``(name, tensor)``, views into the buffer ``whole`` (uint8 ``[num_bytes]``) as ``view_of`` describes."""
     for name, view in view_of.items():
         dtype: torch.dtype = getattr(torch, view.dtype)
         stop = view.offset + dtype.itemsize * torch.Size(view.shape).numel()
@@ -202,11 +202,10 @@ def padded(num_bytes: int) -> int:
 
 
 class Checksum(NamedTuple):
-    """Dtype of a tensor and two sums of hashes of its rows: plain, and weighted by row number. -0.0 equals 0.0.
+    """Dtype of a tensor, and the sum of its rows' hashes: plain, and weighted by row number. -0.0 equals 0.0.
 
-    A row's hash is that of the sum of its bits modulo 2^64, as words of 8 bytes if a row of floats has a whole number
-    of them, else as single elements. ``columns`` is the range ``(start, stop)`` of columns that the rows consist of;
-    None: all.
+    A row's bits are read as integers (8-byte words if a row of floats consists of whole ones, else elements), added
+    modulo 2^64 and hashed. Elements of a vector are rows. ``columns``: only columns ``(start, stop)`` count; None: all.
 
     >>> first, second = (Checksum.of(torch.tensor(rows)) for rows in ([[1.0], [2.0]], [[2.0], [1.0]]))
     >>> first == second, first.total == second.total

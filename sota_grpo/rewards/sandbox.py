@@ -199,7 +199,7 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Return for each test whether the program passes it. After a test that does not end, the next ones fail, too.
+    """Return for each test whether the program passes it; assertions of one code after an endless one fail, too.
 
     Args:
         tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a

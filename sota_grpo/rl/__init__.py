@@ -1,1 +1,1 @@
-"""The TorchRL side: samples as TensorDicts, the loss module, the transforms, what a task is."""
+"""The TorchRL side: samples as TensorDicts, the loss module, the transforms, the protocol of tasks."""

@@ -132,7 +132,7 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
 
 
 def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
-    """Return ``keys.PARENTS`` of a sample's row."""
+    """Return the position of each token's predecessor in a sample's row, int64 ``[P + R]`` (``keys.PARENTS``)."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
     if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) >= num_prompt_tokens:
         raise ValueError("a sample is a tree over another prompt than its row's")
@@ -226,7 +226,7 @@ def set_loss_weights(
     """Write ``loss_weight`` to all rows of an optimizer step, before they are split; 0 off the assistant mask.
 
     Args:
-        rows: the rows of the step, ragged or dense, which are returned.
+        rows: the rows of the step, ragged or dense, which are returned; rows with a grader error get weight 0.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
             filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
@@ -273,7 +273,7 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
         TensorDict with ``batch_size=[N]``: sequences ``[N, max T_i]`` and scalars per row.
 
     Raises:
-        ValueError: there are no rows, or some rows lack a key that others have.
+        ValueError: there are no rows, or some rows lack a key that others have and that has no default.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
     >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
@@ -301,7 +301,7 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
 
 
 def _absent(key: Key, row: Row) -> Tensor | None:
-    """Return what a row lacks that others have: the parents of a line; no support for no sampled token."""
+    """Return a missing entry's default: parents of a line, no support in a row without assistant tokens; else None."""
     mask = row.get(keys.ASSISTANT_MASK, None)
     if key == keys.PARENTS:
         return torch.arange(-1, len(row[keys.FULL_TOKENS]) - 1)
@@ -378,8 +378,8 @@ def filled(
 class Prompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens before, after and trained on. Of a tree,
-    the prompt is that of its first branch, and ``response`` counts all other tokens as often as they are computed.
+    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens of it, after it, trained on. Of a tree, it
+    is the prompt of the first path, and ``response`` counts every other token as often as it is computed.
     """
 
     text: bytes

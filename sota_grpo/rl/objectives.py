@@ -402,9 +402,9 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def coefficients(self, batch: TensorDictBase) -> Tensor:
-        """Return ``-d loss_objective / d log_prob`` per token ``[N, T]``: positive if a step makes the token likelier.
+        """Return ``-d surrogate / d log_prob`` per token ``[N, T]``, reduced: positive if a step makes it likelier.
 
-        Masked tokens have 0. The actor runs without a graph, so this costs one forward pass.
+        Correction and off-policy masking are left out. Masked tokens have 0. It costs one forward pass, without graph.
         """
         tokens = self._read(batch)
         with torch.enable_grad():

@@ -182,8 +182,8 @@ class Sample:
     :class:`~sota_grpo.envs.dialogs.ToolEpisode`; in other multi-turn dialogs, ``replies``, the turns (``role``,
     ``content``) that answered the policy. ``support``: the sampling support, if top_p, top_k or min_p restrict sampling
     and the engine returns it; the log-probs are then normalised over it. ``text``: the decoded response without end
-    tokens and padding, if a rollout worker has decoded it. ``parents`` int64 ``[R]``: if the sample is a tree, the
-    position in prompt and response of the token that each token follows; -1 for the first token of another prompt.
+    tokens and padding, if a rollout worker has decoded it. ``parents`` int64 ``[R]``: if the sample is a tree
+    of tokens, the position of each token's predecessor in prompt + response; -1 for the first token of another prompt.
     """
 
     token_ids: torch.Tensor

@@ -250,7 +250,7 @@ class RowTable(Sequence[Row]):
         return [values.get(row) for row in range(len(self))]
 
     def take(self, indices: Sequence[int]) -> RowTable:
-        """Return the rows ``indices``, in this order."""
+        """Return a table of the rows ``indices``, in this order."""
         if list(indices) == list(range(len(self))):
             return self
         taken = {key: column.take(indices) for key, column in self.columns.items()}

@@ -20,7 +20,7 @@ class Task(Protocol):
     only reads its arguments and the task's settings, never the examples, and the task must be picklable, so that
     worker processes can grade (:func:`scorer_of`). ``gold_response`` returns a response that earns the full reward, or
     None. ``read_row`` converts a dataset row to an example; the question may be missing if ``score`` does not read it;
-    ``place`` names the row in ``DatasetError``.
+    ``location`` names the row in error messages.
 
     Optional: ``counts(score, example)`` returns (successes, trials) of a benchmark's accuracies by name
     (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` and ``group_size(example)`` override the

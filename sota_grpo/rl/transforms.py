@@ -311,8 +311,8 @@ class GroupAdvantage(RowTransform):
     ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added separately; they
     are written once the group is complete.
 
-    If the reward includes a KL penalty, a group whose graded rewards are all equal is not divided by its scale. A
-    response with a grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
+    A group whose rewards without the KL penalty are all equal is not divided by a scale of the group. A response with a
+    grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. ``baseline`` may also be
@@ -328,8 +328,8 @@ class GroupAdvantage(RowTransform):
 
     Raises:
         KeyError: the rows lack a key.
-        ValueError: a group has another size than ``group_size`` or several questions, no response has another of its
-            group in the batch, or an error of ``group_advantages``.
+        ValueError: a group has another size than ``group_size`` or several questions, every response is alone in its
+            group, or an error of ``group_advantages``.
         ObjectiveError: your estimator returns another shape than ``[N]``, or a non-finite value.
         RuntimeError: used inside an env, where groups are not known.
 

@@ -23,8 +23,8 @@ class UserTransforms:
     """Applies the user's transforms to the rows of one prompt group, in place and in order.
 
     Each transform gets a copy of the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response. It may
-    change the reward, its terms and all other entries under ``next``, set positions of the assistant mask to False, and
-    add entries.
+    change the reward, its terms and other entries under ``next`` except policy versions, set positions of the assistant
+    mask to False, and add entries.
 
     Args:
         transforms: result of :func:`sota_grpo.files.load_instances`.

@@ -1,9 +1,9 @@
 """Run a user's agent (``env.agent``) in an environment worker: a Python function, or a command line.
 
-A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address of the run's
-server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in a
-JSON file, whose path is its last argument, and the address in the environment variables of OpenAI's and Anthropic's
-clients; the last line that it prints is the reward, as JSON. Does not import torch.
+A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address and key of the
+run's server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in
+a JSON file, whose path is its last argument, and address and key in the environment variables of OpenAI's and
+Anthropic's clients; the last line that it prints is the result, as JSON. Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOADS = threading.Lock()
 
 
 def agent_spec(value: str) -> InstanceSpec:
-    """Return how the agent of a value of ``env.agent`` is run.
+    """Return the spec with which an environment worker builds the :class:`Agent` of a value of ``env.agent``.
 
     >>> agent_spec("python my_agent.py").kind
     'sota_grpo.tasks.agents:Agent'
@@ -43,13 +43,13 @@ def agent_spec(value: str) -> InstanceSpec:
 
 
 class Agent:
-    """One episode of an agent.
+    """Runs a user's agent for one episode: :meth:`reset` takes the dataset row, :meth:`call` runs the agent.
 
     Args:
         value: ``FILE.py:NAME`` or a command line.
 
     Raises:
-        UserError: the file or the function does not exist.
+        UserError: the file, the function or the command does not exist.
     """
 
     schemas: tuple[dict[str, Any], ...] = ()  # an agent brings its own tools
@@ -66,11 +66,11 @@ class Agent:
         self._process: subprocess.Popen[str] | None = None
 
     def reset(self, **row: Any) -> None:
-        """Take the dataset row."""
+        """Store the dataset row for the agent."""
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the agent and return what it returns."""
+        """Run the agent and return its result, or an awaitable of it; ``InstanceLost`` if a command fails."""
         if self._run is not None:
             made = self._run(self._row, **arguments)
             return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch
@@ -96,8 +96,8 @@ class Agent:
             try:
                 said, complained = process.communicate()
             finally:
-                self.kill()  # also what it has left running
-                self._process = None  # its number may become another process's
+                self.kill()  # children that are still running
+                self._process = None  # the process id may be reused
         if process.returncode != 0:
             why = one_line(complained.strip().rpartition("\n")[2], 200)
             raise InstanceLost(f"the agent ended with status {process.returncode}: {why}")
@@ -108,7 +108,7 @@ class Agent:
             raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
 
     def kill(self) -> None:
-        """Kill the command and its children, if there are any; from any thread."""
+        """Kill the running command and its children, if there is one; thread-safe."""
         if (process := self._process) is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -93,7 +93,7 @@ def optional_text(row: Row, columns: Iterable[str]) -> str:
 
 
 def text_of(row: Row, column: str, location: str) -> str:
-    """Return the text in ``column``; raise ``DatasetError`` (with ``place``) if the column is missing or is not text.
+    """Return the text in ``column``; raise ``DatasetError`` with the ``location`` if it is missing or is not text.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
@@ -359,7 +359,7 @@ class FileTask(BaseTask):
         return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, split: str = "train") -> list[Example]:
-        """Return the examples of a file or hub dataset; ``DatasetError`` at a bad row (hub: over ``max_broken``)."""
+        """Return a dataset's examples; ``DatasetError`` for a bad row (on the hub: for more than ``max_broken``)."""
         rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
         for number, row in enumerate(rows, start=1):
             try:

@@ -185,7 +185,7 @@ class InstructionsTask(IFEvalTask):
 
         Args:
             seed: seed of the prompts; which requests are held out does not depend on it.
-            num_train, num_heldout: number of examples of the splits.
+            num_train, num_heldout: number of generated examples of the splits.
             eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval, whose prompts are never trained on.
             data_seed: seed of the order of the rows of ``eval_path``.
             options: keywords of the class.
@@ -200,10 +200,10 @@ class InstructionsTask(IFEvalTask):
 
 
 class SeenInstructionsTask(InstructionsTask):
-    """Generated prompts with 20 of the 25 instructions; the others are in held-out prompts only.
+    """Generated prompts with 20 of the 25 instructions; the other five are in held-out prompts only.
 
-    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` has
-    ``prompt_strict_unseen`` too: prompts with at least one of them, of which all instructions are strictly followed.
+    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` adds
+    ``prompt_strict_unseen``, the strict accuracy of the prompts with at least one of the five.
     """
 
     name = "instructions_20"

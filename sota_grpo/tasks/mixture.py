@@ -47,7 +47,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 
 
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
-    """Return (part, index in that part) of element ``index`` of parts with these sizes, interleaved round-robin.
+    """Return (number of the list, index in it) of element ``index`` of lists of these sizes, interleaved round-robin.
 
     >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
@@ -64,7 +64,7 @@ def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
 
 
 class MixedExamples(Sequence[Example]):
-    """The examples of several tasks (``parts``), each tagged with its task's name, interleaved round-robin.
+    """The examples of several tasks (``examples_of``), each tagged with its task's name, interleaved round-robin.
 
     So a prefix of the sequence, as evaluation, checks and reports use it, has examples of all tasks.
     """

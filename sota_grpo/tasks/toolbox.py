@@ -31,7 +31,7 @@ class ToolboxError(UserError, ValueError):
 
 
 def load(spec: InstanceSpec) -> Callable[[], Any]:
-    """Execute the file of ``spec`` and return a function that makes one instance.
+    """Execute the file of ``spec``, or import its adapter; return a function that makes one instance.
 
     Raises:
         ToolboxError: the file or name does not exist, or an import in the file fails (the message has the line).

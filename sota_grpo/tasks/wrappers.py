@@ -67,7 +67,7 @@ def with_reward_functions(
     The returned task has no gold response. Success is decided by the first of: an entry ``success``, ``acc`` or
     ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward > ``success_above``. If a
     function raises or returns an invalid reward, that response gets an error with the line of the file. If no function
-    applies to a response, its reward is 0 and it has no terms.
+    applies to a response, that is treated as a grader error, too (:func:`~sota_grpo.rl.records.rewarded`).
 
     Args:
         task: any task. TRL functions get its columns, or for tasks without columns ``question``, ``answer``, ``extra``
@@ -108,7 +108,7 @@ def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
 
 
 def no_gold_response(example: Example) -> None:
-    """Return None, as the ``gold_response`` of a task whose reward of a gold answer is not known."""
+    """Return None: the ``gold_response`` of a task for which no response is known to earn the full reward."""
 
 
 class FunctionScorer:
@@ -173,7 +173,7 @@ class FunctionScorer:
 
     @property
     def reads_environments(self) -> bool:
-        """Return whether a function has the parameter ``environments``."""
+        """Whether a TRL function accepts the keyword ``environments``."""
         return any(f.form == TRL and (f.taken is None or "environments" in f.taken) for f in self._functions.values())
 
     @cached_property
@@ -240,7 +240,7 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
 
 
 def row_of(task: Task, example: Example) -> dict[str, Any]:
-    """Return the dataset row of an example, under TRL's names, as environments and agents get it."""
+    """Return an example's dataset row as environments and agents get it: its columns, ground truth and prompt."""
     inputs = reward_inputs(task, "", example)
     return {"ground_truth": inputs.ground_truth, **inputs.columns, "prompt": inputs.prompt}
 
@@ -282,8 +282,8 @@ _COUNTED = ("tool_calls", "tool_errors", "requests")
 def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:
     """Return ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
-    ``info`` gets ``tool_calls``, ``tool_errors`` and ``ended_by_turns`` (1 if the turn limit ended the dialog), which
-    are logged as metrics. A dialog whose environment was lost has an error.
+    ``info`` gets ``tool_calls``, ``tool_errors``, ``requests`` (of an agent) and ``ended_by_turns`` (1 if the turn
+    limit ended the dialog), which are logged as metrics. A dialog whose environment was lost has an error.
 
     Args:
         task: any task, with its own reward or that of functions.

@@ -58,7 +58,7 @@ class Comparison:
         return self._values.equal(gold, answer) or self._rounded(gold, answer) or self._rounded(answer, gold)
 
     def _rounded(self, exact: Node, decimal: Node) -> bool:
-        """Return whether a decimal of enough places is the rounded value of a number without a finite decimal form."""
+        """Return whether ``decimal``, of enough places, rounds or cuts ``exact``, which has no finite decimal form."""
         literal = decimal.children[0] if decimal.kind == "neg" else decimal
         if literal.kind != "num" or literal.data[1] < LEAST_DECIMALS or variables(exact) or exact.kind == "num":
             return False
