@@ -81,7 +81,7 @@ class Responder(Protocol):
 
 
 class GradedTurns:
-    """Answers each turn with the ``reply`` of its score; a score without a reply ends the dialog.
+    """Answers each turn with the ``reply`` of its score; a score with an error or without a reply ends the dialog.
 
     Args:
         grader: the task's grader.
