@@ -64,7 +64,7 @@ class ReadableFormatter(logging.Formatter):
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
+    """Return whether ``stream`` is a terminal that can redraw a line."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 

@@ -296,7 +296,7 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
     device = torch.device(device_name(device_type, placement.train))
     base = make_model(config, device)
     starting(f"Starting the engine {plan.engine}")
-    # the engine copies the model before that has an adapter
+    # the engine copies the model before the adapter is added
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Building the learner")

@@ -174,7 +174,10 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that log-probs save: hidden states (of a frozen head their gradient), indices and 3 vectors."""
+    """Return the bytes that the head saves for its backward pass.
+
+    They are hidden states (of a frozen head their gradient), token indices and three vectors.
+    """
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
@@ -194,7 +197,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
-    """Return the peak bytes of an optimizer step on one rank, by component; it is in the first two micro-batches.
+    """Return the peak bytes of an optimizer step on one rank, by component; only two micro-batches need be given.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -331,7 +334,7 @@ class RunMemory:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """What the run needs of each device's memory; on a CPU one entry for all."""
+        """The memory that the run needs on each device; on a CPU one entry for all roles."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]

@@ -1,4 +1,4 @@
-"""Build what generates and grades a run's responses: task, data, rewards, judge, environment, engine."""
+"""Build the components that sample and grade a run's responses: task, data, rewards, judge, environment, engine."""
 
 from __future__ import annotations
 
@@ -134,10 +134,12 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the worker processes of tools and environments; return them by task. Tasks with the same tools share them.
+    """Start the worker processes of tools, environments and agents; return them by task. Tasks with equal ones share.
+
+    For ``env.agent=sessions`` the value is a :class:`~sota_grpo.envs.gateway.SessionQueue`.
 
     Raises:
-        UserError: the tools or the environment cannot be loaded, or there are no tools.
+        UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
     """
     offered = {}
     for name, entry in task_configs(config).items():
@@ -168,7 +170,8 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with its environment's reward, its own if that has none, or both with ``reward.path``."""
+    """Return ``task`` rewarded by its environment or agent; by its own reward if they have none; with ``reward.path``
+    by both."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:

@@ -189,7 +189,7 @@ class CheckpointStore:
         return [path for path in folders if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
     def _drop_folders(self, current: Path | None) -> None:
-        """Delete ranks' folders without a checkpoint, and folders of the same step as ``own`` except ``current``."""
+        """Delete ranks' folders without a checkpoint, and other folders of the step of ``current`` than ``current``."""
         steps = {path.stem for _, path in self.paths()}
         for folder in self._folders():
             if folder.stem not in steps or (current is not None and folder.stem == current.stem and folder != current):

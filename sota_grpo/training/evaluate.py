@@ -89,7 +89,7 @@ def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``followed_up``: the user replied to an earlier response, so this is a later turn's."""
+    """A graded response; ``followed_up``: its dialog had a user turn after an earlier response of the policy."""
 
     text: str
     score: Score
@@ -152,9 +152,11 @@ class Evaluator:
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self, target: float | None = None) -> dict[str, float]:
-        """Evaluate; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
-        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``time/eval_s``, and, if a
-        dialog had a second user turn, ``eval/first_turn_accuracy``.
+        """Evaluate the policy and return metrics.
+
+        They are ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
+        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``eval/grader_errors``,
+        ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
 
         With a ``target`` (a fraction) the first problems, :data:`SUBSETS` of all, are evaluated first; if the target
         :func:`is_out_of_reach`, they are all that is measured. ``eval/num_samples`` is the number of problems.

@@ -552,7 +552,10 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
 
 
 def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
-    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token."""
+    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token.
+
+    In an agent's sample: only that some token is trained, and that the same token precedes all turns.
+    """
     faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
     sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
     if faults:

@@ -154,7 +154,10 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensors that a learner reads: no slices of others, no reward terms. ValueError if rows lack one."""
+    """Return the tensor columns that a learner reads, without :data:`_COPIES` and reward terms.
+
+    ValueError if a row lacks one of them.
+    """
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -166,7 +169,7 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
 
 
 def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """Make a method that calls the learner's on every rank and returns rank 0's result; rows are sent as a table."""
+    """Return a method that calls this Learner method on every rank and returns rank 0's result; rows go as a table."""
 
     def call(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none

@@ -160,7 +160,7 @@ class Instances:
         return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
-        """Return a future of the JSON-serializable public attributes of a factory's environment; None for other kinds."""
+        """Return a future of the environment's public attributes that are JSON; of None unless ``kind`` is factory."""
         return self._start(key, lambda worker: self._request(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:

@@ -61,6 +61,8 @@ class StatePack:
 def packed(group: GroupOutput) -> tuple[Any, ...]:
     """Return how :mod:`pickle` should store ``group``: (:func:`unpacked`, its arguments).
 
+    Records, ``parents`` and ``prompt_ids`` are not stored, because the engines in workers set none.
+
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))
     >>> parts[1].tolist(), make(*parts).samples[1].token_ids.tolist()
