@@ -416,7 +416,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
 
 
 def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """Return the weight sync from the learner, here or in ranks, to engines in workers."""
+    """Return the weight sync from the learner, in this process or in rank processes, to engines in workers."""
     make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
         weights = lambda: learner.weights(dtype=engine.weight_dtype)  # noqa: E731

@@ -164,7 +164,7 @@ def load_config(
     Args:
         trust: allow all that :func:`needs_consent` lists.
         unused: options that have no effect in the caller and need no consent.
-        remedy: end of the error message: what the user does to consent.
+        remedy: end of the error message: how the user consents.
 
     Raises:
         UserError: there is no run, an option or override is not valid, or consent is missing.
@@ -217,7 +217,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """Return {option: phrase} of what a config would execute or contact, for the request for consent.
+    """Return {option: phrase} for each option by which a config executes code or contacts a server.
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -262,7 +262,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError if ``acts`` is not empty: what the run would do without consent (see :func:`needs_consent`)."""
+    """Raise UserError if ``acts``, phrases of :func:`needs_consent` without consent, is not empty."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 

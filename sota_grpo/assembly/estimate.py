@@ -197,7 +197,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
-    """Return the peak bytes of an optimizer step on one rank, by component; only two micro-batches need be given.
+    """Return the peak bytes of an optimizer step on one rank, by component; the first two micro-batches decide it.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])

@@ -134,7 +134,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the worker processes of tools, environments and agents; return them by task. Tasks with equal ones share.
+    """Start the worker processes of tools, environments and agents; return them by task; equal ones are shared.
 
     For ``env.agent=sessions`` the value is a :class:`~sota_grpo.envs.gateway.SessionQueue`.
 
@@ -170,8 +170,10 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` rewarded by its environment or agent; by its own reward if they have none; with ``reward.path``
-    by both."""
+    """Return ``task`` with the reward of its environment or agent, if that has one.
+
+    It replaces the task's own reward, and is added to the reward of ``reward.path``.
+    """
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -459,5 +461,5 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
 
 
 def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
-    """Return a function that gives the metrics of ``others``, and those of the judge if ``grader`` has one."""
+    """Return a function that returns the metrics of ``others``, and those of the judge if ``grader`` has one."""
     return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

@@ -42,8 +42,8 @@ class AgentEngine(Wrapped):
     Args:
         engine: samples the agents' requests; groups of tasks without an agent are passed on to it.
         gateway: the server that the agents use; :meth:`close` closes it.
-        env: source of the prompts, whose rows the agents get.
-        agents: :class:`Agents` by task name in a mixture; without a mixture under the key None.
+        env: source of the prompts; its dataset rows are passed to the agents.
+        agents: {task name in a mixture: :class:`Agents`}; without a mixture the key is None.
     """
 
     def __init__(self, engine: Engine, gateway: Gateway, env: PromptSource, agents: Mapping[str | None, Agents]):

@@ -2,7 +2,7 @@
 
 Both become a :class:`ChatRequest`, whose messages have the form of chat templates: ``role`` (``system``, ``user``,
 ``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict, ``tool_call_id``. A reply that
-an agent sends back as history gives the message that it was, so that a request which continues it is recognised.
+an agent sends back as history is parsed to the same message, so that a request which continues it is recognised.
 """
 
 from __future__ import annotations

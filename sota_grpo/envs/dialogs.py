@@ -181,7 +181,7 @@ class ToolEpisode:
         responder: shared by all dialogs.
         key: the instance's key; None without an instance.
         prompt_ids: the prompt of this dialog, if the environment added an observation to the group's.
-        error: why there is no instance.
+        error: why the instance could not be opened.
     """
 
     def __init__(

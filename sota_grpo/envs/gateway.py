@@ -1,8 +1,8 @@
 """An HTTP server through which agents sample from the run's policy, as from OpenAI's or Anthropic's API.
 
-Each sample has a :class:`Session` with a key of its own. A request is tokenised by the run's chat template. If it
-repeats an earlier request of its session with the reply, and adds results of tools or user turns, it continues that
-request's token ids, which are never tokenised again; any other request begins a branch (:mod:`.token_tree`)::
+Each sample has a :class:`Session` with its API key. A request is tokenised with the run's chat template. If it repeats
+an earlier request of its session and the reply to it, and adds tool results or user turns, it continues the token ids
+of both, which are never tokenised again; any other request begins a branch (:mod:`.token_tree`)::
 
     agent                                 session
     [user q]                              prompt  p q          sampled  a b
@@ -58,7 +58,7 @@ MOST_CONTEXTS = 8  # times the policy's context: the most tokens of a sample
 _MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
 PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0
-_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that asks for an episode
+_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that requests an episode
 _MOST_FORMS = 64  # cached ChatForms, one per set of tools
 
 
@@ -86,7 +86,7 @@ class ChatForm:
         )
 
     def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
-        """Parse a sampled response; a call without an id gets one made from its number, the first ``num_calls``.
+        """Parse a sampled response; a call without an id gets one from its number, counted from ``num_calls``.
 
         If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls. Text
         of a reply without calls ends before the first of the ``stop`` strings.

@@ -159,7 +159,7 @@ class PromptSource:
     :class:`~sota_grpo.envs.TaskEnv` adds TorchRL's interface of an environment.
 
     Args:
-        task: examples, chat and score.
+        task: its examples, their chat messages and its ``score``.
         tokenizer: the policy's; without a chat template the messages are separated by blank lines.
         repeats: group size of tasks that do not define one (:meth:`group_size`).
         shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.

@@ -276,7 +276,7 @@ class StepLog:
         progress: shows the progress line.
         stored: stores some steps whole.
         tokenizer: decodes prompts and responses.
-        task: gives the prompts of dialogs as chats.
+        task: its ``messages`` are the prompts of dialogs.
         publish_seconds: returns the duration of the last weight sync.
     """
 

@@ -69,7 +69,7 @@ def num_needed(target: float, num_problems: int) -> int:
 
 
 def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float) -> bool:
-    """Return whether ``hits`` right ones in a random subset are too few for ``target`` on all problems.
+    """Return whether ``hits`` right answers in a random subset are too few to reach ``target`` on all problems.
 
     One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right. The
     hits among ``n`` of them are then hypergeometric, and the hypothesis is rejected if
@@ -193,7 +193,7 @@ class Evaluator:
         """Measure greedy accuracy, and of ``avg_at_k`` samples per problem avg@k and pass@1, 2, 4, ..., k.
 
         Args:
-            greedy: the graded greedy responses to the first problems, if there are any: only these are evaluated.
+            greedy: graded greedy responses to the first problems, if sampled before: only these problems are evaluated.
             temperature: of the ``avg_at_k`` samples.
             on_graded: called for each problem with (is greedy, problem index, graded responses).
 

@@ -294,7 +294,7 @@ class RemoteLearner:
             self._die(max(suspects, key=suspects.__getitem__), f"it {what} for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Do a training step: split the rows, send each rank its own, return the metrics of :meth:`Learner.update`."""
+        """Do a training step: split the rows among the ranks; return the metrics of :meth:`Learner.update`."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("run_method", "step_planner")
@@ -393,7 +393,7 @@ class RemoteLearner:
         raise next(error for error in errors.values() if error)
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
-        """Wait until all have answered or one has failed; ping every rank for progress meanwhile."""
+        """Wait until all ``answers`` are complete or one has failed; meanwhile ping every rank for progress."""
         pings = _Pings(self.workers, self._look_pause_s)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
