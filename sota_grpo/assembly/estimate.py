@@ -1,6 +1,6 @@
 """Estimate the memory of every device and the disk space of a run, from its config and the shape of its model.
 
-It assumes this project's training code: rows packed with each prompt once, attention that saves inputs, output and one
+It assumes this package's training code: rows packed with each prompt once, attention that saves inputs, output and one
 number per token and head, logits computed in chunks, an in-place update. Fragmentation of the heap is not included.
 
 The peak of an optimizer step is the largest of these phases, computed for the first micro-batch, before which no
@@ -174,10 +174,7 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that the head saves for its backward pass.
-
-    They are hidden states (of a frozen head their gradient), token indices and three vectors.
-    """
+    """Return the bytes that the head saves: hidden states (if frozen: their gradient), token indices, three vectors."""
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 

@@ -165,7 +165,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Return options of :func:`sota_grpo.workers.reference.reference_worker`, except model name, threads and padding."""
+    """Return the options of :func:`sota_grpo.workers.reference.reference_worker` that follow from the config."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),

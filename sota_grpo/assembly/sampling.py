@@ -134,9 +134,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the worker processes of tools, environments and agents; return them by task; equal ones are shared.
-
-    For ``env.agent=sessions`` the value is a :class:`~sota_grpo.envs.gateway.SessionQueue`.
+    """Start the workers of tools, environments and agents (``sessions``: a queue); return them by task. Equal specs share.
 
     Raises:
         UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
@@ -170,10 +168,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with the reward of its environment or agent, if that has one.
-
-    It replaces the task's own reward, and is added to the reward of ``reward.path``.
-    """
+    """Return ``task`` with its environment's or agent's reward: in place of its own, or added to ``reward.path``."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:

@@ -73,9 +73,7 @@ class AgentEngine(Wrapped):
 
 
 class GroupEpisodes(Future[GroupOutput]):
-    """Future of a group of episodes; it resolves when the last agent has returned, failed or timed out.
-
-    An exception of the engine fails the group.
+    """Future of a group of episodes: it resolves when the last agent has ended, or fails with the engine's exception.
 
     Args:
         request: the group's request.

@@ -324,16 +324,14 @@ class SessionQueue:
 
 
 class Gateway:
-    """An HTTP server, in a separate thread, through which agents on this machine sample from an engine.
-
-    It listens on a free port, or with a ``queue`` on the port in the environment variable :data:`PORT`, if set.
+    """An HTTP server in a separate thread, on a free port, through which agents on this machine sample from an engine.
 
     Args:
         engine: samples the responses.
         tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
-        queue: episodes for outside programs; None: agents run in worker processes.
+        queue: episodes for outside programs, on the port in :data:`PORT`, if set; None: agents run in worker processes.
 
     Raises:
         UserError: the package aiohttp is missing.

@@ -84,7 +84,7 @@ class TokenTree:
     def sample(self, common: int, *, truncated: bool = False, record: Mapping[str, Any] | None = None) -> Sample:
         """Return the tree as a sample: all tokens except the first ``common``, which are the group's prompt.
 
-        Tokens from which no sampled token descends are left out. ``parents`` count positions from the prompt's first.
+        Tokens from which no sampled token descends are left out. Positions in ``parents`` count the prompt's tokens.
         """
         size = len(self._tokens)
         tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)

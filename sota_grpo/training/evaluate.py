@@ -152,9 +152,7 @@ class Evaluator:
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self, target: float | None = None) -> dict[str, float]:
-        """Evaluate the policy and return metrics.
-
-        They are ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
+        """Evaluate the policy; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` and its error,
         ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``eval/grader_errors``,
         ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
 

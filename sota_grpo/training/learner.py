@@ -654,10 +654,7 @@ class Learner:
     def _whole(
         self, local: Mapping[int, Tensor], positions: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
-        """Exchange row values among ranks; return those of the rows ``positions`` of the batch.
-
-        ``lengths`` has the number of tokens of every row of the batch.
-        """
+        """Exchange values among ranks; return those of the rows ``positions``. ``lengths``: tokens of every row."""
         if self.ranks.size == 1:
             return [local[index] for index in range(len(positions))]
         flat = torch.zeros(sum(lengths), *width)

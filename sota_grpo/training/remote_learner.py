@@ -154,9 +154,8 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns that a learner reads, without :data:`_COPIES` and reward terms.
-
-    ValueError if a row lacks one of them.
+    """Return the tensor columns that a learner reads, without slices of others and reward terms; ValueError if a row
+    lacks one.
     """
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
