@@ -134,7 +134,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the workers of tools, environments and agents (``sessions``: a queue); return them by task. Equal specs share.
+    """Start the workers of tools, environments and agents; return them by task, a queue for ``env.agent=sessions``.
 
     Raises:
         UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
