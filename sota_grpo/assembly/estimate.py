@@ -584,7 +584,7 @@ def estimate(
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
-    """Return ((architecture of the policy, its source), architecture of the reference if it is another model)."""
+    """Return ((architecture of the policy, its source), that of a reference which is another model, else None)."""
     trusts, other = config.model.trust_remote_code, config.ref_model.name
     model = find_architecture(model_name(config), trust_remote_code=trusts)
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None

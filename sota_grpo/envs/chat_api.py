@@ -322,7 +322,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Add to each tool result the name of its call; BadRequest if the last message is the assistant's."""
+    """Return the messages, tool results with the name of their call; BadRequest if the last is the assistant's."""
     if messages[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's, which would be continued; that is not supported.")
     names = {

@@ -54,7 +54,7 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Opened
 logger = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 8 << 20  # bytes of a request's body
-MOST_CONTEXTS = 8  # times the policy's context: the most tokens of a sample
+MOST_CONTEXTS = 8  # a sample has at most this many times the tokens of the policy's context
 _MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
 PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0
@@ -191,7 +191,7 @@ class Session:
         try:
             output = await asyncio.wrap_future(future)
         except Exception as error:
-            if self.is_open:  # else the agent would be rewarded for what the engine did
+            if self.is_open:  # fails the group: an agent must not be rewarded for a failure of the engine
                 self.failure = error
             raise
         finally:

@@ -145,7 +145,7 @@ class EngineWeightSync(WeightSyncScheme):
         result = Compared()
         owner, pairs = "the learner", (self.whole or self.policy_weights)() if weights is None else weights
         if isinstance(weights, WeightPack) and weights.scales:
-            if len(held) == 1:  # nothing to compare with: it merges the adapter itself
+            if len(held) == 1:  # nothing to compare with: the worker has merged the adapter itself
                 return Compared(reported=False)
             owner, sums = next(iter(held.items()))
             pairs = sums.items()

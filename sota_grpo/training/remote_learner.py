@@ -188,7 +188,7 @@ class _Pings:
         self._last: dict[int, tuple[Future[Any], float]] = {}  # rank: (last ping, when it was sent)
 
     def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """Return {rank: seconds since its unanswered ping} and {rank: answered ping}.
+        """Return {rank: seconds since its unanswered ping} and {rank: completed future of its answered ping}.
 
         Ranks that answered are pinged again, at most every ``pause_s``.
         """
