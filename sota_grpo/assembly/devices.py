@@ -65,7 +65,7 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
 
     Args:
         available: number of GPUs; 0: the CPU, where the indices of a role only count its workers.
-        concurrent: engine and learner run at the same time, so if there are two devices, they share none.
+        concurrent: engine and learner run at the same time, so of several devices they share none (unless ``shared``).
 
     Raises:
         UserError: too many devices are requested, an index does not exist, or two roles have the same index.

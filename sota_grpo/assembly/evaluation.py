@@ -76,7 +76,7 @@ def find_target(
     step: int | str | None = None,
     trust: bool = False,
 ) -> Target:
-    """Find the model or run ``name``; return its config, with ``overrides`` applied, and its weights.
+    """Find the model or run ``name``; return its config, with ``overrides`` applied, and the path of its weights.
 
     A run is evaluated on its held-out problems, with its seed and engine: its exported model if it is finished, else
     its newest checkpoint. A model is evaluated with the options of a preset.

@@ -168,7 +168,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with its environment's or agent's reward: in place of its own, or added to ``reward.path``."""
+    """Return ``task`` with its environment's or agent's reward, if any: instead of its own, or with ``reward.path``."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:

@@ -54,7 +54,7 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Opened
 logger = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 8 << 20  # bytes of a request's body
-MOST_CONTEXTS = 8  # a sample has at most this many times the tokens of the policy's context
+MOST_CONTEXTS = 8  # a sample with more than this many times the policy's context in tokens gets no further response
 _MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
 PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0

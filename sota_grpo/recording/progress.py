@@ -94,7 +94,7 @@ class Progress:
         total_steps: steps of the whole run.
         stream: None is standard output.
         every_s: least seconds between two printed lines.
-        unit: noun before the count.
+        unit: noun before the count, such as ``step``.
         by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
     """
 

@@ -154,9 +154,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns that a learner reads, without slices of others and reward terms; ValueError if a row
-    lacks one.
-    """
+    """Return the tensor columns that a learner reads: no reward terms, no slices. ValueError if a row lacks one."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
