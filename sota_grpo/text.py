@@ -69,7 +69,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
-    """Return ``text`` for ``stream``: on a terminal on a clean line, in an ANSI colour unless ``NO_COLOR`` is set."""
+    """Return ``text``; for a terminal after a code that clears the line, and in an ANSI colour unless ``NO_COLOR``."""
     if not is_terminal(stream):
         return text
     return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")

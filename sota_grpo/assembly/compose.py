@@ -304,7 +304,7 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """Return the option behind a name: of ``env.mixture.a.tools`` ``env.tools``, of ``env.transforms[0]`` the list."""
+    """Return the option of a name: ``env.tools`` of ``env.mixture.a.tools``, the list of ``env.transforms[0]``."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 

@@ -319,7 +319,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The placement of the run; without a given number of GPUs, on the fewest possible, ``auto`` being vLLM."""
+        """The placement of the run; on another machine with vLLM for ``auto``, and if not given on the fewest GPUs."""
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -608,7 +608,7 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number: on CUDA the one estimated."""
+    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number, estimated for local GPUs."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)

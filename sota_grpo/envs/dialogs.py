@@ -343,7 +343,7 @@ class Dialog:
 
 
 def _parse(token_ids: Sequence[int]) -> Sample:
-    """Return tokens that the policy did not sample as a masked turn."""
+    """Return inserted tokens, which the policy did not sample, as a :class:`Sample` that is masked everywhere."""
     count = len(token_ids)
     heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)

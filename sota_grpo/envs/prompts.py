@@ -99,7 +99,7 @@ class PromptStream:
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as integers, and for a mixture the size and weight of each task."""
+        """Return seed, number and hash of the prompts, and position; for a mixture each task's size and weight too."""
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 

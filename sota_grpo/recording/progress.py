@@ -39,7 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """A context in which a starting run is silent on the console for no longer than ``every_s``."""
+    """A context manager that logs the stage of a starting run if the console was silent for ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)

@@ -60,7 +60,7 @@ MISSED = 0.1
 
 
 def num_needed(target: float, num_problems: int) -> int:
-    """Return the smallest number of right problems of ``num_problems`` whose fraction is at least ``target``.
+    """Return the smallest number of right answers to ``num_problems`` problems with a fraction of at least ``target``.
 
     >>> num_needed(0.3, 541), num_needed(0.07, 100)
     (163, 7)

@@ -152,7 +152,7 @@ class Instances:
         return worker.start(opened())
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Call tools in order, given as (name, keyword arguments), each within ``timeout_s``; return a future."""
+        """Call tools, as (name, keyword arguments), in order, within ``timeout_s`` each; return a future of results."""
 
         async def answers(worker: Fleet) -> list[Answer]:
             return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
