@@ -71,7 +71,7 @@ def run_command(program: str, command: Callable[[], int], if_interrupted: str) -
     Args:
         program: name of the program, first word of each sentence.
         command: function that returns the exit code.
-        if_interrupted: what to print at Ctrl-C if the KeyboardInterrupt has no message.
+        if_interrupted: sentence to print at Ctrl-C if the KeyboardInterrupt has no message.
     """
     collect_garbage_rarely()
     interrupt_once()

@@ -119,7 +119,7 @@ def run_python(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
     sys.modules[name] = module  # dataclasses look their module up by its name
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: a file beside it must not shadow a package
+        sys.path.append(str(path.parent))  # last: a file next to it must not shadow a package
     try:
         # Not loader.exec_module: it would write compiled files next to the user's own, and trust stale ones.
         exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))

@@ -34,7 +34,7 @@ class ServerSilent(ServerError):
 
 
 class HttpClient:
-    """A thread-safe client for JSON over HTTP with one server. It follows no redirects, which would get the key.
+    """A thread-safe client for JSON over HTTP with one server; it follows no redirects, whose target would get the key.
 
     Args:
         url: ``http://HOST:PORT``, followed by a path prefix if the server has one.

@@ -19,7 +19,7 @@ TURN = "turn"  # int64 [N], number of the policy's turns before this one in the 
 FULL_TOKENS = ("tokens", "full")  # int64 [N, T], prompt then response, exactly as sampled; written by the engine
 PROMPT_TOKENS = ("tokens", "prompt")  # int64 [N, P]; written by the env
 PARENTS = ("tokens", "parents")  # int64 [N, T], position of the token that a token follows, -1: none; absent: the one
-# before it. Written by the engine of an agent, whose requests make a tree; each sampled token is in the tree once.
+# before it. Written by AgentEngine: the requests of an agent make a tree, in which each sampled token is once.
 RESPONSE_TOKENS = ("tokens", "response")  # int64 [N, R]; written by the engine
 
 ATTENTION_MASK = ("masks", "all_attention_mask")  # bool [N, T], real tokens; False only on padding
@@ -42,7 +42,7 @@ KL_TERM = (*REWARD_TERMS, "kl")  # f32 [N, 1], minus the KL penalty; written by 
 GRADED_REWARD = ("next", "graded_reward")  # f32 [N, 1], the reward without the KL penalty; by ReferenceKL
 SUCCESS = ("next", "success")  # bool [N, 1], the answer is right; written by ScoreResponse
 REWARD_ERROR = ("next", "reward_error")  # bool [N, 1], the grader failed or timed out; written by ScoreResponse
-REWARD_TIMEOUT = ("next", "reward_timeout")  # bool [N, 1], it timed out; written by ScoreResponse
+REWARD_TIMEOUT = ("next", "reward_timeout")  # bool [N, 1], the grader timed out; written by ScoreResponse
 REWARD_INFO = ("next", "reward_info")  # JSON text [N], other results of the grader, or why it failed; by ScoreResponse
 DONE = ("next", "done")  # bool [N, 1]; written by the env
 TERMINATED = ("next", "terminated")  # bool [N, 1]; written by the env

@@ -42,8 +42,8 @@ class Interrupted(Exception):
 class StopRequest:
     """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`, a second one interrupts.
 
-    A preempted node sends SIGTERM and later SIGKILL. So if the current step takes longer than ``grace_s`` after
-    SIGTERM, it is interrupted as by a second signal, and the run resumes from its last checkpoint; if the interrupt has
+    A preempted node sends SIGTERM and later SIGKILL. So a step that takes longer than ``grace_s`` after SIGTERM or
+    SIGHUP is interrupted as by a second signal, and the run can resume from its last checkpoint; if the interrupt has
     no effect, the process exits. A closed terminal may send SIGHUP twice: only the first counts, and under ``nohup``
     none. Outside the main thread, which alone receives signals, the context does nothing.
 

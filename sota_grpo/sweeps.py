@@ -168,7 +168,7 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
 
 def objective(run_dir: Path) -> float | None:
-    """Return what a sweeper optimizes: a run's last held-out accuracy, else its mean reward of the last 10 steps."""
+    """Return a sweep's objective of a run: last held-out accuracy, else mean reward of the last 10 steps, else None."""
     metrics, _, _ = read_metrics(run_dir / METRICS_FILE)
     return metrics.get(ACCURACY, metrics.get(REWARD))
 

@@ -64,12 +64,12 @@ class ReadableFormatter(logging.Formatter):
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line on ``stream`` can be redrawn; colours may be forced on a file."""
+    """Return whether ``stream`` is a terminal that can redraw a line."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
-    """Return ``text`` for ``stream``: on a terminal on a clean line, in an ANSI colour unless ``NO_COLOR`` is set."""
+    """Return ``text``; for a terminal after a code that clears the line, and in an ANSI colour unless ``NO_COLOR``."""
     if not is_terminal(stream):
         return text
     return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")

@@ -296,7 +296,7 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
     device = torch.device(device_name(device_type, placement.train))
     base = make_model(config, device)
     starting(f"Starting the engine {plan.engine}")
-    # the engine copies the model before that has an adapter
+    # the engine copies the model before the adapter is added
     engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Building the learner")
@@ -416,7 +416,7 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
 
 
 def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """Return the weight sync from the learner, here or in ranks, to engines in workers."""
+    """Return the weight sync from the learner, in this process or in rank processes, to engines in workers."""
     make_room = learner.give_back if plan.shared else None
     if isinstance(learner, RemoteLearner):
         weights = lambda: learner.weights(dtype=engine.weight_dtype)  # noqa: E731

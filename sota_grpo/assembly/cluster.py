@@ -28,7 +28,7 @@ class Cluster:
 
     On one machine the plan assigns the GPUs, on a running Ray cluster Ray does. The learner is a worker if it has
     several ranks, or on a cluster. Engines on the learner's devices share a bundle with its ranks. Ray assigns a GPU to
-    one process only, so there ``CUDA_VISIBLE_DEVICES`` assigns the bundle's GPUs.
+    one process only, so in these bundles ``CUDA_VISIBLE_DEVICES`` assigns the GPUs.
 
     Attributes:
         launcher: starts references and learner ranks, and shares large values with them.

@@ -164,7 +164,7 @@ def load_config(
     Args:
         trust: allow all that :func:`needs_consent` lists.
         unused: options that have no effect in the caller and need no consent.
-        remedy: end of the error message: what the user does to consent.
+        remedy: end of the error message: how the user consents.
 
     Raises:
         UserError: there is no run, an option or override is not valid, or consent is missing.
@@ -217,7 +217,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """Return {option: phrase} of what a config would execute or contact, for the request for consent.
+    """Return {option: phrase} for each option by which a config executes code or contacts a server.
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -262,7 +262,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError if ``acts`` is not empty: what the run would do without consent (see :func:`needs_consent`)."""
+    """Raise UserError if ``acts``, phrases of :func:`needs_consent` without consent, is not empty."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 
@@ -304,7 +304,7 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
 
 
 def _run_option(name: str) -> str:
-    """Return the option behind a name: of ``env.mixture.a.tools`` ``env.tools``, of ``env.transforms[0]`` the list."""
+    """Return the option of a name: ``env.tools`` of ``env.mixture.a.tools``, the list of ``env.transforms[0]``."""
     return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
 
 

@@ -65,7 +65,7 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
 
     Args:
         available: number of GPUs; 0: the CPU, where the indices of a role only count its workers.
-        concurrent: engine and learner run at the same time, so the engine needs devices of its own if there are two.
+        concurrent: engine and learner run at the same time, so of several devices they share none (unless ``shared``).
 
     Raises:
         UserError: too many devices are requested, an index does not exist, or two roles have the same index.
@@ -157,7 +157,7 @@ def resolve_device(config: Config) -> str:
     """Return ``cuda`` or ``cpu``, the device type of the run.
 
     Raises:
-        UserError: the model's folder is missing; or no GPU is here, which ``device=cuda`` or a hub model needs.
+        UserError: the model's folder is missing; or there is no GPU, which ``device=cuda`` or a hub model needs.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":
@@ -195,7 +195,7 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
 
     Args:
         num_gpus: GPUs to use; None: all of this machine.
-        engine: name of the engine; None: resolved from ``engine.name`` and what is installed.
+        engine: name of the engine; None: resolved from ``engine.name`` and the installed packages.
 
     Raises:
         UserError: as :func:`place`, or the engine is not installed or cannot use its device.

@@ -1,6 +1,6 @@
 """Estimate the memory of every device and the disk space of a run, from its config and the shape of its model.
 
-It assumes this project's training code: rows packed with each prompt once, attention that saves inputs, output and one
+It assumes this package's training code: rows packed with each prompt once, attention that saves inputs, output and one
 number per token and head, logits computed in chunks, an in-place update. Fragmentation of the heap is not included.
 
 The peak of an optimizer step is the largest of these phases, computed for the first micro-batch, before which no
@@ -174,7 +174,7 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that log-probs save: hidden states (of a frozen head their gradient), indices and 3 vectors."""
+    """Return the bytes that the head saves: hidden states (if frozen: their gradient), token indices, three vectors."""
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
@@ -194,7 +194,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
-    """Return the peak bytes of an optimizer step on one rank, by component; it is in the first two micro-batches.
+    """Return the peak bytes of an optimizer step on one rank, by component; the first two micro-batches decide it.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -319,7 +319,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The placement of the run; without a given number of GPUs, on the fewest possible, ``auto`` being vLLM."""
+        """The placement of the run; on another machine with vLLM for ``auto``, and if not given on the fewest GPUs."""
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -331,7 +331,7 @@ class RunMemory:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """What the run needs of each device's memory; on a CPU one entry for all."""
+        """The memory that the run needs on each device; on a CPU one entry for all roles."""
         roles = self.plan.placement.train, self.plan.placement.inference, self.plan.placement.ref
         if self.plan.device_type == "cpu":
             return [self._device("CPU", *map(len, roles))]
@@ -584,7 +584,7 @@ def estimate(
 
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
-    """Return ((architecture of the policy, its source), architecture of the reference if it is another model)."""
+    """Return ((architecture of the policy, its source), that of a reference which is another model, else None)."""
     trusts, other = config.model.trust_remote_code, config.ref_model.name
     model = find_architecture(model_name(config), trust_remote_code=trusts)
     return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
@@ -608,7 +608,7 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number: on CUDA the one estimated."""
+    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number, estimated for local GPUs."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)

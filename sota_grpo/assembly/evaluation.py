@@ -76,7 +76,7 @@ def find_target(
     step: int | str | None = None,
     trust: bool = False,
 ) -> Target:
-    """Find the model or run ``name`` and return what to evaluate, with ``overrides`` applied to its config.
+    """Find the model or run ``name``; return its config, with ``overrides`` applied, and the path of its weights.
 
     A run is evaluated on its held-out problems, with its seed and engine: its exported model if it is finished, else
     its newest checkpoint. A model is evaluated with the options of a preset.
@@ -188,7 +188,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def open_evaluator(target: Target) -> Iterator[Evaluator]:
-    """Start an engine with the target's weights and give an evaluator; leaving the ``with`` block closes both."""
+    """Start an engine with the target's weights and yield an evaluator; leaving the ``with`` block closes both."""
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
@@ -202,7 +202,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         env, instances = open_env(config, task, tokenizer, opened)
         is_as_stored = target.checkpoint is None and config.model.quantization is None
         base = None if is_as_stored else make_model(config, torch.device("cpu"))
-        engine = start_engine(config, device, tokenizer, base, scratch)  # it copies the model before that is adapted
+        engine = start_engine(config, device, tokenizer, base, scratch)  # copies base before an adapter is added
         opened.callback(engine.close)
         if base is not None:
             model = add_adapter(config, base)

@@ -1,4 +1,4 @@
-"""Build what trains in a run: model, policy, objective, learner (or one rank of it), reference."""
+"""Build the components that train: model, policy, objective, learner (or one rank of it), reference."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def make_reference(
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
-    """Return options for :func:`~.reference.reference_worker`, without model and padding."""
+    """Return the options of :func:`sota_grpo.workers.reference.reference_worker` that follow from the config."""
     device_type = device.partition(":")[0]
     return {
         "dtype": reference_dtype(config),

@@ -1,4 +1,4 @@
-"""Build what generates and grades a run's responses: task, data, rewards, judge, environment, engine."""
+"""Build the components that sample and grade a run's responses: task, data, rewards, judge, environment, engine."""
 
 from __future__ import annotations
 
@@ -134,10 +134,10 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the worker processes of tools and environments; return them by task. Tasks with the same tools share them.
+    """Start the workers of tools, environments and agents; return them by task, a queue for ``env.agent=sessions``.
 
     Raises:
-        UserError: the tools or the environment cannot be loaded, or there are no tools.
+        UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
     """
     offered = {}
     for name, entry in task_configs(config).items():
@@ -168,7 +168,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with its environment's reward, its own if that has none, or both with ``reward.path``."""
+    """Return ``task`` with its environment's or agent's reward, if any: instead of its own, or with ``reward.path``."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -456,5 +456,5 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
 
 
 def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
-    """Return a function that gives the metrics of ``others``, and those of the judge if ``grader`` has one."""
+    """Return a function that returns the metrics of ``others``, and those of the judge if ``grader`` has one."""
     return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

@@ -91,7 +91,7 @@ def examine(folder: str, mark: str | None = None) -> Node:
 
 
 def _packages() -> tuple[str, str]:
-    """Compare installed versions with those that sota-grpo requires; extras count only if they are installed."""
+    """Compare installed with required versions, extras only if installed; return (state, sentence)."""
     from packaging.requirements import Requirement
 
     faults: dict[str, list[str]] = {FAILED: [], WARNING: []}

@@ -127,7 +127,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
-    """Return what is evaluated and how: model, steps, task, engine, max_tokens, seed, digest of the problems."""
+    """Return the header of the result: model, steps, task, engine, max_tokens, seed, digest of the problems."""
     problems = [[example.query, example.answer, dict(example.extra)] for example in evaluator.examples]
     text = json.dumps(problems, sort_keys=True, default=str)
     return {

@@ -53,7 +53,7 @@ def _lines_of(name: str) -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
-    """Give a function that writes a row to ``NAME.partial``, which is renamed to ``NAME`` at the end; ``-``: stdout.
+    """Yield a function that writes a row to ``NAME.partial``, which is renamed to ``NAME`` at the end; ``-``: stdout.
 
     Args:
         read: name of the input file, which must be another file.

@@ -1,4 +1,4 @@
-"""Environments: prompts out, token ids in, rewards back (docs/design.md, "The contracts between rooms").
+"""Environments: reset returns prompts, step grades response token ids (docs/design.md, "The contracts between rooms").
 
 Every task is a :class:`TaskEnv`; the named environments also take the keywords of TorchRL's environment of that name.
 """

@@ -30,20 +30,20 @@ RUN = "run"  # the call that runs an agent
 
 @dataclass(frozen=True)
 class Agents:
-    """The worker processes of one task's agent, or the queue of outside programs; the most responses of an episode."""
+    """Worker processes of one task's agent, or a queue for outside programs; maximum responses of an episode."""
 
     instances: Instances | SessionQueue
     max_turns: int
 
 
 class AgentEngine(Wrapped):
-    """An engine over an engine: a sample is an episode of the user's agent, with as many requests as it makes.
+    """An engine whose samples are episodes of a user's agent; a wrapped engine samples the agent's requests.
 
     Args:
         engine: samples the agents' requests; groups of tasks without an agent are passed on to it.
         gateway: the server that the agents use; :meth:`close` closes it.
-        env: source of the prompts, whose rows the agents get.
-        agents: :class:`Agents` by task name in a mixture; without a mixture under the key None.
+        env: source of the prompts; its dataset rows are passed to the agents.
+        agents: {task name in a mixture: :class:`Agents`}; without a mixture the key is None.
     """
 
     def __init__(self, engine: Engine, gateway: Gateway, env: PromptSource, agents: Mapping[str | None, Agents]):
@@ -51,7 +51,7 @@ class AgentEngine(Wrapped):
         self._gateway, self._env, self._agents = gateway, env, dict(agents)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Start the agents of a group; return the future of their episodes.
+        """Start one episode of the agent per sample; return the future of the group.
 
         Raises:
             ValueError: the request has no example.
@@ -73,13 +73,13 @@ class AgentEngine(Wrapped):
 
 
 class GroupEpisodes(Future[GroupOutput]):
-    """Future of the episodes of a group; it resolves when the last agent has returned, failed or timed out.
+    """Future of a group of episodes: it resolves when the last agent has ended, or fails with the engine's exception.
 
     Args:
         request: the group's request.
-        row: the dataset row that the agents get.
-        agents: their processes.
-        gateway: the server of their requests.
+        row: the dataset row that is passed to each agent.
+        agents: the processes that run the agent.
+        gateway: the server through which the agents sample.
         sampling: sampling options of every request.
     """
 
@@ -111,7 +111,7 @@ class GroupEpisodes(Future[GroupOutput]):
             self._agents.instances.drop(key)
 
     async def _episode(self, index: int) -> None:
-        """Run one agent; the last one that ends resolves the group."""
+        """Run the agent for sample ``index``; the last episode that ends resolves the group."""
         session, instances = self.sessions[index], self._agents.instances
         record: dict[str, Any] = {"reward": None, "error": None}
         try:
@@ -162,7 +162,7 @@ class GroupEpisodes(Future[GroupOutput]):
 
 
 def _result(content: str, is_error: bool) -> dict[str, Any]:
-    """Return ``reward`` and further entries of what an agent returned, or its ``error``."""
+    """Parse an agent's result (JSON): return ``reward`` and, as ``info``, other entries; ``error`` if it has none."""
     if is_error:
         return {"error": content.removeprefix("error: ")}
     try:

@@ -1,8 +1,8 @@
 """Requests and replies of two chat APIs: OpenAI's ``/v1/chat/completions`` and Anthropic's ``/v1/messages``.
 
 Both become a :class:`ChatRequest`, whose messages have the form of chat templates: ``role`` (``system``, ``user``,
-``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict, ``tool_call_id``. What an agent
-sends back of an earlier reply has the same form as that reply, so that the request is known to continue it.
+``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict, ``tool_call_id``. A reply that
+an agent sends back as history is parsed to the same message, so that a request which continues it is recognised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BadRequest(ValueError):
 class ChatRequest:
     """A request for ``n`` replies to ``messages``, with at most ``max_tokens`` tokens each (None: the run's limit).
 
-    ``tools`` are JSON schemas in OpenAI's form; ``stop`` are the strings at which the client wants a reply to end.
+    ``tools`` are JSON schemas in OpenAI's form, ``stop`` the client's stop strings; ``with_usage``: stream the usage.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -49,7 +49,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply: its text outside of tool calls, its calls, and how many tokens it has."""
+    """One parsed response of the policy: its text outside of tool calls, its calls, and its number of tokens."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -58,7 +58,7 @@ class Reply:
 
 
 def openai_request(body: Any) -> ChatRequest:
-    """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or has an option without support.
+    """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or has an unsupported option.
 
     >>> openai_request({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
     ({'role': 'user', 'content': 'Hi'},)
@@ -100,7 +100,7 @@ def _openai_message(message: Any) -> dict[str, Any]:
 
 
 def anthropic_request(body: Any) -> ChatRequest:
-    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an option without support.
+    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an unsupported option.
 
     >>> turns = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "9"}]}]
     >>> anthropic_request({"system": "Add.", "messages": turns, "max_tokens": 5}).messages[1]
@@ -133,7 +133,7 @@ def anthropic_request(body: Any) -> ChatRequest:
 
 
 def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one of Anthropic's: results of tools first, then the text."""
+    """Yield one Anthropic message as messages of chat templates: tool results first, then the text and the calls."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use user or assistant.")
@@ -191,7 +191,7 @@ def _finish(reply: Reply) -> str:
 
 
 def openai_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the server-sent events of a streamed reply, which has one piece per choice."""
+    """Yield the response ``body`` as server-sent events; the whole message of a choice is one chunk."""
     head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
         delta = dict(choice["message"])
@@ -227,7 +227,7 @@ def anthropic_reply(reply: Reply, num_prompt_tokens: int) -> dict[str, Any]:
 
 
 def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the server-sent events of a streamed reply, which has one piece per content block."""
+    """Yield the response ``body`` as server-sent events; a whole content block is one delta."""
     usage = body["usage"]
 
     def event(kind: str, **values: Any) -> str:
@@ -277,7 +277,7 @@ def _count(value: Any, name: str) -> int | None:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content: a string, None, or parts of text; unpaired surrogates become ``?``."""
+    """Return the text of a message's content (string, None or list of text parts); unpaired surrogates become ``?``."""
     if content is None or isinstance(content, str):
         return (content or "").encode("utf-8", "replace").decode()
     texts = []
@@ -290,7 +290,7 @@ def _text(content: Any) -> str:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Return the arguments of a call as chat templates take them: a dict; as they are if they are no JSON object."""
+    """Return a call's arguments as a dict, as chat templates need them; unchanged if they are not a JSON object."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -322,7 +322,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the messages, in which the result of a tool has the name of the call that it answers."""
+    """Return the messages, tool results with the name of their call; BadRequest if the last is the assistant's."""
     if messages[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's, which would be continued; that is not supported.")
     names = {

@@ -81,7 +81,7 @@ class Responder(Protocol):
 
 
 class GradedTurns:
-    """Answers each turn with the ``reply`` of its score; a score without a reply ends the dialog.
+    """Answers each turn with the ``reply`` of its score; a score with an error or without a reply ends the dialog.
 
     Args:
         grader: the task's grader.
@@ -181,7 +181,7 @@ class ToolEpisode:
         responder: shared by all dialogs.
         key: the instance's key; None without an instance.
         prompt_ids: the prompt of this dialog, if the environment added an observation to the group's.
-        error: why there is no instance.
+        error: why the instance could not be opened.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class Dialog:
 
 
 def _parse(token_ids: Sequence[int]) -> Sample:
-    """Return tokens that the policy did not sample as a masked turn."""
+    """Return inserted tokens, which the policy did not sample, as a :class:`Sample` that is masked everywhere."""
     count = len(token_ids)
     heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)

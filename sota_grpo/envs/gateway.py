@@ -1,8 +1,8 @@
 """An HTTP server through which agents sample from the run's policy, as from OpenAI's or Anthropic's API.
 
-Each sample has a :class:`Session` with a key of its own. A request is tokenised by the run's chat template. If it
-repeats an earlier request of its session with the reply, and adds results of tools or user turns, it continues that
-request's token ids, which are never tokenised again; any other request begins a branch (:mod:`.token_tree`)::
+Each sample has a :class:`Session` with its API key. A request is tokenised with the run's chat template. If it repeats
+an earlier request of its session and the reply to it, and adds tool results or user turns, it continues the token ids
+of both, which are never tokenised again; any other request begins a branch (:mod:`.token_tree`)::
 
     agent                                 session
     [user q]                              prompt  p q          sampled  a b
@@ -54,12 +54,12 @@ from sota_grpo.workers.instances import Answer, InstanceLost, Opened
 logger = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 8 << 20  # bytes of a request's body
-MOST_CONTEXTS = 8  # times the policy's context: the most tokens of a sample
+MOST_CONTEXTS = 8  # a sample with more than this many times the policy's context in tokens gets no further response
 _MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
 PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0
-_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that asks for an episode
-_MOST_FORMS = 64  # sets of tools whose readers are kept
+_LONG_POLL_S, _POLL_S = 20.0, 0.02  # of an outside program that requests an episode
+_MOST_FORMS = 64  # cached ChatForms, one per set of tools
 
 
 class ChatForm:
@@ -86,10 +86,10 @@ class ChatForm:
         )
 
     def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
-        """Parse a reply; its calls get the ids of the calls from number ``num_calls`` on.
+        """Parse a sampled response; a call without an id gets one from its number, counted from ``num_calls``.
 
-        A reply with a call of no known tool is text, as the policy wrote it. ``stop`` strings and what follows them are
-        left out.
+        If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls. Text
+        of a reply without calls ends before the first of the ``stop`` strings.
         """
         text, size = self.turns.text(sample.token_ids), len(sample.token_ids)
         for string in stop:
@@ -104,18 +104,18 @@ class ChatForm:
 
 
 class Session:
-    """The requests of one sample: a tree of their tokens, and which messages lead to which of its positions.
+    """The requests of one sample: the tree of their tokens, and the position at which each known chat ends in it.
 
     Args:
         gateway: the server.
         request: the group's request; sample ``index`` of it is this session's.
         sampling: sampling options of every request.
-        max_turns: most responses that the session samples.
+        max_turns: maximum number of responses of the session.
 
     Attributes:
         key: the API key of the session's requests.
         messages: the last request's messages and its first reply.
-        failure: the engine's last failure; None without one.
+        failure: the last exception of the engine; None without one.
     """
 
     def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
@@ -144,7 +144,8 @@ class Session:
         """Sample the replies to a request; return them and the number of tokens of its prompt.
 
         Raises:
-            BadRequest: the request cannot be rendered, is too long, or is one too many.
+            BadRequest: the request cannot be rendered, is too long, exceeds ``max_turns`` or names a stop string that
+                the run does not have; or the session has ended.
         """
         form = self._gateway.form(json.dumps(chat.tools))
         known = set(self._gateway.stop)
@@ -190,7 +191,7 @@ class Session:
         try:
             output = await asyncio.wrap_future(future)
         except Exception as error:
-            if self.is_open:  # else the agent would be rewarded for what the engine did
+            if self.is_open:  # fails the group: an agent must not be rewarded for a failure of the engine
                 self.failure = error
             raise
         finally:
@@ -211,7 +212,7 @@ class Session:
         return replies, len(prompt_ids)
 
     def _prompt_ids(self, form: ChatForm, chat: ChatRequest, digests: Sequence[bytes]) -> list[int]:
-        """Return the request's token ids: those of the earlier request that it continues, and the messages since."""
+        """Return the prompt's token ids; if it continues an earlier request, only the new messages are tokenised."""
         try:
             for number in range(len(chat.messages) - 1, 0, -1):
                 if (end := self._ends.get(digests[number])) is not None:
@@ -238,7 +239,7 @@ def _hash(key: str) -> bytes:
 
 
 def _digests(chat: ChatRequest) -> list[bytes]:
-    """Return the digest of the tools and the first ``n`` messages, for each ``n`` from 0 on."""
+    """Return one digest per prefix of the chat: of the tools and the first ``n`` messages, ``n`` from 0 to all."""
     digests = [hashlib.sha256(json.dumps(chat.tools).encode()).digest()]
     for message in chat.messages:
         digests.append(_next(digests[-1], message))
@@ -251,15 +252,15 @@ def _next(digest: bytes, message: Mapping[str, Any]) -> bytes:
 
 
 class SessionQueue:
-    """Episodes that wait for an outside program to run them, in place of agents in worker processes.
+    """A queue of episodes for outside programs, which run them in place of agents in worker processes.
 
-    It has the methods of :class:`~sota_grpo.workers.instances.Instances` that an episode calls. The server gives an
-    episode to the next program that asks (``POST /v1/sessions``), and ends it with the reward that the program sends
-    (``POST /v1/sessions/end``), or without one ``timeout_s`` seconds after it was given.
+    It has the methods of :class:`~sota_grpo.workers.instances.Instances` that an episode calls. The server passes an
+    episode to the next program that requests one (``POST /v1/sessions``). The episode ends with the reward that the
+    program sends (``POST /v1/sessions/end``); after ``timeout_s`` without a reward it fails.
 
     Args:
-        timeout_s: longest time of an episode, in seconds.
-        key: API key of the programs.
+        timeout_s: time limit of an episode in seconds, counted from the program's request.
+        key: API key with which programs request episodes.
     """
 
     schemas: tuple[dict[str, Any], ...] = ()
@@ -273,21 +274,21 @@ class SessionQueue:
         self._given: dict[str, Future[list[Answer]]] = {}  # by the key of its session
 
     def open(self, row: Mapping[str, Any]) -> Future[Opened]:
-        """Take the row of an episode."""
+        """Store the row of an episode; return its key, in a future that is already resolved."""
         key, opened = next(self._keys), pending_future()
         self._rows[key] = row
         opened.set_result(Opened(key, None))
         return opened
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Queue an episode; return the future of what its program sends at its end."""
+        """Queue an episode; return the future of the result that its program sends."""
         ended: Future[list[Answer]] = pending_future()
         ((_, address),) = calls
         self._waiting[key] = {"row": self._rows.pop(key), **address}, ended
         return ended
 
     def take(self) -> Mapping[str, Any] | None:
-        """Return ``row``, ``base_url`` and ``api_key`` of the next episode; None if none waits."""
+        """Dequeue the next episode; return its ``row``, ``base_url`` and ``api_key``, or None if the queue is empty."""
         key = next(iter([*self._waiting]), None)
         episode, ended = self._waiting.pop(key, ({}, None)) if key is not None else ({}, None)
         if ended is None:
@@ -301,36 +302,36 @@ class SessionQueue:
             ended.set_result([Answer(json.dumps(result), is_error=False)])
 
     def expire(self, api_key: str) -> None:
-        """End an episode that took too long; no-op if it has ended."""
+        """Fail an episode whose program sent no reward within ``timeout_s``; no-op if it has ended."""
         if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
             ended.set_exception(InstanceLost(f"TimeoutError: no end of the session within {self.timeout_s:g} s"))
 
     def wait_ready(self) -> None:
-        """No-op: the programs come when they want."""
+        """No-op: there are no workers to wait for; programs connect at any time."""
 
     def drop(self, key: int) -> None:
-        """Forget an episode that no program has begun."""
+        """Remove an episode that no program has begun, and fail its future."""
         self._rows.pop(key, None)
         _, ended = self._waiting.pop(key, (None, None))
         if ended is not None and not ended.done():
             ended.set_exception(InstanceLost("it was dropped"))
 
     def close(self) -> None:
-        """Fail all episodes; idempotent."""
+        """Fail all episodes that have not ended; idempotent."""
         for ended in [*self._given.values(), *(ended for _, ended in self._waiting.values())]:
             if not ended.done():
                 ended.set_exception(InstanceLost("the run has ended"))
 
 
 class Gateway:
-    """The HTTP server of a run's agents, in a thread of its own, on a free port of this machine.
+    """An HTTP server in a separate thread, on a free port, through which agents on this machine sample from an engine.
 
     Args:
         engine: samples the responses.
         tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
-        queue: episodes for outside programs; None: agents run in worker processes.
+        queue: episodes for outside programs, on the port in :data:`PORT`, if set; None: agents run in worker processes.
 
     Raises:
         UserError: the package aiohttp is missing.
@@ -366,7 +367,7 @@ class Gateway:
         self.url = self._ready.result(timeout=_START_S)
 
     def form(self, tools: str) -> ChatForm:
-        """Return the form of requests with these tools (JSON); BadRequest if the template does not support them."""
+        """Return the cached :class:`ChatForm` of ``tools`` (JSON); BadRequest if the template does not support them."""
         try:
             return self._form(tools)
         except (UserError, TypeError, KeyError, AttributeError) as error:
@@ -425,7 +426,7 @@ class Gateway:
             await runner.cleanup()
 
     def _handler(self, web: Any, answer: Callable[[Any, Any, Callable[[], bool]], Any]) -> Callable[[Any], Any]:
-        """Return a handler of aiohttp that checks the key and answers with JSON, events or an error."""
+        """Return an aiohttp handler that checks the API key and responds with JSON, server-sent events or an error."""
 
         def failed(request: Any, error: BadRequest) -> Any:
             kinds = {
@@ -487,7 +488,7 @@ class Gateway:
         return anthropic_events(made) if chat.stream else made
 
     async def _next_session(self, queue: SessionQueue, body: Any, is_gone: Callable[[], bool]) -> Any:
-        """Give the next episode to an outside program; without one for 20 s, an empty object."""
+        """Respond with the next episode, as JSON; with an empty object if none was queued for 20 s."""
         if queue is not self._queue:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
         ends = self._loop.time() + _LONG_POLL_S
@@ -508,7 +509,7 @@ class Gateway:
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}
 
     def _warn(self, session: Session, body: Mapping[str, Any]) -> None:
-        """Log once that a sampling option of a request has no effect."""
+        """Warn, once per option, that a request's sampling option differs from the run's and has no effect."""
         run = {name: getattr(session._sampling, name) for name in ("temperature", "top_p", "top_k")}
         for name, value in run.items():
             given = body.get(name)

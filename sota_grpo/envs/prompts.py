@@ -99,7 +99,7 @@ class PromptStream:
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as integers, and for a mixture the size and weight of each task."""
+        """Return seed, number and hash of the prompts, and position; for a mixture each task's size and weight too."""
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 
@@ -159,7 +159,7 @@ class PromptSource:
     :class:`~sota_grpo.envs.TaskEnv` adds TorchRL's interface of an environment.
 
     Args:
-        task: examples, chat and score.
+        task: its examples, their chat messages and its ``score``.
         tokenizer: the policy's; without a chat template the messages are separated by blank lines.
         repeats: group size of tasks that do not define one (:meth:`group_size`).
         shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.

@@ -371,8 +371,8 @@ class DialogRows:
     """Joins the environment steps of each dialog into one training row, as ``finish_rows`` of ``rl.collate`` makes it.
 
     The row has all tokens of the dialog, an assistant mask that is True on the sampled ones, and the reward of the last
-    step. Rows are returned by complete groups, once the last dialog of a group has ended; the steps of the others are
-    stored until then. The prompt of the rows is the common prefix of the group's prompts.
+    step. The rows of a group are returned together, once its last dialog has ended; until then its steps are stored.
+    The prompt of the rows is the common prefix of the group's prompts.
 
     Each step must have ``tokens.response`` (or ``tokens.full``). ``log_probs.response`` (or ``log_probs.full``) and
     ``next.policy_version`` (TorchRL's ``PolicyVersion`` with integers) are optional: without them the rows have no

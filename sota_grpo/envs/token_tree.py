@@ -1,4 +1,4 @@
-"""The token sequences of all requests of one sample, as a tree in which each token is once.
+"""The token sequences of all requests of one sample, as a tree that stores shared prefixes once.
 
 Two requests with the prompt ``p q``, answered with ``a b`` and ``c``; a third continues the first with ``r`` and is
 answered with ``d``::
@@ -8,8 +8,8 @@ answered with ``d``::
     parent    -1  0  1  2  1  3  5
     sampled    .  .  x  x  x  .  x
 
-A prompt's tokens are shared with every earlier request that has the same tokens in the same place, sampled or not.
-Sampled tokens are always new, so that every sampled token is trained once, with the log-prob that it was sampled with.
+A prompt shares the tokens of its longest prefix that is already in the tree, sampled or not. Sampled tokens are always
+added, so that every sampled token is trained once, with the log-prob that it was sampled with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sota_grpo.rl.records import Sample, SamplingSupport
 
 
 class TokenTree:
-    """Collects the prompts and responses of one sample; :meth:`sample` returns them as one row's response.
+    """Stores the prompts and responses of one sample as a tree; :meth:`sample` returns them as one :class:`Sample`.
 
     >>> tree, said = TokenTree(), Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2), False)
     >>> end = tree.add_response(tree.add_prompt([5, 6]), said)
@@ -43,7 +43,7 @@ class TokenTree:
         return len(self._tokens)
 
     def add_prompt(self, token_ids: Sequence[int]) -> int:
-        """Add the tokens of a request's prompt that no earlier request has; return the position of the last one."""
+        """Add the tokens of a prompt after its longest known prefix; return the position of the prompt's last token."""
         node = -1
         for token in token_ids:
             known = self._children.get((node, token))
@@ -51,7 +51,7 @@ class TokenTree:
         return node
 
     def add_response(self, node: int, response: Sample) -> int:
-        """Add the sampled tokens that follow position ``node``; return the position of the last one."""
+        """Add sampled tokens after position ``node``; return the position of the last one, ``node`` without tokens."""
         if len(response.token_ids):
             self._responses[len(self._tokens)] = response
             self.num_sampled += len(response.token_ids)
@@ -82,9 +82,9 @@ class TokenTree:
         return self._tokens[: min(end, next(line, end))]
 
     def sample(self, common: int, *, truncated: bool = False, record: Mapping[str, Any] | None = None) -> Sample:
-        """Return the tree as a sample: all tokens but the first ``common``, which are the prompt of its group.
+        """Return the tree as a sample: all tokens except the first ``common``, which are the group's prompt.
 
-        Tokens that lead to no sampled token are left out.
+        Tokens from which no sampled token descends are left out. Positions in ``parents`` count the prompt's tokens.
         """
         size = len(self._tokens)
         tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)

@@ -39,7 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """A context in which a starting run is silent on the console for no longer than ``every_s``."""
+    """A context manager that logs the stage of a starting run if the console was silent for ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -94,7 +94,7 @@ class Progress:
         total_steps: steps of the whole run.
         stream: None is standard output.
         every_s: least seconds between two printed lines.
-        unit: what is counted.
+        unit: noun before the count, such as ``step``.
         by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
     """
 
@@ -127,7 +127,7 @@ class Progress:
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        """Show and return the line after ``done`` steps; what was not measured is left out."""
+        """Show and return the line after ``done`` steps, without metrics that were not measured."""
         now = self._clock()
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
@@ -156,7 +156,7 @@ class Progress:
             row.add_row(ProgressBar(self.total, done), line)
             self._live.start()
             self._live.update(row, refresh=True)
-        elif self._in_notebook:  # without widgets, which need a package beside it and are empty in a saved notebook
+        elif self._in_notebook:  # without widgets, which need another package and are empty in a saved notebook
             import IPython.display
 
             content = {"text/plain": line}

@@ -88,7 +88,7 @@ class RunLog:
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a separate line.
 
-        The value None means that the quantity could not be measured.
+        None means that the quantity could not be measured; NaN, infinity and undeclared names raise ValueError.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
@@ -276,7 +276,7 @@ class StepLog:
         progress: shows the progress line.
         stored: stores some steps whole.
         tokenizer: decodes prompts and responses.
-        task: gives the prompts of dialogs as chats.
+        task: its ``messages`` are the prompts of dialogs.
         publish_seconds: returns the duration of the last weight sync.
     """
 

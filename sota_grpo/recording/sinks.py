@@ -65,7 +65,7 @@ class CopySink:
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the step's metrics to the sink, except those of None."""
+        """Send the step's metrics to the sink, except those that are None."""
         values = {name: value for name, value in metrics.items() if value is not None}
         self._attempt(lambda: self._write(step, values))
 

@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
-    """Return the metrics of a batch (means over responses); ``version``: version of the policy that is trained."""
+    """Return the metrics of a batch over its responses; ``version``: version of the policy that is trained."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     begins = sampled[1:] & ~sampled[:-1]

@@ -69,8 +69,9 @@ class StoredStep:
     def samples(self) -> list[dict[str, Any]]:
         """Per row a dict of its ``fields`` and of lists with one entry per token after the prompt.
 
-        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``probs`` (of the behaviour policy),
-        ``policy_log_probs``, ``ref_log_probs``, ``entropy`` (nats, 0 outside the assistant mask; None if unknown).
+        ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``log_probs`` (of the behaviour policy),
+        ``policy_log_probs``, ``ref_log_probs``, ``entropy``; in nats, 0 outside the assistant mask. Instead of the last
+        three lists there is None if they are unknown.
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
@@ -153,7 +154,7 @@ class StoredSteps:
     start (and more than ``FREE_S`` seconds), a step is not stored.
 
     Args:
-        learner: a :class:`sota_grpo.training.learner.Learner`, or its facade over several processes.
+        learner: a :class:`sota_grpo.training.learner.Learner`, or its proxy over several processes.
         run_dir: the run directory.
         tokenizer: decodes the tokens.
         device: the learner's device, ``cpu`` or ``cuda``.

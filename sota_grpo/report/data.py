@@ -59,7 +59,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _NO_CURVE = frozenset(
     ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
 )
-#: Beginnings of metrics, and which one's chart shows them, too, where they are equal in all runs.
+#: {beginning of metric names: metric whose chart shows them too if they are equal in all runs}.
 REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accuracy", "turn_": "response_tokens/mean"}
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: The standard error of a metric: a description, and a function of the step's row.

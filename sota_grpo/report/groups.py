@@ -34,7 +34,7 @@ Line = tuple[int, int, int]  # number, offset in the file, size in bytes
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
     """Return lists of values per token after the prompt, or None if the row has no tokens.
 
-    ``pieces``: the text; ``sampled``: 1 for the policy's tokens (missing if all are); ``ratio``, ``kl``, ``entropy``:
+    ``pieces``: the text; ``said``: 1 for the policy's tokens (missing if all are); ``ratio``, ``kl``, ``entropy``:
     missing if not stored, None for other tokens than the policy's; ``gap``: position and number of the tokens left out
     of a very long response.
 

@@ -87,7 +87,7 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has completed all its training steps."""
+        """Whether the run has ended as requested: after all its training steps, or at ``eval.target``."""
         return bool((read_record(self.run_dir) or {}).get("finished"))
 
     @cached_property

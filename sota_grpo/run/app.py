@@ -58,7 +58,7 @@ CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def as_planned(config: Config, directory: RunDir) -> Config:
-    """Return ``config``; of a resumed run with the number that it used for ``train.micro_batch_tokens=auto``."""
+    """Return ``config``; for a resumed run with the number that it used for ``train.micro_batch_tokens=auto``."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
     planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")

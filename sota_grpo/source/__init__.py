@@ -1,1 +1,1 @@
-"""Where the loop gets its batches from: a collector, and the replay buffer that it fills."""
+"""The source of the training loop's batches: a collector, the replay buffer that it fills, and the weight sync."""

@@ -256,7 +256,7 @@ class Slots:
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
-        """Discard a zero-advantage group; return newly drawn groups that replace it or others."""
+        """Move a zero-advantage group from ``in_flight`` to ``refill``; return new groups that replace it or others."""
         del self.in_flight[group.group_id]
         self.refill.add(group, rows)
         return self._replace()

@@ -1,4 +1,4 @@
-"""The collector of both scripts: a TorchRL ``BaseCollector``, synchronous or concurrent with the learner."""
+"""The collector of ``grpo.py`` and ``grpo-async.py``: a TorchRL ``BaseCollector``, synchronous or concurrent."""
 
 from __future__ import annotations
 

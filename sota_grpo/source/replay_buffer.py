@@ -279,7 +279,7 @@ class GroupReplayBuffer(ReplayBuffer):
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Return the rows of the next ``num_groups`` groups, by group id; with a collector, wait for them.
+        """Return the rows of the next ``num_groups`` groups, sorted by group id; with a collector, wait for them.
 
         Raises:
             RuntimeError: without a collector, there are fewer groups.

@@ -35,12 +35,12 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Names of weights by checksum: ``equal`` in the learner and every worker, ``differing``, ``unread``.
+    """Result of a comparison of checksums: names of weights, ``equal`` in the learner and every worker or not.
 
     Args:
-        reported: whether the engine reports checksums.
-        differing: by name, a sentence with a worker and both checksums.
-        unread: some worker has no weight of that name, or stores its elements in another order.
+        reported: False if nothing was compared: the engine reports no checksums, or its only worker got an adapter.
+        differing: ``{name: sentence}``, with a worker and both checksums.
+        unread: names that cannot be compared: a worker lacks the weight, or stores its elements in another order.
     """
 
     reported: bool = True
@@ -59,7 +59,7 @@ class EngineWeightSync(WeightSyncScheme):
         weights: returns named tensors, with the base model's names, LoRA merged and ``lm_head.weight`` included; or
             only the adapter (:func:`~sota_grpo.policy.lora.adapter_pack`).
         engine: receives the weights.
-        make_room: releases the learner's cached memory, if the engine shares its devices; None: it does not.
+        make_room: releases the learner's cached memory, if the engine shares its devices; None: it has its own.
         whole: returns all weights with LoRA merged, if ``weights`` returns only the adapter.
 
     Attributes:
@@ -92,7 +92,8 @@ class EngineWeightSync(WeightSyncScheme):
             verify: compare checksums afterwards.
 
         Raises:
-            RunFailed: a worker has another weight than the one that was sent.
+            RunFailed: a worker's checksum differs from that of the sent weight; after an adapter, this is a warning.
+            RuntimeError: the engine does not serve ``version`` after the update.
         """
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
@@ -137,14 +138,14 @@ class EngineWeightSync(WeightSyncScheme):
     def compared(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> Compared:
         """Compare every worker's weights by checksum with ``weights``; None: with the learner's, adapter merged.
 
-        If ``weights`` are an adapter alone, the workers are compared with the first of them.
+        If ``weights`` are an adapter alone, all workers are compared with the first worker.
         """
         if (held := self.engine.weight_sums()) is None:
             return Compared(reported=False)
         result = Compared()
         owner, pairs = "the learner", (self.whole or self.policy_weights)() if weights is None else weights
         if isinstance(weights, WeightPack) and weights.scales:
-            if len(held) == 1:  # nothing to compare with: it merges the adapter itself
+            if len(held) == 1:  # nothing to compare with: the worker has merged the adapter itself
                 return Compared(reported=False)
             owner, sums = next(iter(held.items()))
             pairs = sums.items()
@@ -173,14 +174,14 @@ class EngineWeightSync(WeightSyncScheme):
             self.engine.sleep()
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`, after releasing the learner's cached memory so that the engine can allocate it."""
+        """Release the learner's cached memory, then undo :meth:`sleep`; no-op if the engine has its own devices."""
         if self.make_room is not None:
             self.make_room()
             self.engine.wake()
 
 
 def _in_another_order(one: Checksum, expected: Checksum, value: torch.Tensor | Checksum) -> bool:
-    """Whether ``one`` is the checksum of the permuted rows, or of the transpose, of a weight with the expected one."""
+    """Whether ``one`` is the checksum of ``value`` with permuted rows or, if ``value`` is square, transposed."""
     if one.total == expected.total or not isinstance(value, torch.Tensor) or value.ndim != 2:
         return one.total == expected.total
     return value.shape[0] == value.shape[1] and Checksum.of(value.t(), one.dtype, one.columns) == one

@@ -1,1 +1,1 @@
-"""What a run trains with: the learner, its checks, its evaluations, its checkpoints and its directory."""
+"""The learner of a run, the checks before training, evaluations, checkpoints and the run directory."""

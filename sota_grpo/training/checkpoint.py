@@ -65,8 +65,8 @@ class CheckpointError(RunFailed, RuntimeError):
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    Only one process may write to a directory. ``save`` deletes all but the newest ``keep`` checkpoints and that of step
-    ``best``, and those of later steps (the run was rewound), so that ``latest`` always returns the last save.
+    Only one process may write to a directory. ``save`` keeps the newest ``keep`` checkpoints and that of step ``best``.
+    It deletes all others, and those of later steps (the run was rewound), so ``latest`` always returns the last save.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -189,7 +189,7 @@ class CheckpointStore:
         return [path for path in folders if _FOLDER.fullmatch(path.name) and not path.is_symlink()]
 
     def _drop_folders(self, current: Path | None) -> None:
-        """Delete ranks' folders without a checkpoint, and folders of the same step as ``own`` except ``current``."""
+        """Delete ranks' folders without a checkpoint, and all folders of the step of ``current`` except ``current``."""
         steps = {path.stem for _, path in self.paths()}
         for folder in self._folders():
             if folder.stem not in steps or (current is not None and folder.stem == current.stem and folder != current):

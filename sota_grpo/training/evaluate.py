@@ -60,7 +60,7 @@ MISSED = 0.1
 
 
 def num_needed(target: float, num_problems: int) -> int:
-    """Return the smallest number of right problems of ``num_problems`` whose fraction is at least ``target``.
+    """Return the smallest number of right answers to ``num_problems`` problems with a fraction of at least ``target``.
 
     >>> num_needed(0.3, 541), num_needed(0.07, 100)
     (163, 7)
@@ -69,7 +69,7 @@ def num_needed(target: float, num_problems: int) -> int:
 
 
 def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float) -> bool:
-    """Return whether ``hits`` right ones in a random subset are too few for ``target`` on all problems.
+    """Return whether ``hits`` right answers in a random subset are too few to reach ``target`` on all problems.
 
     One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right. The
     hits among ``n`` of them are then hypergeometric, and the hypothesis is rejected if
@@ -89,7 +89,7 @@ def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``followed_up``: the user replied to an earlier response, so this is a later turn's."""
+    """A graded response; ``followed_up``: its dialog had a user turn after an earlier response of the policy."""
 
     text: str
     score: Score
@@ -152,9 +152,9 @@ class Evaluator:
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self, target: float | None = None) -> dict[str, float]:
-        """Evaluate; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` with its standard error,
-        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``time/eval_s``, and, if a
-        dialog had a second user turn, ``eval/first_turn_accuracy``.
+        """Evaluate the policy; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` and its error,
+        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``eval/grader_errors``,
+        ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
 
         With a ``target`` (a fraction) the first problems, :data:`SUBSETS` of all, are evaluated first; if the target
         :func:`is_out_of_reach`, they are all that is measured. ``eval/num_samples`` is the number of problems.
@@ -191,7 +191,7 @@ class Evaluator:
         """Measure greedy accuracy, and of ``avg_at_k`` samples per problem avg@k and pass@1, 2, 4, ..., k.
 
         Args:
-            greedy: the graded greedy responses to the first problems, if there are any: only these are evaluated.
+            greedy: graded greedy responses to the first problems, if sampled before: only these problems are evaluated.
             temperature: of the ``avg_at_k`` samples.
             on_graded: called for each problem with (is greedy, problem index, graded responses).
 

@@ -351,9 +351,10 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     """Check that the engine samples from changed weights after they are sent, and from the old ones after a resend.
 
     Every trainable tensor is changed and sent (pushed). In half precision the gap between the engine and the changed
-    weights may be 1.5 times the gap after the resend, scaled by both rounding errors, or :data:`LEFT_OUT` of the gap to
-    the old weights over ``sqrt(L)``: one missing layer of ``L`` makes about ``1 / sqrt(L)`` of that gap. If rounding is
-    not measurable, twice the former or a tenth of the latter is allowed. A token's gap counts for at most 1 nat.
+    weights may be the larger of 1.5 times the gap after the resend, scaled by the ratio of both rounding errors, and
+    :data:`LEFT_OUT` of the gap to the old weights over ``sqrt(L)``: one missing layer of ``L`` makes about
+    ``1 / sqrt(L)`` of that gap. If rounding is not measurable, the larger of twice the former gap and a tenth of the
+    latter is allowed. A token's gap counts for at most 1 nat.
 
     Measured on the embedded policy with a bfloat16 engine: the gap to the changed weights is 0.02 to 0.04 of that to
     the old ones, and 0.43 to 1.5 of it if attention, MLP, norms or embeddings are not sent. On SmolLM2 in bfloat16 a
@@ -552,7 +553,10 @@ def responses_end_and_are_graded(run: TrainingComponents) -> Check:
 
 
 def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
-    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token."""
+    """Check that the assistant mask covers each sampled turn, from its first to its end token, and no prompt token.
+
+    In an agent's sample: only that some token is trained, and that the same token precedes all turns.
+    """
     faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
     sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
     if faults:
@@ -561,7 +565,7 @@ def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
 
 
 def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
-    """Return what is wrong with the assistant mask of a row; None if it is right."""
+    """Return the fault of a row's assistant mask as a clause; None if the mask is right."""
     env, ids, mask = run.rollouts.env, row[keys.FULL_TOKENS], row[keys.ASSISTANT_MASK]
     has_template = bool(getattr(env.tokenizer, "chat_template", None))
     if (parents := row.get(keys.PARENTS)) is not None:  # an agent's: any of its turns may be cut, or there is none

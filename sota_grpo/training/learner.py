@@ -157,7 +157,7 @@ class Learner:
         return Planner(self.settings, self.seed, *sizes, learns_less, self.drops_out, self.shape)
 
     def _mismatch(self, rows: Sequence[Row], measured: Mapping[int, Tensor]) -> float | None:
-        """Return the mean KL between the engine and the log-probs in ``own``; None if there is no token."""
+        """Return the mean KL between the engine's log-probs and ``measured``, over all ranks; None without tokens."""
         masks = {index: known_tokens(rows[index]) for index in sorted(measured)}
         gaps = [(measured[index] - rows[index][keys.LOG_PROBS])[mask] for index, mask in masks.items()]
         flat = torch.cat([torch.zeros(0), *gaps])
@@ -229,7 +229,7 @@ class Learner:
             return self._run_passes(rows, passes)
 
     def _run_passes(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """Do what :meth:`_run` says with the weights at hand."""
+        """Do the work of :meth:`_run`, which has cast the weights."""
         threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
@@ -339,7 +339,7 @@ class Learner:
                 yield name, local(parameter.grad.detach()).div_(scale)
 
     def _norm(self, norms: Sequence[Tensor]) -> float:
-        """Return the total norm, over all ranks, of tensors whose norms are in ``parts``."""
+        """Return the total norm, over all ranks, of the tensors that have these norms."""
         local = torch.stack(list(norms)).norm() if norms else torch.zeros(())
         return float(local if self.ranks.size == 1 else self.ranks.total(local.double().square()).sqrt())
 
@@ -444,7 +444,7 @@ class Learner:
         """Return trainable parameters, optimizer, schedule, scaler and counters, for ``torch.load(weights_only=True)``.
 
         All ranks must call this; only rank 0 gets the full tensors. The structure does not depend on the number of
-        ranks. ``kept`` maps this rank's shard of a tensor to its entry in the state (default: gather the tensor).
+        ranks. ``full`` maps this rank's shard of a tensor to its entry in the state (default: gather the tensor).
         """
         adapts = self.settings.entropy_target is not None
         return {
@@ -654,7 +654,7 @@ class Learner:
     def _whole(
         self, local: Mapping[int, Tensor], positions: Sequence[int], lengths: Sequence[int], *width: int
     ) -> list[Tensor]:
-        """Return the values of the rows ``places``, exchanged among the ranks; ``lengths`` are of all ranks' rows."""
+        """Exchange values among ranks; return those of the rows ``positions``. ``lengths``: tokens of every row."""
         if self.ranks.size == 1:
             return [local[index] for index in range(len(positions))]
         flat = torch.zeros(sum(lengths), *width)

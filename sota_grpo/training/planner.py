@@ -177,7 +177,7 @@ class Planner:
         *,
         keep_truncated: bool = False,
     ) -> list[list[Pass]]:
-        """Return each rank's micro-batches for the rows ``batch`` of one optimizer step, those with a backward first.
+        """Return each rank's micro-batches for rows ``batch`` of one optimizer step; those with a backward pass first.
 
         Under ``advantage_only``, zero-advantage groups get a forward pass only; rows of weight 0 are skipped. If no row
         has a gradient, one row still has a backward pass: the optimizer's momentum moves the weights on zeros too.

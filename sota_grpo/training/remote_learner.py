@@ -154,7 +154,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensors that a learner reads: no slices of others, no reward terms. ValueError if rows lack one."""
+    """Return the tensor columns that a learner reads: no reward terms, no slices. ValueError if a row lacks one."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -166,7 +166,7 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
 
 
 def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """Make a method that calls the learner's on every rank and returns rank 0's result; rows are sent as a table."""
+    """Return a method that calls this Learner method on every rank and returns rank 0's result; rows go as a table."""
 
     def call(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
@@ -186,7 +186,7 @@ class _Pings:
         self._last: dict[int, tuple[Future[Any], float]] = {}  # rank: (last ping, when it was sent)
 
     def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """Return {rank: seconds since its unanswered ping} and {rank: answered ping}.
+        """Return {rank: seconds since its unanswered ping} and {rank: completed future of its answered ping}.
 
         Ranks that answered are pinged again, at most every ``pause_s``.
         """
@@ -291,7 +291,7 @@ class RemoteLearner:
             self._die(max(suspects, key=suspects.__getitem__), f"it {what} for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Do a training step: split the rows, send each rank its own, return the metrics of :meth:`Learner.update`."""
+        """Do a training step: split the rows among the ranks; return the metrics of :meth:`Learner.update`."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("run_method", "step_planner")
@@ -390,7 +390,7 @@ class RemoteLearner:
         raise next(error for error in errors.values() if error)
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
-        """Wait until all have answered or one has failed; ping every rank for progress meanwhile."""
+        """Wait until all ``answers`` are complete or one has failed; meanwhile ping every rank for progress."""
         pings = _Pings(self.workers, self._look_pause_s)
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):

@@ -117,7 +117,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all requested steps, or reached a score of at least ``target``.
+        finished: that run has done all requested steps, or reached an accuracy of at least ``target``.
         reached: the step at which that run reached its target, the accuracy and the target; else None.
         shorter: number of steps of that run, if more are requested now; else None.
     """

@@ -1,1 +1,1 @@
-"""Processes that work for a run: how they are started, called, watched, replaced and ended."""
+"""Worker threads, processes and Ray actors of a run: start, calls, health checks, replacement and end."""

@@ -152,7 +152,7 @@ class Instances:
         return worker.start(opened())
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Call tools one after the other, as (name, keyword arguments); each has the deadline ``timeout_s``."""
+        """Call tools, as (name, keyword arguments), in order, within ``timeout_s`` each; return a future of results."""
 
         async def answers(worker: Fleet) -> list[Answer]:
             return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
@@ -160,7 +160,7 @@ class Instances:
         return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
-        """Return the JSON-serializable public attributes of a factory's environment; None for other kinds."""
+        """Return a future of the environment's public attributes that are JSON; of None unless ``kind`` is factory."""
         return self._start(key, lambda worker: self._request(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:

@@ -59,7 +59,7 @@ class StatePack:
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
-    """Return how :mod:`pickle` should store ``group``: (:func:`unpacked`, its arguments).
+    """Return (:func:`unpacked`, its arguments), to pickle ``group`` without records, parents and ``prompt_ids``.
 
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))
