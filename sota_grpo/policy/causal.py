@@ -151,8 +151,8 @@ class CausalPolicy(TensorDictModuleBase):
 
         Inside it, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
-        layers = decoder_layers(base_model(self.model))
-        joined = [layer for layer in layers if decoder_layer.computes_joined(layer)]
+        layers = [] if dtype is None else decoder_layers(base_model(self.model))
+        joined = [layer for layer in layers if hasattr(layer, "joined")]
         if dtype is None or not joined or next(joined[0].parameters()).dtype != torch.float32:
             return nullcontext()
         return decoder_layer.HalfWeights(joined, dtype)

@@ -232,11 +232,6 @@ def fits(layer: nn.Module) -> bool:
     )
 
 
-def computes_joined(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is a joined layer (:func:`join_products`)."""
-    return hasattr(layer, "joined")
-
-
 class HalfWeights:
     """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from tests.pretended_cuda import guard
 
-guard.load()  # before torch
+if __name__ == "__main__":
+    guard.load()  # before torch
 
 import torch  # noqa: E402
 
