@@ -22,7 +22,7 @@ from tests.pretended_cuda import guard
 if __name__ == "__main__":
     guard.load()  # before torch
 
-import torch  # noqa: E402
+import torch
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "i64": 8, "i32": 4, "i1": 1}
 PROMPT, RESPONSES = 1024, (8, 6)  # 16,384 packed tokens: two prompts, and responses as long as they
