@@ -148,7 +148,7 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
     """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
 
     Args:
-        metric: to sort by; None: held-out accuracy if measured, else reward.
+        metric: of ``ranked``; None: held-out accuracy if any, else reward.
 
     Raises:
         UserError: there is no run in ``path``, or ``path`` is itself a run.
@@ -174,7 +174,7 @@ def objective(run_dir: Path) -> float | None:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Return (metrics, training steps, seconds) from a run's metrics file, see :class:`RunRow`."""
+    """Return ``metrics``, ``steps``, ``seconds`` of a :class:`RunRow` from a metrics file."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):

@@ -41,7 +41,7 @@ def one_line(text: str, limit: int | None = 500) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty.
+    """Return an error's first line (500 characters, control characters escaped); its type's name without a message.
 
     >>> first_line(ValueError("no route\\nand a page of details")), first_line(KeyError())
     ('no route', 'KeyError')

@@ -192,13 +192,13 @@ def forward_tokens(tokens: int, device_type: str) -> int:
 
 
 def learner_dtype(config: Config) -> Any:
-    """Return the dtype of the learner's weights: ``train_model.torch_dtype``, for ``auto`` float32."""
+    """Return the name of the learner's dtype: ``train_model.torch_dtype``, for ``auto`` float32."""
     dtype = config.train_model.torch_dtype
     return "float32" if dtype == "auto" else dtype
 
 
 def reference_dtype(config: Config) -> Any:
-    """Return the dtype of the reference's weights: ``ref_model.torch_dtype``, for ``auto`` the learner's."""
+    """Return the name of the reference's dtype: ``ref_model.torch_dtype``, for ``auto`` the learner's."""
     dtype = config.ref_model.torch_dtype
     return learner_dtype(config) if dtype == "auto" else dtype
 
@@ -319,7 +319,10 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return a list of one (phase, transform) pair that computes advantages; ``term_weights`` None: the rows' own."""
+    """Return ``[("score", transform)]``, which computes advantages.
+
+    ``term_weights`` (None: the rows' own) is read only with ``algorithm.decouple_terms``.
+    """
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]

@@ -53,7 +53,7 @@ globals().update(pickle.loads(Path(__file__).with_name("transforms.pkl").read_by
 
 @dataclass
 class PythonInput:
-    """One object passed to :func:`sota_grpo.train`, as the files that are saved in the run directory."""
+    """One argument of :func:`sota_grpo.train`, as the contents of its files in the run directory."""
 
     option: str  # that is set to the files' paths, such as reward.path
     digest: str  # of the object

@@ -59,7 +59,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class GroupCache(Cache):
-    """KV cache of a batch of rows that are decoded together; a group here is the rows that share a prompt.
+    """Base of KV caches of rows that are decoded together; a group here is the rows that share a prompt.
 
     The prefill leaves out each prompt's last token, which is the first input token of its rows: the prefill needs no
     output layer, and all logits come from :meth:`next_logits`.
@@ -269,7 +269,7 @@ def decode_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of one layer; registered as an attention function of transformers.
+    """Compute a layer's attention for transformers; NotImplementedError with a ``softcap``.
 
     With ``prompts``, after the prefill, ``key`` and ``value`` hold only the tokens that the rows have sampled. The
     attention over the prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp

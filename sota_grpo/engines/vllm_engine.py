@@ -295,7 +295,7 @@ def _sample(completion: Any, vocab: int) -> Sample:
 
 
 def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
-    """Return log-probs ``[R]`` of the sampled tokens, and the sampling support if it was requested, else None.
+    """Return log-probs ``[R]`` of the sampled tokens, and their support (None with one entry per position).
 
     Args:
         logprobs: vLLM's ``FlatLogprobs``: per position the sampled token, then a fixed number of the most likely

@@ -61,8 +61,8 @@ class Episode(Protocol):
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
     this dialog; None means the group's prompt. ``answer`` takes the token ids of a policy turn and returns the messages
     that answer it, or None to end the dialog. ``end`` takes the last turn if it was not answered (because it was
-    truncated or the last allowed turn) and whether the dialog was truncated, and returns the dialog's record
-    (:class:`~sota_grpo.rl.records.Sample`). ``leave`` is called instead of ``end`` if the request is cancelled.
+    truncated or the last allowed turn) and whether the dialog was truncated, and returns the mapping that becomes the
+    ``record`` of :class:`~sota_grpo.rl.records.Sample`. ``leave`` is called instead if the request is cancelled.
     """
 
     prompt_ids: tuple[int, ...] | None

@@ -281,7 +281,12 @@ class SessionQueue:
         return opened
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Queue an episode; return the future of the result that its program sends."""
+        """Queue an opened episode, with one call; return its reward's future.
+
+        Raises:
+            KeyError: the episode was not opened, or it was queued or dropped.
+            ValueError: there are no calls, or several.
+        """
         ended: Future[list[Answer]] = pending_future()
         ((_, address),) = calls
         self._waiting[key] = {"row": self._rows.pop(key), **address}, ended

@@ -394,7 +394,7 @@ class DialogRows:
         self._groups: dict[int, dict[int, _OpenDialog]] = {}
 
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
-        """Add steps; return the rows of the groups whose last dialog ended in them.
+        """Add steps; return a row per dialog of each group whose last one ended.
 
         Args:
             steps: any batch shape in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a collector,

@@ -187,7 +187,7 @@ class ZeroAdvantageWatch:
         self._warned_equal = self._warned_failed = False
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Check the metrics of a step; a teacher (``distill/reverse_kl``) also trains on groups of equal rewards."""
+        """Warn if all gradings failed or, without a teacher (``distill/reverse_kl``), 3 steps had equal rewards."""
         responses = (metrics.get("dialog_turns") or 0) / (step + 1)
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics

@@ -49,7 +49,7 @@ def is_run(path: Path) -> bool:
 
 
 def has_begun(path: Path) -> bool:
-    """Return whether a run in this folder has begun to train; True also if the folder cannot be read."""
+    """Return whether a run in this existing folder has begun to train; True also without permission."""
     try:
         os.listdir(path)
         return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))

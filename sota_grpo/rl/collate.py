@@ -175,6 +175,8 @@ def response_ids(row: TensorDictBase) -> Tensor:
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     """Add, in place, the entries that rows of TorchRL's collector and LLM wrappers lack; return the rows.
 
+    Existing masks are overwritten; a first log-prob of 0 becomes NaN (:func:`known_log_probs`).
+
     Use it as the collector's ``postproc``: :class:`GRPOLoss` and this module read ``log_probs.full`` and
     ``masks.all_assistant_mask``, but TorchRL's wrappers in tokens mode write ``log_probs.response`` and no such mask.
     (A bug of torchrl 0.14.1 remains: ``TransformersWrapper`` drops padding tokens that were sampled.)

@@ -34,7 +34,7 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
     """Return the :class:`Surrogate` of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
     Raises:
-        ObjectiveError: the objective does not exist, or its function has a parameter that is not in :data:`TERMS`.
+        ObjectiveError: it does not exist, needs more than :data:`TERMS`, or reads neither log_prob nor log_ratio.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]

@@ -193,7 +193,7 @@ def train(
 
     Raises:
         UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: the run was interrupted; the message says how to resume.
+        KeyboardInterrupt: the run was interrupted; the message may say how to resume.
 
     Example::
 

@@ -378,7 +378,7 @@ def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> 
 
     Raises:
         UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: the run was interrupted; if a checkpoint was saved, the message says how to resume.
+        KeyboardInterrupt: Ctrl-C at start-up or twice (one Ctrl-C saves and returns); may say how to resume.
     """
     require_tokens()
     validate(config)

@@ -206,7 +206,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """Return a bool per row: all graded rewards of its group are equal (rows whose grading failed are ignored)."""
+    """Return a bool per row: its group's rewards, before any KL penalty, are equal (failed gradings ignored)."""
     rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 

@@ -482,13 +482,19 @@ class PromptGroupCollector(BaseCollector):
         return batch
 
     def is_ready(self) -> bool:
-        """Return whether a batch is ready; the first call starts the first groups."""
+        """Start the first groups unless they were started; return whether a batch is ready.
+
+        Raises:
+            BaseException: what a group or the engine raised since the start.
+            ValueError: ``max_policy_age`` is set, but :meth:`start` was not called.
+            RuntimeError: the engine's weights are older than the loaded state.
+        """
         self._begin()
         with self._changed:
             return self._batch_is_ready()
 
     def handle_events(self) -> int:
-        """Handle all pending events without an engine step (for ``dispatch=False``); return their number."""
+        """After ``start(dispatch=False)``: handle pending events, no engine step; return their number."""
         return self._loop.drain()
 
     def _begin(self) -> None:

@@ -77,7 +77,7 @@ def present(value: Any) -> Any:
 
 
 def is_file(name: str) -> bool:
-    """Return whether ``name`` is a local file rather than a dataset on the hub.
+    """Return whether ``name`` is a file's, not a folder's or a hub dataset's.
 
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)

@@ -326,7 +326,7 @@ class ReasoningTask(QuestionTask):
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the three terms; ``info`` has the number of thinking words and the start of the answer."""
+        """Return answer, format and thinking; ``info`` has thinking's word count and the answer's start."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)

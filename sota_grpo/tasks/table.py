@@ -93,8 +93,11 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
 
     - ``openai/gsm8k``: the same number exactly (:class:`~sota_grpo.tasks.questions.GSM8KTask`).
     - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
-    - others: :func:`~sota_grpo.rewards.answers_equal` to the ground truth, or to one entry if it is a list. If the
-      ground truth is not a number, ``any`` extracts the text after "the answer is", else the whole response.
+    - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if it is a list. For
+      a truth that is no number, ``any`` first tries tags, boxed and ``####``; in place of the last number it then takes
+      the text after "the answer is", else the whole response.
+
+    For an ``answer_format`` of None see :func:`answer_format_of`.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)

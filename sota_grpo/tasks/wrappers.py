@@ -299,7 +299,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
 
 
 class ChangedScorer:
-    """A scorer that applies ``change`` to the scores of another; it has ``score_group`` if that one has."""
+    """Applies ``change`` to another scorer's scores; its ``score_group`` is not passed lost dialogs."""
 
     def __init__(self, score: Scorer, change: Callable[[str, Score], Score]) -> None:
         self._score: Any = score

@@ -218,7 +218,7 @@ class Evaluator:
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """Return a sentence on the last evaluation: its accuracy, or its mean reward if graders gave no verdicts."""
+        """Return a sentence on the evaluation after ``steps`` steps: accuracy, or mean reward without verdicts."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if metrics["eval/num_samples"] < len(self.examples):

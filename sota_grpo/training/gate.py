@@ -252,7 +252,7 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
 
 
 def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
-    """Check that ``1 - T_trainer / T_engine``, estimated from sampled tokens, is 0 within its error bound."""
+    """Check on sampled tokens that ``1 - T_trainer / T_engine`` is 0 within 0.05 + 4 standard errors."""
     slope = temperature_slope(run.gaps, *run.measured)
     allowed = SLOPE + MARGIN * slope.error
     return Check(
@@ -316,7 +316,7 @@ def first_ratio_is_one(run: TrainingComponents) -> Check:
 
 
 def prompts_are_computed_once(run: TrainingComponents) -> Check:
-    """Check that rows are packed if the model family supports it: padded rows cost several times as much."""
+    """Check that rows are packed, so each prompt is computed once, if the model family supports it."""
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:

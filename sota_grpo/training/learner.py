@@ -708,7 +708,7 @@ def dropouts(module: nn.Module) -> list[nn.Dropout]:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Set the rate of every dropout in ``module`` to 0 inside the ``with`` block."""
+    """Set every ``nn.Dropout`` in ``module`` to rate 0 in the ``with`` block."""
     rates = [(child, child.p) for child in dropouts(module)]
     for child, _ in rates:
         child.p = 0.0

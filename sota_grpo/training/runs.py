@@ -333,7 +333,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def drop_empty(fresh: Path) -> None:
-    """Remove the directory of a command if it has no files but ``.hydra``, and DATE folders that are then empty."""
+    """Remove a command's directory if it has nothing but ``.hydra``; then outputs/DATE and outputs if empty."""
     if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
         return
     shutil.rmtree(fresh, ignore_errors=True)  # a link stays

@@ -455,7 +455,7 @@ class Start:
         self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
-        """Record an answer at ``now_s``: the worker did nothing in the last ``idle_s`` (see ``IDLE_METHOD``)."""
+        """Record for :meth:`verdict` that the worker answered at ``now_s`` and was idle for ``idle_s``."""
         self.is_pinged, self.answered_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
