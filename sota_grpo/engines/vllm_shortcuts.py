@@ -7,17 +7,23 @@ and versions are the same (``tests/contract/test_vllm_cpu.py``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-VERSION = "0.32."  # of vLLM, whose records and arguments these functions know
+#: Versions of vLLM whose records and arguments these functions know; a development build may have the next one's.
+VERSIONS = re.compile(r"0\.32\.\d+(\.post\d+)?(\+.*)?")
 
 
 def shorten(engine: Any) -> None:
-    """Shorten the ways of ``engine``, a ``vllm.v1.engine.llm_engine.LLMEngine`` in this process."""
+    """Shorten the ways of ``engine``, a ``vllm.v1.engine.llm_engine.LLMEngine`` in this process.
+
+    >>> [bool(VERSIONS.fullmatch(version)) for version in ("0.32.0+cu130", "0.32.1.post1", "0.32.1rc0.dev7", "0.33.0")]
+    [True, True, False, False]
+    """
     import vllm
 
-    if vllm.__version__.startswith(VERSION):
+    if VERSIONS.fullmatch(vllm.__version__):
         shorten_outputs(engine.output_processor)
         shorten_slots(engine.engine_core.engine_core.scheduler.kv_cache_manager)
 
@@ -27,6 +33,8 @@ def shorten_outputs(processor: Any) -> None:
 
     vLLM handles first and last tokens, several log-probs or tokens at once, and stop strings.
     """
+    from vllm.logprobs import FlatLogprobs
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     whole, states = processor.process_outputs, processor.request_states
@@ -35,7 +43,12 @@ def shorten_outputs(processor: Any) -> None:
         state, log_probs = states.get(output.request_id), output.new_logprobs
         if state is None or state.is_prefilling or output.finish_reason is not None or log_probs is None:
             return False
-        if len(output.new_token_ids) != 1 or log_probs.logprobs.shape != (1, 1) or output.new_sampling_mask is not None:
+        if len(output.new_token_ids) != 1 or log_probs.logprobs.shape != (1, 1):
+            return False
+        if output.new_sampling_mask is not None or output.routed_experts is not None:
+            return False
+        sample = state.logprobs_processor
+        if state.output_kind is not RequestOutputKind.FINAL_ONLY or type(sample.logprobs) is not FlatLogprobs:
             return False
         if type(state.detokenizer) is not IncrementalDetokenizer:  # the base class stores ids and makes no text
             return False
@@ -43,7 +56,6 @@ def shorten_outputs(processor: Any) -> None:
             state.track_weight_version(weight_version)
         (token,), log_prob = output.new_token_ids, log_probs.logprobs.item()
         state.detokenizer.token_ids.append(token)
-        sample = state.logprobs_processor
         sample.cumulative_logprob += log_prob
         flat = sample.logprobs
         flat.start_indices.append(len(flat.logprobs))

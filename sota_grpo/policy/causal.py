@@ -153,7 +153,7 @@ class CausalPolicy(TensorDictModuleBase):
         """
         layers = [] if dtype is None else decoder_layers(base_model(self.model))
         joined = [layer for layer in layers if hasattr(layer, "joined")]
-        if dtype is None or not joined or next(joined[0].parameters()).dtype != torch.float32:
+        if dtype is None or not joined:
             return nullcontext()
         return decoder_layer.HalfWeights(joined, dtype)
 
@@ -473,15 +473,16 @@ def joins_products(model: PreTrainedModel) -> bool:
     Hidden states of a few rows are computed before and after; if they differ by more than rounding, it is undone.
     """
     device, layers = model.device.type, decoder_layers(model)
-    if device not in KERNEL_DEVICES or not all(map(decoder_layer.fits, layers)):
+    if device not in KERNEL_DEVICES or not layers or not all(map(decoder_layer.fits, layers)):
         return False
     if not takes_kernels(model.device, torch.bfloat16, _head_width(model)):
         return False
+    if next(model.parameters()).dtype != torch.float32:  # others are not cast, and joining them would copy them
+        return False
     layout = _sample(model)[2]
-    wide = next(model.parameters()).dtype == torch.float32
 
     def hidden() -> Tensor:
-        with torch.compiler.set_stance("force_eager"), torch.autocast(device, torch.bfloat16, enabled=wide):
+        with torch.compiler.set_stance("force_eager"), torch.autocast(device, torch.bfloat16):
             return packed_hidden(model, layout).float()
 
     expected = hidden()

@@ -189,8 +189,8 @@ class Joined:
         self.shape, self.compiles = shape, compiles
         self.halves: LayerWeights | None = None
 
-    def __deepcopy__(self, memo: Any) -> Joined:
-        return Joined(self.shape, compiles=False)
+    def __reduce__(self) -> tuple[Any, ...]:  # of copy.deepcopy too
+        return Joined, (self.shape, False)
 
 
 def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
@@ -223,7 +223,10 @@ def fits(layer: nn.Module) -> bool:
         return False
     own = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
     others = [module for name, module in modules.items() if name not in linears and name != "mlp.act_fn"]
-    if not isinstance(modules["mlp"].act_fn, SiLUActivation) or {type(module).__module__ for module in others} - own:
+    if (
+        not isinstance(getattr(modules["mlp"], "act_fn", None), SiLUActivation)
+        or {type(module).__module__ for module in others} - own
+    ):
         return False
     weights = weights_of(layer)
     complete = {id(tensor) for group in weights for tensor in group} == {id(tensor) for tensor in layer.parameters()}

@@ -111,8 +111,9 @@ def llama(**changes: Any) -> torch.nn.Module:
         lambda: llama(attention_bias=True),
         lambda: llama(hidden_act="gelu"),
         lambda: add_lora(llama(), r=2, alpha=4),
+        lambda: llama().to(torch.bfloat16),
     ],
-    ids=["gemma2", "granite", "biases", "gelu", "adapter"],
+    ids=["gemma2", "granite", "biases", "gelu", "adapter", "bfloat16"],
 )
 def test_other_layers_stay_transformers(make: Callable[[], torch.nn.Module]) -> None:
     policy = CausalPolicy(make())
@@ -181,6 +182,7 @@ def test_a_failed_allocation_leaves_no_copies(monkeypatch: pytest.MonkeyPatch) -
 def test_a_model_whose_layers_have_no_name_takes_half_precision() -> None:
     policy = CausalPolicy(make_model("qwen3"))
     base_model(policy.model)._no_split_modules = None
+    assert not joins_products(base_model(policy.model))
     with policy.half_weights(torch.bfloat16):
         pass
 
