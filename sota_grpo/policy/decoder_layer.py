@@ -223,16 +223,14 @@ def fits(layer: nn.Module) -> bool:
         return False
     own = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
     others = [module for name, module in modules.items() if name not in linears and name != "mlp.act_fn"]
-    if (
-        not isinstance(getattr(modules["mlp"], "act_fn", None), SiLUActivation)
-        or {type(module).__module__ for module in others} - own
-    ):
+    if not isinstance(getattr(modules["mlp"], "act_fn", None), SiLUActivation):
+        return False
+    if {type(module).__module__ for module in others} - own:
         return False
     weights = weights_of(layer)
-    complete = {id(tensor) for group in weights for tensor in group} == {id(tensor) for tensor in layer.parameters()}
-    return (
-        complete and len(weights.norms) == 2 and len(weights.qkv_bias) in (0, 3) and len(weights.head_norms) in (0, 2)
-    )
+    if {id(tensor) for group in weights for tensor in group} != {id(tensor) for tensor in layer.parameters()}:
+        return False
+    return len(weights.norms) == 2 and len(weights.qkv_bias) in (0, 3) and len(weights.head_norms) in (0, 2)
 
 
 class HalfWeights:
