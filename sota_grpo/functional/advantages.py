@@ -60,10 +60,9 @@ def group_advantages(
 
     The module's tables define the baselines and scales. Standard deviations have ddof=1; sums are computed in float64.
 
-    Constant rewards give exactly 0: the largest reward is compared with the smallest, so rounding error is never
-    divided by ``eps``. If the baseline or the scale is one of the group, every *group* of equal rewards (or of one
-    response) gets 0; if one is of the batch, a *batch* of equal rewards does. So a constant group in a varied batch
-    keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
+    If the baseline or the scale is one of the group, every *group* of equal rewards (or of one response) gets exactly
+    0; if one is of the batch, a *batch* of equal rewards does. So rounding error is never divided by ``eps``, and a
+    constant group in a varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
         rewards: ``[N]``, one per response.
@@ -143,10 +142,10 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 
 
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return a bool mask ``[N]`` of the responses in groups whose rewards are all equal, bit for bit, or of size 1.
+    """Return a bool mask ``[N]`` of all responses of the groups whose rewards are exactly equal.
 
-    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A reward that is not finite raises
-    ``UnusableValues``.
+    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A group with fewer than two of them is
+    True. A reward that is not finite, counted or not, raises ``UnusableValues``.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]

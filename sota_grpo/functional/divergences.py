@@ -134,7 +134,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return the weights of :func:`importance_weights` without bounds, and not set to 0 where the mask is False."""
+    """Return the weights of :func:`importance_weights` without bounds; off the mask 1 (``token``) or the row's."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)

@@ -1,7 +1,8 @@
-"""Log-probs of given tokens from hidden states, computed in tiles: the ``[M, V]`` logits are never held in memory.
+"""Log-probs of target tokens from hidden states, computed in tiles instead of from ``[M, V]`` logits in memory.
 
 Tiles of logits are computed one after the other in the same buffers. With tiles of ``r`` rows and ``c`` columns
-``M V H (1 / r + 1 / c)`` numbers are read in all; for a given tile size, square tiles read the fewest.
+``M V H (1 / r + 1 / c)`` numbers are read in all; for a given tile size, square tiles read the fewest. On a GPU the
+forward pass may store ``[M, V]`` probabilities for the backward pass (:func:`max_saved_bytes`).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
 
 
 def automatic_precision(chosen: str, device_type: str) -> str:
-    """Resolve the precision ``auto`` (bf16 on CUDA, else fp32) or ``native`` (also bf16 if it is faster on the CPU)."""
+    """Return ``chosen``, with ``auto`` (bf16 on CUDA, else fp32) and ``native`` (also bf16 on fast CPUs) resolved."""
     if chosen not in ("auto", "native"):
         return chosen
     return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
@@ -133,10 +134,10 @@ def automatic_precision(chosen: str, device_type: str) -> str:
 
 @cache
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bf16 faster than float32; CPUs without bf16 instructions emulate them.
+    """Return whether the CPU multiplies bf16 faster than float32; False if it lacks bf16 instructions or is not Linux.
 
-    On Intel CPUs with AVX512_BF16 but without AMX, oneDNN's products of SmolLM2's matrices take up to 2.2 times as long
-    in bf16.
+    Also False for Intel CPUs with AVX512_BF16 but without AMX: oneDNN's products of SmolLM2's matrices take up to 2.2
+    times as long in bf16.
     """
     try:
         words = {*cpuinfo.read_text().lower().split()}
@@ -184,9 +185,9 @@ def chunked_log_probs(
 
     The backward pass recomputes the logits tile by tile and propagates their gradient ``(1[v = target] - p_v) g - p_v
     (log p_v + entropy) h``, with ``g`` and ``h`` the gradients of the log-prob and the entropy; on a CPU rows with
-    ``g = h = 0`` are skipped. If only ``hidden`` needs a gradient (LoRA: the output layer is frozen), the forward pass
-    stores ``d log_prob_m / d hidden_m`` instead; on CUDA ``2^(z - top)`` of every logit, if
-    :func:`max_saved_bytes` allows.
+    ``g = h = 0`` are skipped. Without ``entropy_grad``, softcap and ``vocab_shard``, two cases recompute nothing: if
+    only ``hidden`` needs a gradient (LoRA), the forward pass stores ``d log_prob_m / d hidden_m``; else on CUDA,
+    without bias, it stores ``2^(z - top)`` of every logit if :func:`max_saved_bytes` allows.
 
     Logits are multiplied in the dtype of ``hidden`` (under autocast in autocast's dtype, as in ``torch.nn.Linear``);
     everything after that is float32, or float64 if ``hidden`` is. The tile size changes results by rounding only.
@@ -343,7 +344,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def max_saved_bytes(device: torch.device) -> int:
-    """Return the maximum bytes of stored ``2^(z - top)``: a twelfth of a GPU's memory, 0 on a CPU."""
+    """Return the most bytes that the forward pass may store for the backward: a twelfth of a GPU's memory, else 0."""
     return torch.cuda.get_device_properties(device).total_memory // SAVED_SHARE if device.type == "cuda" else 0
 
 

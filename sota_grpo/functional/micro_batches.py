@@ -102,7 +102,7 @@ class PromptGroup:
         return self.prompt + sum(self.responses)
 
     def subset(self, members: Iterable[int]) -> PromptGroup:
-        """Return a group with only the rows at the indices ``members``, in ascending order."""
+        """Return a group with only the rows at the indices ``members`` of this group's lists, in ascending order."""
         chosen = sorted(members)
         rows, responses = ([values[member] for member in chosen] for values in (self.rows, self.responses))
         return PromptGroup(tuple(rows), self.prompt, tuple(responses))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def max_groups_admitted(max_policy_age: int, groups_per_step: int) -> int:
-    """Return ``S = (max_policy_age + 1) * groups_per_step``, the most groups that may be in flight or waiting at once.
+    """Return ``S = (max_policy_age + 1) * groups_per_step``, the most groups in flight, waiting or in training at once.
 
     With at most S groups admitted, no token is older than ``max_policy_age`` versions when it is trained on. Let
     ``K = groups_per_step`` and ``a = max_policy_age``. The rules of admission:
