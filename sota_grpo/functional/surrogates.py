@@ -262,8 +262,8 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 class Surrogate:
     """Declaration of one value of ``algorithm.objective``: its loss, its mask of clipped tokens, and what it supports.
 
-    The names of the functions' parameters select their arguments: any of ``TENSORS`` and ``OPTIONS``. A function with a
-    parameter ``mask`` always receives whole rows.
+    The functions get the arguments that their parameters name: any of ``TENSORS`` and ``OPTIONS``. Other parameters
+    have a default. A function with a parameter ``mask`` always receives whole rows.
 
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)

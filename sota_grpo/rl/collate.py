@@ -135,7 +135,7 @@ def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
     """Return the position of each token's predecessor in a sample's row, int64 ``[P + R]`` (``keys.PARENTS``)."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
     if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) >= num_prompt_tokens:
-        raise ValueError("a sample is a tree over another prompt than its row's")
+        raise ValueError("a sample's parents begin after the prompt; set GroupOutput.prompt_ids to the sample's prompt")
     return line if sample.parents is None else torch.cat([line[:num_prompt_tokens], sample.parents])
 
 
@@ -148,7 +148,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
 
 
 def last_turn(sample: Sample) -> Tensor:
-    """Return the token ids of the policy's last turn, which graders read."""
+    """Return the token ids that graders read: those after the last token of another role; all if there is none."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -253,7 +253,7 @@ def set_loss_weights(
 
 
 def graded_rows(rows: RowTable) -> Tensor:
-    """Return bool ``[N]``: True for rows without a grader error, and for rows without ``reward_error``."""
+    """Return bool ``[N]``: False for rows with a grader error; all True if the rows have no ``reward_error``."""
     error = rows.get(keys.REWARD_ERROR, None)
     return torch.ones(len(rows), dtype=torch.bool) if error is None else ~error.flatten()
 
@@ -265,7 +265,7 @@ def known_tokens(row: Row) -> Tensor:
 
 
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
-    """Return rows as one dense batch, right-padded to the longest, with the tensors that a learner reads.
+    """Return rows as one dense batch, right-padded to the longest, with only the tensors that a learner reads.
 
     Args:
         rows: at least one row, each with ``("tokens", "full")`` ``[T_i]``.

@@ -34,7 +34,8 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
     """Return the :class:`Surrogate` of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
     Raises:
-        ObjectiveError: it does not exist, needs more than :data:`TERMS`, or reads neither log_prob nor log_ratio.
+        ObjectiveError: it does not exist, has a parameter that is not in :data:`TERMS` and has no default, or reads
+            neither log_prob nor log_ratio. Errors of executing the file are raised at the first call of the loss.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]
@@ -47,14 +48,16 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
 
 def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """Return the advantage estimator ``FILE.py:FUNCTION`` (or a function, as it is); None for a built-in baseline.
+    """Return the advantage estimator ``FILE.py:FUNCTION`` (or a function, as it is); None for any other text.
 
     An estimator returns the advantages ``[N]`` of N responses, which are then divided by ``algorithm.scale``. Its
     parameters are any of ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths``
-    (int64 ``[N]``, sampled tokens) and ``terms`` (reward terms by name, each ``[N]``, NaN if a term does not apply).
+    (int64 ``[N]``, sampled tokens; None if the rows have no assistant mask) and ``terms`` (reward terms by name, each
+    ``[N]``, NaN if a term does not apply).
 
     Raises:
-        ObjectiveError: the function does not exist or has another parameter without a default value.
+        ObjectiveError: the function does not exist, has another parameter without a default, or reads neither rewards
+            nor terms.
     """
     return _function("algorithm.baseline", baseline, ESTIMATOR_TERMS, ("rewards", "terms"))[0]
 

@@ -108,7 +108,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     if keywords.get("aggregation") not in (None, "token_mean") and keywords.get("loss_aggregation") is not None:
         raise ValueError(
             f"aggregation is {keywords['aggregation']!r} and loss_aggregation is {keywords['loss_aggregation']!r}; "
-            "give one."
+            "give one of them."
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
@@ -219,7 +219,8 @@ class GRPOLoss(LossModule):
         kl_to_ref_coeff, kl_to_inference_coeff: coefficients of the KL to the reference and to the behaviour policy.
         device: device to which the batch is moved; None: it is not moved.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
-        samples_mc_entropy, gamma, reduction, clip_value, ref_log_prob_padding_*: only TorchRL's defaults are accepted.
+        samples_mc_entropy, gamma, clip_value, ref_log_prob_padding_*: only TorchRL's defaults are accepted.
+        reduction: None or ``mean``; ``none`` is ``aggregation="none"``.
         objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, or
             ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
@@ -402,7 +403,7 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def coefficients(self, batch: TensorDictBase) -> Tensor:
-        """Return ``-d surrogate / d log_prob`` per token ``[N, T]``, reduced: positive if a step makes it likelier.
+        """Return ``-d surrogate / d log_prob`` ``[N, T]``, reduced: positive if a step makes the token likelier.
 
         Correction and off-policy masking are left out. Masked tokens have 0. It costs one forward pass, without graph.
         """
@@ -577,7 +578,7 @@ class GRPOLoss(LossModule):
 
 
 def mismatch(gap: Tensor) -> Tensor:
-    """Return k3 of KL(engine, trainer) per token, float64; ``gap``: trainer minus engine log-probs, at most 300."""
+    """Return k3 of KL(engine, trainer) per token, float64; ``gap``: trainer minus engine log-probs, capped at 300."""
     gap = gap.double().clamp(max=_MAX_LOG_RATIO)
     return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
 

@@ -201,7 +201,7 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return the entry of all rows ``[N, ..]``; ``default`` if no row has it; ValueError if only some have it."""
+        """Return an entry ``[N, ..]``; ``default`` if no row has it; ValueError if some lack it or lengths differ."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
@@ -214,7 +214,7 @@ class RowTable(Sequence[Row]):
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Write an entry: a tensor ``[N, ..]``, or one value per row, where None means that the row lacks the entry."""
+        """Write an entry: a tensor ``[N, ..]``, or one value per row; None: not in that row (only None: no change)."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
             return
@@ -227,11 +227,11 @@ class RowTable(Sequence[Row]):
         return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
 
     def flat(self, key: Key) -> Tensor:
-        """Return the values of an entry, concatenated over the rows."""
+        """Return the values of a tensor entry, concatenated over the rows that have it."""
         return self.columns[key].flat().values
 
     def lengths(self, key: Key) -> list[int]:
-        """Return the length of each row's value; all rows must have the entry."""
+        """Return the number of elements of each row's value; all rows must have the entry."""
         return self.columns[key].flat().lengths or []
 
     def sums(self, key: Key) -> Tensor:
@@ -250,7 +250,7 @@ class RowTable(Sequence[Row]):
         return [values.get(row) for row in range(len(self))]
 
     def take(self, indices: Sequence[int]) -> RowTable:
-        """Return a table of the rows ``indices``, in this order."""
+        """Return a table of the rows ``indices``, in this order; the table itself if these are all rows as they are."""
         if list(indices) == list(range(len(self))):
             return self
         taken = {key: column.take(indices) for key, column in self.columns.items()}
@@ -343,7 +343,7 @@ def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """Decorator: let ``write(table, ..)`` accept TensorDicts of any form, which are modified in place and returned.
+    """Decorator: let ``write(table, ..)`` accept TensorDicts of any form too; its argument is modified and returned.
 
     Raises:
         ValueError: an entry is written to some rows only, but the TensorDict is dense.
@@ -384,7 +384,7 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
 
 
 def _missing(key: Key, missing: int, count: int) -> str:
-    return f"{key} is missing in {missing} of {count} rows; use a lazy stack of TensorDicts, which allows it."
+    return f"{key} is missing in {missing} of {count} rows; use a lazy stack, which allows it, or write it to all rows."
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:

@@ -245,7 +245,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
 class OverlongPenalty(RowTransform):
     """Adds DAPO's soft length penalty to the reward.
 
-    The penalty is 0 up to ``max_tokens - buffer_tokens`` response tokens, then decreases linearly to ``-weight`` at
+    The penalty is 0 up to ``max_tokens - buffer_tokens`` sampled tokens, then decreases linearly to ``-weight`` at
     ``max_tokens``. Writes the unweighted term ``("next", "reward_terms", "overlong")``, in [-1, 0]. Raises
     ``ValueError`` unless ``1 <= buffer_tokens <= max_tokens``.
 
