@@ -160,7 +160,9 @@ class Refill:
 
 
 def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: Mapping[int, int]) -> bool:
-    """Return whether ``num_groups`` groups of the oldest admission versions are finished (rule 3 of the age bound).
+    """Return whether the ``num_groups`` groups of the oldest admission versions are finished; False if there are fewer.
+
+    This is rule 3 of the age bound (:func:`sota_grpo.functional.max_groups_admitted`).
 
     Args:
         num_groups: groups per batch.
@@ -184,9 +186,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
     """Assert that no token of the batch is older than ``max_policy_age`` weight updates.
 
     Args:
-        rows: a batch.
         version: the policy version that the engines serve.
-        max_policy_age: largest age, in weight updates.
         sampler: the user's sampler, if it chose the groups.
 
     Raises:
@@ -206,7 +206,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """Return a bool per row: its group's rewards, before any KL penalty, are equal (failed gradings ignored)."""
+    """Return bool ``[N]``: True if the group's rewards are equal, before any KL penalty and without failed gradings."""
     rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
@@ -296,7 +296,7 @@ class Slots:
         self.num_taken = self.num_groups
 
     def take_back(self) -> list[Group]:
-        """Put the groups of a batch that a transform rejected in flight again; return them, to be sampled again."""
+        """Put the groups of the batch in flight again, after a transform failed; return them, to be sampled again."""
         self.num_taken = 0
         again = {  # as drawn by an earlier step: a zero-advantage one counts in round 1
             group_id: Group(group_id, self._stream.example_of(group_id), version, self.refill.step - 1, 0)
@@ -306,7 +306,7 @@ class Slots:
         return list(again.values())
 
     def release(self) -> list[Group]:
-        """Free the slots of the current batch; return newly drawn groups for them."""
+        """Free the slots of the current batch and start a new step; return newly drawn groups for all free slots."""
         self.num_taken = 0
         self.refill.start_step()
         return self.fill()

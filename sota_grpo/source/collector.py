@@ -88,24 +88,20 @@ class PromptGroupCollector(BaseCollector):
     The wait raises if ``should_stop()`` is true (:class:`Interrupted`), if a group failed, or if no group made progress
     for ``wait_deadline_s`` (``TimeoutError``). The state can be saved after any of these.
 
-    **The age of a token** is the number of weight updates since it was sampled. A group's *admission version* is the
-    policy version at which its prompt was drawn. Four rules bound the age (proof:
-    :func:`sota_grpo.functional.max_groups_admitted`), which is asserted on every row:
-
-    1. At most ``(max_policy_age + 1) * num_groups`` groups are in flight, in the buffer or in training (slots).
-    2. :meth:`update_policy_weights_` frees the slots of a batch, once the engines serve the new weights.
-    3. A batch is the ``num_groups`` groups of the oldest admission versions; it waits for unfinished ones.
-    4. A group that dynamic sampling discards frees its slot at once.
-
-    If the caller requests the next batch without updating the weights, the request frees the slots.
+    **The age of a token** is the number of weight updates since it was sampled. It is bounded (proof:
+    :func:`sota_grpo.functional.max_groups_admitted`), which is asserted in every batch: at most ``(max_policy_age + 1)
+    * num_groups`` groups are in flight, in the buffer or in training (*slots*), and a batch is the ``num_groups``
+    groups whose prompts were drawn under the oldest policy versions; it waits for unfinished ones.
+    :meth:`update_policy_weights_` frees the slots of a batch once the engines serve the new weights; without a weight
+    update, the request for the next batch frees them.
 
     **Synchronous collection** equals concurrent collection with ``max_policy_age=0`` bit for bit, also with dynamic
     sampling (:class:`~sota_grpo.source.admission.Refill`). No group runs during training: all groups of a batch are
     submitted when the caller requests the batch, and replacements of zero-advantage groups once all others are graded.
 
     **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
-    before any new prompt. Both keep their admission version, so the age bound holds. A batch that was returned counts
-    as trained.
+    before any new prompt. Both keep the policy version under which their prompt was drawn, so the age bound holds. A
+    batch that was returned counts as trained.
 
     Args:
         env: draws prompts, tokenises and grades: a :class:`~sota_grpo.envs.TaskEnv`, or its
@@ -119,14 +115,15 @@ class PromptGroupCollector(BaseCollector):
         replay_buffer: the buffer to fill. With a :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` the age
             bound holds in its batches; if its ``sampler`` breaks the bound, that is an error. Any other TorchRL buffer
             is extended batch by batch (iterating yields None), and its sampler decides how old rows become.
-        postproc: transform of each batch; for a replay buffer, use the buffer's transforms instead.
+        postproc: transform of each batch; with a GroupReplayBuffer, use the buffer's ``transform`` instead.
         weight_sync: sends the learner's weights; without it, pass weights to :meth:`update_policy_weights_`.
         graded_transforms: in-place TorchRL transforms of each graded group, before zero-advantage groups are discarded.
         group_transforms: in-place TorchRL transforms of each group that is not discarded, before ``reference``.
         reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
         refill: replace zero-advantage groups by new prompts (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
+        max_draws: maximum number of rounds of draws per step under ``refill``; then zero-advantage groups complete the
+            batch.
         sleep_engine: synchronous only: put the engine to sleep after sampling a batch; the next weight update wakes it.
         should_stop: polled during the wait for a batch; True ends the wait.
         wait_deadline_s: longest time without progress of any group during the wait for a batch.
@@ -137,6 +134,7 @@ class PromptGroupCollector(BaseCollector):
     Raises:
         ValueError: the batch size is not a multiple of the group size, the age is negative, or the buffer has another
             size than needed.
+        RuntimeError: ``postproc`` is passed together with a GroupReplayBuffer.
     """
 
     trajs_per_batch = None
@@ -225,12 +223,12 @@ class PromptGroupCollector(BaseCollector):
     # ------------------------------------------------------------------ methods that a TorchRL loop calls
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches; after an exception the state of the collector can still be saved."""
+        """Yield batches like :meth:`iterator`; after an exception the state of the collector can still be saved."""
         self._iteration_started = True
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` are collected; yield None if batches go to a replay buffer."""
+        """Yield batches until ``total_dialog_turns`` are collected; into a replay buffer, yield None per batch."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.num_taken:
@@ -252,8 +250,8 @@ class PromptGroupCollector(BaseCollector):
         Raises:
             Interrupted: ``should_stop()`` was true during the wait.
             TimeoutError: no group made progress for ``wait_deadline_s``.
-            UnusableValues: a transform cannot use the rewards; the groups of the batch are sampled again.
-            RuntimeError: a token is older than ``max_policy_age`` weight updates.
+            Exception: of a group, the engine or a transform; after a transform failed, its groups are sampled again.
+            RuntimeError: a token is older than ``max_policy_age`` weight updates, or the collector is closed.
         """
         return self._buffer.sample()
 
@@ -272,8 +270,8 @@ class PromptGroupCollector(BaseCollector):
     def start(self, *, dispatch: bool = True) -> None:
         """Start to collect into ``replay_buffer`` in a background thread.
 
-        An error is raised by the next request for a batch; with a replay buffer that is no GroupReplayBuffer, by the
-        next :meth:`update_policy_weights_` or :meth:`shutdown`.
+        An error in the thread is raised by the next :meth:`update_policy_weights_` or :meth:`shutdown`, and with a
+        GroupReplayBuffer by the next request for a batch.
 
         Args:
             dispatch: False starts no thread (for tests): :meth:`handle_events` and :meth:`next_batch` do the work.
@@ -304,7 +302,7 @@ class PromptGroupCollector(BaseCollector):
         model_id: str | None = None,
         version: int | None = None,
     ) -> None:
-        """Send weights to the engine, which samples its next token with them, and free the slots of the last batch.
+        """Send weights, wait until the engine samples its next token with them, and free the slots of the last batch.
 
         Args:
             policy_or_weights: a module, its named tensors, or a TensorDict of them; None: the weights of
@@ -316,6 +314,8 @@ class PromptGroupCollector(BaseCollector):
 
         Raises:
             RuntimeError: called twice without a batch in between, while a replay buffer is filled concurrently.
+            ValueError: ``worker_ids`` or ``model_id`` is another one, or there are neither weights nor ``weight_sync``.
+            BaseException: what a group or the background thread raised.
         """
         if self._failure is not None:
             raise self._failure
@@ -344,9 +344,11 @@ class PromptGroupCollector(BaseCollector):
         self._submit(fresh)
 
     def set_postproc(self, postproc: Callable[[Any], Any]) -> None:
-        """Apply ``postproc``, a transform or function, to each batch; RuntimeError with a replay buffer."""
+        """Apply ``postproc`` to each batch; RuntimeError if one is set already, or with a GroupReplayBuffer."""
         if self._postproc is not None or self.replay_buffer is self._buffer:
-            raise RuntimeError("postproc is set already, or there is a replay buffer: use its append_transform().")
+            raise RuntimeError(
+                "postproc is set already, or replay_buffer is a GroupReplayBuffer: use its append_transform()."
+            )
         self._postproc = postproc
         self._buffer.append_transform(postproc)
 
@@ -382,18 +384,24 @@ class PromptGroupCollector(BaseCollector):
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds per phase and the group counts of the last batch."""
+        """Return the last batch's seconds per phase, group counts and ``metrics_extra``; {} before the first batch."""
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Set the sampling seed, before the first batch; return ``seed + 1``, or ``seed`` if ``static_seed``."""
+        """Set the sampling seed; return ``seed + 1``, or ``seed`` if ``static_seed``; RuntimeError after the start."""
         if self._begun:
             raise RuntimeError("set_seed() was called after the first batch; call it before.")
         self._seed = seed
         return seed if static_seed else seed + 1
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting, drop the groups in flight, and close engine and environment; idempotent."""
+        """Stop collecting, drop the groups in flight, and close engine and environment; idempotent.
+
+        Args:
+            timeout: seconds to wait for the background thread; None: no limit.
+            close_env: False leaves the environment open.
+            raise_on_error: raise, after closing, what a group or the background thread raised.
+        """
         self.close(timeout)
         self.policy.close()
         if close_env and isinstance(self.env, EnvBase) and not self.env.is_closed:
@@ -403,7 +411,7 @@ class PromptGroupCollector(BaseCollector):
             raise failure
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Stop collecting (wait up to ``timeout`` seconds for the thread); leave engine and environment open."""
+        """Stop collecting for good, waiting up to ``timeout`` seconds for the thread; engine and env stay open."""
         self._closed = True
         self._loop.post(lambda: None)
         with self._changed:

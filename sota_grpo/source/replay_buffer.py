@@ -22,7 +22,7 @@ from sota_grpo.rl.table import RowTable
 
 
 class GroupStorage(ListStorage):
-    """A storage with one prompt group (:class:`~sota_grpo.rl.table.RowTable`) per index; None after it was sampled.
+    """A storage of one prompt group (:class:`~sota_grpo.rl.table.RowTable`) per index; IndexError after it was sampled.
 
     Args:
         max_groups: largest number of groups.
@@ -62,7 +62,8 @@ class GroupStorage(ListStorage):
 class OldestGroups(Sampler):
     """A sampler that returns each group once: oldest admission version first, then first in, first out.
 
-    This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token.
+    This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token. The groups of a
+    batch are sorted by group id.
 
     Args:
         sampler: a TorchRL ``Sampler`` that chooses among the finished groups instead. It must return as many different
@@ -223,7 +224,8 @@ class GroupReplayBuffer(ReplayBuffer):
     """A replay buffer of whole prompt groups, each sampled once, the oldest first.
 
     If a :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it, :meth:`sample` waits until the groups of
-    the next batch are finished. Without a collector, add rows with ``extend``; rows of equal ``group_id`` are a group.
+    the next batch are finished. Without a collector, add whole groups with ``extend``: consecutive rows of equal
+    ``group_id``.
 
     Args:
         max_groups: largest number of groups; a collector needs ``(max_policy_age + 1) * num_groups``.
@@ -279,12 +281,12 @@ class GroupReplayBuffer(ReplayBuffer):
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Return the rows of the next ``num_groups`` groups, sorted by group id; with a collector, wait for them.
+        """Remove and return the rows of the next groups, sorted by group id; with a collector, wait for them.
 
         Raises:
             RuntimeError: without a collector, there are fewer groups.
+            ValueError: with a collector, ``batch_size`` is another number than ``num_groups``, the default.
         """
-
         if self.around_sample is not None and batch_size not in (None, self.batch_size):
             raise ValueError(f"{batch_size} groups were requested, but the collector's batches have {self.batch_size}.")
 
@@ -298,11 +300,7 @@ class GroupReplayBuffer(ReplayBuffer):
         return draw() if self.around_sample is None else self.around_sample(draw)
 
     def set_(self, *args: Any, **kwargs: Any) -> None:
-        """Raise NotImplementedError, like ``set_at_``, ``update_`` and ``write_all``: sampled rows are copies.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise NotImplementedError, like ``set_at_``, ``update_`` and ``write_all``: sampled rows are copies."""
         raise NotImplementedError("Rows sampled from a GroupReplayBuffer are copies; change them in a transform.")
 
     set_at_ = update_ = write_all = set_

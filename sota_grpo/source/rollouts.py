@@ -120,7 +120,6 @@ class Rollouts:
         """Sample and grade one group.
 
         Args:
-            prompt: the request.
             sampling: sampling options: temperature, maximum length etc.; the task may limit the length further.
             clock: counts the group in each stage.
 
@@ -156,7 +155,10 @@ class Rollouts:
         return Graded(prompt, samples, rows, scores)
 
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
-        """Yield groups as they are graded; iterating runs the engine, and dropping the iterator cancels the rest."""
+        """Yield groups in the order in which they are graded; iterating runs the engine.
+
+        If the iterator is dropped or raises, the groups that are not finished are cancelled.
+        """
         loop = EventLoop(self.engine, self.poll)
         return as_completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
 

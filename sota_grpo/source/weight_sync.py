@@ -92,7 +92,7 @@ class EngineWeightSync(WeightSyncScheme):
             verify: compare checksums afterwards.
 
         Raises:
-            RunFailed: a worker's checksum differs from that of the sent weight; after an adapter, this is a warning.
+            RunFailed: a worker's checksum differs from that of the sent weight; for an adapter, this is logged once.
             RuntimeError: the engine does not serve ``version`` after the update.
         """
         began = time.perf_counter()
@@ -125,7 +125,7 @@ class EngineWeightSync(WeightSyncScheme):
                 remedy = "Resume from the last checkpoint, without that worker's machine if the fault returns."
                 raise RunFailed(f"{fault} {remedy}")
             if not self._has_logged:  # workers merge the adapter, and machines of two kinds round differently
-                logger.warning("%s Use machines of one kind for all engines.", fault)
+                logger.warning("%s Use machines of the same type for all engines.", fault)
                 self._has_logged = True
         if not self._has_logged and (compared.unread or not compared.reported):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
