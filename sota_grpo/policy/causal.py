@@ -134,7 +134,10 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and entropies ``[N, T]``, float32, 0 off the assistant mask; entropies may be None."""
+        """Return log-probs and entropies (None unless ``with_entropy``) as ``[N, T]``, float32, on the model's device.
+
+        They are 0 off the assistant mask. ``layout`` is that of the rows, if the caller has it.
+        """
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
         if layout is not None:
@@ -254,7 +257,7 @@ class Scorer(nn.Module):
 
 
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
-    """Log whether rows are packed, and the ``reason`` if not; return whether ``reason`` is None."""
+    """Return whether ``reason``, why rows cannot be packed, is None; log the result."""
     if reason is not None:
         logger.warning("%s computes padded rows, each prompt many times: %s.", type(model).__name__, reason)
     else:
@@ -336,9 +339,10 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
-    """Switch ``model`` to attention over packed rows; return None, or, if it must be padded, the reason as a clause.
+    """Switch ``model`` to attention over packed rows and return None; or, if it cannot, return the reason as a clause.
 
-    The hidden states of a few rows are computed packed and padded; if they differ, the model is switched back.
+    The hidden states of a few rows are computed packed and padded; if they differ by more than rounding, the model is
+    switched back.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -410,13 +414,13 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
         packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
-        return "not every layer asks transformers' attention interface"
+        return "not every layer calls transformers' attention interface"
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
         getattr(config, "sliding_window", None)
     )
     windowed = sum(window is not None for window in layout.windows)
     if windowed < sum(kind == "sliding_attention" for kind in kinds):
-        return "its sliding layers do not pass their window"
+        return "its sliding-window layers do not pass their window to the attention"
     wide = next(model.parameters()).dtype in (torch.float32, torch.float64) and not autocast
     close = 1e-4 if wide else 5e-2
     gap = float((packed - padded).abs().max() / padded.abs().max())
@@ -468,9 +472,10 @@ def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
 
 @torch.no_grad()
 def joins_products(model: PreTrainedModel) -> bool:
-    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if GPU and layers fit; return whether.
+    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if GPU and layers allow; return True if so.
 
-    Hidden states of a few rows are computed before and after; if they differ by more than rounding, it is undone.
+    Hidden states of a few rows are computed before and after; if they differ by more than rounding, the layers are
+    restored.
     """
     device, layers = model.device.type, decoder_layers(model)
     if device not in KERNEL_DEVICES or not layers or not all(map(decoder_layer.fits, layers)):

@@ -32,7 +32,7 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that ends an assistant turn in the chat template; None without one."""
+    """Return the id of the special token that ends an assistant turn in the chat template; None if none does."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]

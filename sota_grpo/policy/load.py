@@ -77,7 +77,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     folder or a hub id; ``trust_remote_code`` allows Python code in the model's repository to run.
 
     Raises:
-        ModelNotFoundError: the folder is missing, or the hub does not answer.
+        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
+        UserError: the repository has Python code that is not allowed to run, or an end token that is not a number.
     """
     tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:  # masks define padding, ids do not: sharing the id with EOS is harmless
@@ -124,7 +125,7 @@ def load_model(
 
     Raises:
         UserError: the model does not accept ``load_kwargs``, weights are missing or not finite, or the model does not
-            support gradient checkpointing.
+            support gradient checkpointing, or it has Python code that is not allowed to run.
         ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
         ValueError: ``dtype`` is unknown.
     """
@@ -202,7 +203,7 @@ def _fill(model: nn.Module) -> None:
 
 
 def set_dropout(config: PretrainedConfig, rates: Sequence[Mapping[str, float]] = ()) -> list[dict[str, float]]:
-    """Set every dropout, layer-drop and router-jitter rate of the configuration; return the previous rates.
+    """Set every dropout, layer-drop and router-jitter rate of the configuration, in place; return the previous rates.
 
     ``rates``: the return value of an earlier call, to restore those rates; by default every rate becomes 0.
     """
@@ -409,7 +410,7 @@ def require_causal(name: str, config: PretrainedConfig, option: str = "model.nam
 
 
 def require_rows(name: str, rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if a token id of prompts, responses or padding is ``rows`` (the embedding's size) or more.
+    """Raise UserError if there is no tokenizer, or a token id that may occur is ``rows`` (embedding size) or more.
 
     Special tokens that never occur may be out of range, for example the image token of Gemma 3 1B.
     """

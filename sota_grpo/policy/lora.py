@@ -170,7 +170,7 @@ def packed_weights(
     names: Set[str] | None = None,
     **options: Any,
 ) -> WeightPack:
-    """Copy :func:`engine_weights` one by one into a new :class:`WeightPack`; of a sharded model, on rank 0."""
+    """Copy :func:`engine_weights` one by one into a new :class:`WeightPack`; if sharded, only rank 0's has weights."""
     values = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
     room = sum(_room(value, dtype) for value in values)
     return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
@@ -186,7 +186,7 @@ def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
 def weight_slices(
     model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
 ) -> list[set[str]]:
-    """Split the names of :func:`engine_weights` into groups of at most ``most_bytes``; tied weights stay together."""
+    """Split the names of :func:`engine_weights` into groups of up to ``most_bytes`` or one weight; tied ones together."""
     slices: list[set[str]] = [set()]
     homes: dict[int, set[str]] = {}
     room = 0
@@ -247,10 +247,9 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_pack(model: nn.Module) -> WeightPack:
-    """Return the LoRA adapter of ``model`` without the base weights; for a sharded model, on rank 0 only.
+    """Return the LoRA adapter of ``model`` without the base weights; if sharded, only rank 0's has tensors.
 
-    Raises:
-        ValueError: the model has no adapter.
+    Collective. ValueError if the model has no adapter.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     scales: dict[str, float] = {}

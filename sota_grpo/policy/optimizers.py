@@ -169,7 +169,7 @@ def require_package(name: str) -> None:
 
 
 def require_installed(package: str, option: str, other: str) -> None:
-    """Raise UserError unless ``package`` is installed; it proposes to install the extra, or to use ``other``."""
+    """Raise UserError unless ``package`` is installed; the message names its extra and the option ``other``."""
     if find_spec(package) is None:
         raise UserError(
             f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."

@@ -83,7 +83,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return the shard that this rank must save, not copied, and its offset in the whole tensor; None if none."""
+    """Return the shard that this rank must save, not copied, and its offset; None if the rank saves nothing of it."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -100,7 +100,8 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
     """Shard ``whole``, which every rank has or can read, as ``like`` is sharded: the inverse of :func:`gather`.
 
-    No message is sent. Of a stored tensor, each rank reads only its shard. The shard is a copy.
+    No message is sent. Of a stored tensor, each rank reads only its shard. The shard is a copy; if ``like`` is not
+    sharded, a ``whole`` in memory is returned itself.
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
@@ -116,7 +117,7 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
 def optimizer_state(
     optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gather
 ) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``, on rank 0 with gathered tensors; collective, one tensor at a time."""
+    """Return ``optimizer.state_dict()`` with ``whole(tensor)`` for each tensor; collective if ``whole`` is."""
     state = optimizer.state_dict()
     entries = {
         index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
@@ -320,7 +321,7 @@ def _of_rank_0(value: Any, ranks: Ranks) -> Any:
 
 
 def reduce_gradients(policy: CausalPolicy, now: bool) -> None:
-    """Set whether the next backward pass sums the gradients over the ranks (no effect if not sharded)."""
+    """Set whether backward passes from now on sum gradients over the ranks (no effect if not sharded)."""
     if isinstance(policy.scorer, FSDPModule):
         policy.scorer.set_requires_gradient_sync(now)
 
@@ -340,7 +341,7 @@ model.name=m; use train_model.tensor_parallel_size=8.
     text: Any = config.get_text_config()
     if text.model_type not in FAMILIES:
         raise UserError(
-            f"train_model.tensor_parallel_size={size} supports {', '.join(FAMILIES)}, and model.name={name} is "
+            f"train_model.tensor_parallel_size={size} supports only {', '.join(FAMILIES)}, and model.name={name} is "
             f"{text.model_type}; use train_model.tensor_parallel_size=1."
         )
     heads = text.num_attention_heads

@@ -84,14 +84,14 @@ def write_tensors(
     """Write tensors one by one to a new safetensors file; return the file's SHA-256 in hexadecimal.
 
     Args:
-        path: path of the file, which must not exist.
         layout: dtype, shape and offset of each tensor, by name.
         tensors: CPU tensors in the order of ``layout``; an iterator may compute them one by one.
         durable: sync the file to the disk.
         progress: called after every written block.
 
     Raises:
-        ValueError: dtype or shape of a tensor differs from the layout.
+        FileExistsError: ``path`` exists.
+        ValueError: dtype, shape or number of the tensors differs from the layout; an incomplete file is left.
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
@@ -136,7 +136,7 @@ def _header(layout: Mapping[str, Piece]) -> bytes:
 def write_model(
     folder: Path, layout: Mapping[str, Piece], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
-    """Write a model's weights in transformers' format: one file, or files of at most ``most_bytes`` and an index."""
+    """Write weights in transformers' format: one file; above ``most_bytes``, several and an index."""
     groups: list[dict[str, Piece]] = [{}]
     for name, piece in layout.items():
         if groups[-1] and piece.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:

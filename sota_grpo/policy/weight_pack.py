@@ -243,7 +243,7 @@ class Checksum(NamedTuple):
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return ``tensor`` cast to the engine's ``dtype`` if it is a matrix and ``dtype`` is narrower.
+    """Return ``tensor``, detached, cast to the engine's ``dtype`` if it is a float matrix and ``dtype`` is narrower.
 
     Vectors are not cast, because engines keep some of them in float32 (biases, decay rates).
     """

@@ -228,7 +228,7 @@ class PromptGroupCollector(BaseCollector):
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` are collected; into a replay buffer, yield None per batch."""
+        """Yield batches until ``total_dialog_turns`` are collected; None for each that goes to a replay buffer."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.num_taken:
