@@ -341,8 +341,7 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 def use_shared_attention(model: PreTrainedModel) -> str | None:
     """Switch ``model`` to attention over packed rows and return None; or, if it cannot, return the reason as a clause.
 
-    The hidden states of a few rows are computed packed and padded; if they differ by more than rounding, the model is
-    switched back.
+    Hidden states of a few rows are computed packed and padded; if more than rounding differs, it is switched back.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation

@@ -118,7 +118,6 @@ def load_model(
         attn_implementation: name in transformers (``"sdpa"``, ``"eager"``, ...); None: transformers' default.
         trust_remote_code: allow Python code in the model's repository to run.
         gradient_checkpointing: keep one activation per decoder layer and recompute the others in the backward pass.
-        device: device of the parameters.
         weights: False: read no weights and use no memory for them, for a rank that receives its shard later
             (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
@@ -314,7 +313,6 @@ def save_hf(
     Args:
         model: a causal language model, with or without LoRA; not changed.
         tokenizer: the tokenizer the model was trained with.
-        directory: folder of the export.
         progress: called for every weight.
         dtype: dtype of the written weights; None: the narrower of the model's and that of the files it was loaded from.
 

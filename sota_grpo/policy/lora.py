@@ -186,7 +186,7 @@ def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
 def weight_slices(
     model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
 ) -> list[set[str]]:
-    """Split the names of :func:`engine_weights` into groups of up to ``most_bytes`` or one weight; tied ones together."""
+    """Split the names of :func:`engine_weights` into sets of up to ``most_bytes`` or one weight; tied ones together."""
     slices: list[set[str]] = [set()]
     homes: dict[int, set[str]] = {}
     room = 0

@@ -239,9 +239,7 @@ def join_ranks(
 
     Args:
         rank: rank of this process, from 0.
-        size: number of ranks.
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
-        device: device of this rank.
         timeout_s: timeout of every collective.
         start_timeout_s: timeout of joining (rank 0 may load a model meanwhile); None: ``timeout_s``.
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.

@@ -74,7 +74,6 @@ class WeightPack:
         """Copy ``weights`` (any dtype, any device) into a new pack of one buffer.
 
         Args:
-            weights: ``(name, tensor)`` pairs.
             dtype: the engine's dtype, to which matrices are :func:`rounded` on their device; None: keep all dtypes.
             room: upper bound in bytes of the sum of their :func:`padded` sizes; then only one tensor at a time is held.
                 None: all tensors are listed first to compute it.

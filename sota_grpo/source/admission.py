@@ -58,7 +58,6 @@ class Refill:
 
     Args:
         num_groups: groups per batch.
-        slots: number of slots.
         max_draws: largest number of rounds per step.
 
     >>> refill = Refill(num_groups=2, slots=2, max_draws=2)
@@ -165,7 +164,6 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
     This is rule 3 of the age bound (:func:`sota_grpo.functional.max_groups_admitted`).
 
     Args:
-        num_groups: groups per batch.
         admitted: {admission version: groups that hold a slot and are not in the current batch}.
         finished: {admission version: finished groups among these}.
 
@@ -218,7 +216,6 @@ class Slots:
     replaced (in ``refill``), or in the batch of :meth:`take` until :meth:`release`. Not thread-safe.
 
     Args:
-        stream: the stream of prompts.
         buffer: holds finished groups; its size is the number of slots.
         num_groups: groups per batch.
         max_policy_age: there are ``(max_policy_age + 1) * num_groups`` slots.

@@ -25,7 +25,6 @@ class GroupStorage(ListStorage):
     """A storage of one prompt group (:class:`~sota_grpo.rl.table.RowTable`) per index; IndexError after it was sampled.
 
     Args:
-        max_groups: largest number of groups.
         as_table: :meth:`get` returns one RowTable, which this package's learner takes; False: a
             ``LazyStackedTensorDict`` with one row per response.
     """

@@ -43,13 +43,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Graded:
-    """A prompt group with its rewards.
-
-    Args:
-        samples: the engine's samples.
-        rows: one row per sample, with its reward.
-        scores: the grader's score of each sample.
-    """
+    """A graded prompt group: the engine's samples, a row with the reward for each, and the grader's score of each."""
 
     prompt: Prompt
     samples: Sequence[Sample]
