@@ -397,8 +397,8 @@ class PromptGroupCollector(BaseCollector):
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting, drop the groups in flight, and close engine and environment; idempotent.
 
-        Wait up to ``timeout`` seconds for the background thread (None: no limit). At the end, raise what a group or that
-        thread raised, if ``raise_on_error``.
+        Wait up to ``timeout`` seconds for the background thread (None: no limit). At the end, raise what a group or
+        that thread raised, if ``raise_on_error``.
         """
         self.close(timeout)
         self.policy.close()
