@@ -191,7 +191,7 @@ class Ranks:
         return total
 
     def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return each scalar summed over the shares, in float64 and one message; all ranks must pass the same names."""
+        """Return each scalar summed over the shares; all ranks must pass the same names; collective, in float64."""
         if self.size == 1:
             return dict(values)
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))

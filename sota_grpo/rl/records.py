@@ -140,7 +140,7 @@ class Sampling:
 class GroupRequest:
     """Request for ``num_samples`` responses to one prompt.
 
-    Sample ``i`` uses the random stream ``sample_seed(seed, first_sample + i)``, so it does not depend on other requests
+    Sample ``i`` has a random stream of ``seed`` and ``first_sample + i`` alone, so it does not depend on other requests
     and a group can be sampled in several requests. ``example`` is for answering the turns of a dialog, not for engines.
     """
 
