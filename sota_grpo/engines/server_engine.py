@@ -142,7 +142,7 @@ class ServerProcess:
         return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """Terminate the server; kill its processes if it still runs after ``grace_s`` seconds."""
+        """Terminate the server; kill its processes if it still runs after ``grace_s`` seconds. Idempotent."""
         if self.has_ended():
             return
         self._launcher.terminate()
@@ -165,11 +165,11 @@ class ServerEngine(SteppingEngine):
 
     Args:
         options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
-            requests) and ``deadlines`` are read.
+            requests, of which there are at most 512) and ``deadlines`` are read.
         shapes: shape of every weight of the model, by name.
         tied: for each tied weight, the name of the weight whose values it shares.
-        process: the server's process if it was started here, else None.
-        weight_folder: folder for pushed weights; None: a new one in shared memory.
+        process: the server's process if it was started here, else None; :meth:`close` ends it.
+        weight_folder: folder for pushed weights, which :meth:`close` deletes; None: a new one in shared memory.
         can_sleep: whether the server was started with the option to free its memory.
 
     Attributes:
@@ -179,7 +179,8 @@ class ServerEngine(SteppingEngine):
         pause, resume, free_memory, restore_memory: path and JSON body of these requests.
 
     Raises:
-        UserError: the server lacks an endpoint or its context is too short; a server started here is then ended.
+        UserError: the server rejects the key, lacks an endpoint, reports unprocessed log-probs, or its context is too
+            short. A server started here is then ended.
     """
 
     name, package = "vllm_server", "vllm"
@@ -259,8 +260,7 @@ class ServerEngine(SteppingEngine):
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
         """Return the server's environment variables that are added to those of this process.
 
-        On a CPU they set this process's number of threads; switch off compilation (7 seconds, for ranks of log-probs
-        that are not read); and avoid an extra process, which saves 10 seconds of the start and 0.6 GB.
+        On a CPU they also set this process's number of threads, and avoid compilation and an extra process.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -509,7 +509,7 @@ class ServerEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight of the server; groups in flight sample their next token with the new weights.
 
-        With a LoRA adapter the first push sends all merged weights, and later ones only those that the adapter changes.
+        A LoRA adapter is merged into :attr:`base`; its first push sends all weights, later ones only those it changes.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was pushed then.
@@ -631,7 +631,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     or, if it is on another machine, from ``options.shared_folder``.
 
     Raises:
-        UserError: the server's package is not installed, or the server lacks an endpoint.
+        UserError: the server's package is not installed, no server answers at ``options.url``, or it cannot be used.
         ServerDied: the server ended while it started.
         ServerLate: the server was not ready within ``options.deadlines.start``.
 

@@ -79,8 +79,9 @@ def _fused_add_rms_norm(
 class VLLMEngine(SteppingEngine):
     """Rollout engine on vLLM in this process: one request per group (``n`` samples) and vLLM's prefix cache.
 
-    Sample ``i`` of a request uses vLLM's random stream of seed ``sample_seed(request.seed) + i``; equal calls return
-    equal tokens if vLLM batches them alike. Log-probs are those of the processed distribution (after top-k etc.).
+    Sample ``i`` of a group, counted from ``request.first_sample``, has vLLM's seed ``sample_seed(request.seed) + i``.
+    Equal calls return equal tokens if vLLM batches them alike. Log-probs are those of the processed distribution (after
+    temperature, top-k, top-p and min-p).
 
     With top-k the sampling support is reported: the tokens of finite processed log-prob among the ``top_k + TIES`` most
     likely ones. Under top-p or min-p without top-k it is not reported: vLLM's ``return_sampling_mask`` needs its second
@@ -172,9 +173,9 @@ class VLLMEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; every request samples its next token with the new weights.
 
-        An engine with ``adapter_rank`` accepts a LoRA adapter instead and serves it unmerged. All names of the
-        ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer of a tied
-        model.
+        A LoRA adapter is served unmerged by an engine with ``adapter_rank``, and else merged into :attr:`base`. All
+        names of the ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer
+        of a tied model.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
@@ -321,7 +322,7 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
             f"vLLM samples from {count} tokens or more at one position, because more than {TIES} tie with the last one "
-            f"of top_k, and reports {count} of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
+            f"of top_k, and reports {count} of them; use engine=transformers or inference_model.torch_dtype=float32."
         )
     finite = log_probs.isfinite()
     finite[:, 1:] &= ids[:, 1:] != ids[:, :1]
