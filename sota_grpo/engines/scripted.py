@@ -21,10 +21,9 @@ _LONGEST_SLEEP_S = 0.002  # so that a push of weights does not wait until a long
 class ScriptedEngine(SteppingEngine):
     """Rollout engine whose sample ``i`` of a group, at policy ``version``, is ``script(request, i, version)``.
 
-    ``i`` counts from ``request.first_sample``; it is 0 for all samples at temperature 0. A response ends at its first
-    EOS, which is appended if the script returns none; it is truncated at the token limit. With ``ignore_eos`` the
-    response is repeated up to that limit. All tokens of a group have the version at which the group started, even if
-    weights are pushed before its end.
+    ``i`` counts from ``request.first_sample``; at temperature 0 it is always 0. A response ends at its first EOS, which
+    is appended if the script returns none; it is truncated at the token limit, to which ``ignore_eos`` repeats it. All
+    tokens of a group have the version at which the group started, even if weights are pushed before its end.
 
     Args:
         script: function that returns the token ids of a response; None: uniformly random tokens below ``vocab_size``

@@ -198,8 +198,7 @@ class FairLock:
     """A mutex (context manager): if a thread waits for it when it is released, its last owner cannot be the next.
 
     ``threading.Lock`` goes to the first thread that acquires it after the release. A thread that steps in a loop does
-    so at once, and a thread with new weights might wait for ever. Here one thread at a time waits for the lock, and
-    all others wait for that thread.
+    so at once, and a thread with new weights might wait for ever.
     """
 
     def __init__(self) -> None:

@@ -121,9 +121,6 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    The vocabulary is split into about ``sqrt(V)`` runs: ``u`` first selects a run by the runs' sums, then a token by
-    the remainder. A cumulative sum over the whole vocabulary would take longer than the softmax.
-
     Args:
         probs: float32 ``[N, V]``.
         u: float32 ``[N]`` in ``[0, 1)``.
@@ -135,7 +132,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     [0, 2, 2]
     """
     vocab = probs.shape[1]
-    length = math.isqrt(vocab)
+    length = math.isqrt(vocab)  # u selects one of about sqrt(V) runs, then a token: a cumsum over V would take longer
     whole = vocab - vocab % length
     sums = probs[:, :whole].unflatten(1, (-1, length)).sum(-1)
     if whole < vocab:
@@ -448,9 +445,7 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight, or :attr:`base` with a LoRA adapter merged, into the engine's model by name.
-
-        A tied ``lm_head.weight`` may be left out.
+        """Copy every weight by name (adapters are merged into :attr:`base`); a tied ``lm_head.weight`` is optional.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.

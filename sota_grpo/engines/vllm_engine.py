@@ -80,8 +80,7 @@ class VLLMEngine(SteppingEngine):
     """Rollout engine on vLLM in this process: one request per group (``n`` samples) and vLLM's prefix cache.
 
     Sample ``i`` of a group, counted from ``request.first_sample``, has vLLM's seed ``sample_seed(request.seed) + i``.
-    Equal calls return equal tokens if vLLM batches them alike. Log-probs are those of the processed distribution (after
-    temperature, top-k, top-p and min-p).
+    Equal calls return equal tokens if vLLM batches them alike. Log-probs are those after temperature, top-k, etc.
 
     With top-k the sampling support is reported: the tokens of finite processed log-prob among the ``top_k + TIES`` most
     likely ones. Under top-p or min-p without top-k it is not reported: vLLM's ``return_sampling_mask`` needs its second

@@ -123,7 +123,7 @@ class LearnerWorker:
 
     @_on_thread
     def export_hf(self, folder: str) -> None:
-        """Save model and tokenizer in Hugging Face format to ``folder``."""
+        """Call :meth:`Learner.export_hf`: rank 0 saves model and tokenizer to ``folder``."""
         self.learner.export_hf(Path(folder), self._thread.progress)
 
     @_on_thread
@@ -206,7 +206,7 @@ class RemoteLearner:
 
     Thread-safe. Every call goes to all ranks, in one order, because collectives must match, and returns rank 0's
     result. If a rank dies or makes no progress for ``silence_s``, all ranks are killed, and every pending call raises
-    :class:`LearnerDied`. If all ranks have answered, the exception of a rank is raised unchanged.
+    :class:`LearnerDied`. A rank's exception is raised unchanged if all ranks answer within ``grace_s`` after it.
 
     Args:
         workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.

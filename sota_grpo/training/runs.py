@@ -117,7 +117,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all requested steps, or reached an accuracy of at least ``target``.
+        finished: that run has done all steps requested now or, if it ended at a target, reached this command's target.
         reached: the step at which that run reached its target, the accuracy and the target; else None.
         shorter: number of steps of that run, if more are requested now; else None.
     """
@@ -147,7 +147,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Raise RunRefused if the model files differ from those that the run was started with.
+        """Raise RunRefused if the model files differ from those of the run's start; :meth:`start` records them.
 
         ``digests`` maps the options ``model.name`` and ``ref_model.name`` to digests of their files; None: not known.
         """
@@ -189,10 +189,10 @@ class RunDir(AbstractContextManager["RunDir"]):
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
     """Choose, lock and return the run directory of this command.
 
-    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else the
-    unfinished run of the same config in ``outputs/DATE/TIME`` that no process uses and whose checkpoint is newest; else
-    it starts a run in ``run_dir``. Any other value is the path of the run to continue. A continued run may get more
-    steps, which stretches its learning-rate schedule.
+    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else, if
+    ``run_dir`` ends in ``DATE/TIME``, the unfinished run of the same config in such a folder of the same root that no
+    process uses and whose checkpoint is newest; else it starts a run in ``run_dir``. Any other value is the path of the
+    run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
 
     Raises:
         RunRefused: the directory already has a run or is used by a process, or the run to continue is missing or has
