@@ -381,7 +381,7 @@ class ServerEngine(SteppingEngine):
         if request.num_samples > self._max_rows:
             raise ValueError(
                 f"Group {request.group_id} requests {request.num_samples} samples, more than the max_rows="
-                f"{self._max_rows} that the server samples at once; raise max_rows."
+                f"{self._max_rows} that the server samples at once; raise max_rows (inference_model.max_num_seqs)."
             )
         return super().submit(request, sampling)
 
@@ -444,7 +444,7 @@ class ServerEngine(SteppingEngine):
     def _sample(self, tokens: Sequence[tuple[int, float]], reason: str, spans: Sequence[Mapping[str, Any]]) -> Sample:
         """Return a sample of ``(id, log-prob)`` pairs; ``{version, start, end}`` labels a span with its weights."""
         if reason not in ("stop", "length"):
-            raise ServerError(f"The server ended a sample with finish_reason={reason}; expected stop or length.")
+            raise ServerError(f"The server ended a sample by finish_reason={reason}, not stop or length; see its log.")
         versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != len(tokens):
             raise ServerError(f"The server returned weight versions for {len(versions)} of {len(tokens)} tokens.")

@@ -277,7 +277,7 @@ class SteppingEngine(Streams, ABC):
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:
-            raise ValueError("The pushed LoRA adapter has no base weights to be merged into; set engine.base first.")
+            raise ValueError("The engine lacks the base weights of the pushed LoRA adapter; set engine.base first.")
         return weights.merged(self.base(), self.device)
 
     def _release(self) -> None:

@@ -321,7 +321,8 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
         sentence += (
-            ", though this model supports packing (the log has the reason); model.attn_implementation=sdpa accepts it"
+            ", though this model can be packed (the log has the reason); to pad all the same, set "
+            "model.attn_implementation=sdpa"
         )
     return Check("prompts are computed once", packed or not run.packs, sentence)
 

@@ -161,7 +161,7 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
     named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
     for name, column in named.columns.items():
         if column.rows is not None:
-            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows")
+            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows; add it.")
     return named
 
 

@@ -236,7 +236,7 @@ def require_free(run_dir: Path, resume: str | None) -> None:
 
 def _require_run(path: Path, resume: str) -> None:
     if not (path / RUN_FILE).exists():
-        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing); correct it.")
 
 
 def _is_busy(path: Path) -> str:
