@@ -150,8 +150,8 @@ class Engine(Protocol):
     in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
     to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
     ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the weights in use, without
-    weights that the engine stores in another form; None if it cannot report any. ``close`` is idempotent and ends the
-    engine's processes.
+    weights that the engine stores in another form; None if it cannot report any. ``sleep`` frees device memory until
+    ``wake``, if the engine can. ``close`` is idempotent and ends the engine's processes.
 
     All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """

@@ -70,7 +70,7 @@ class ServerDied(RunFailed, RuntimeError):
 
 
 class ServerLate(RunFailed, TimeoutError):
-    """The inference server's process is alive but did not answer within the time limit."""
+    """The inference server's process is alive but was not ready within the time limit for its start."""
 
 
 class ServerProcess:
@@ -581,7 +581,7 @@ class ServerEngine(SteppingEngine):
         return str(self._get("/weight_info")["weight_version"])
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """See :class:`~sota_grpo.engines.Engine`.
+        """Return ``{engine's name: {weight's name: checksum}}`` of the weights that can be read.
 
         Return None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs.
         """

@@ -463,7 +463,7 @@ class TransformersEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> dict[str, dict[str, Checksum]]:
-        """See :class:`~sota_grpo.engines.Engine`; every weight has a checksum."""
+        """Return ``{"transformers": {weight's name: checksum}}`` of every weight."""
         self._require_open()
         with self._between_steps():
             return {self.name: {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}}

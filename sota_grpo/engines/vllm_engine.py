@@ -201,7 +201,7 @@ class VLLMEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """See :class:`~sota_grpo.engines.Engine`; None on several GPUs, and with ``adapter_rank``."""
+        """Return ``{"vllm": {weight's name: checksum}}``; None on several GPUs, and with ``adapter_rank``."""
         if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():

@@ -93,7 +93,7 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Return a new folder path for the ranks' files of this step; delete folders that killed processes left."""
+        """Return a new path for the folder of the ranks' files of this step; delete folders without a checkpoint."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 

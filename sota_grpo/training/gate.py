@@ -156,7 +156,7 @@ class TrainingComponents:
 
     @property
     def rounding(self) -> torch.Tensor | None:
-        """The trainer's half-precision minus float32 log-probs at the sampled tokens, ``[n]``; None: not known."""
+        """Trainer's half-precision minus float32 log-probs of the sampled tokens, ``[n]``; None: no float32 weights."""
         return self._measured[1]
 
     @property
@@ -182,7 +182,10 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Return graded rows of at least the first ``self.num_prompts`` prompts; ``salt`` changes the seeds."""
+        """Return graded rows of the first ``num_prompts`` training prompts, at least :attr:`num_prompts`.
+
+        ``salt`` changes the seeds; ``max_tokens`` is at most :attr:`max_tokens`.
+        """
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [
@@ -709,7 +712,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply to this run; checks of a reference only if there is one."""
+    """Return the checks that apply to this run; :data:`OF_A_REFERENCE` need a reference, the second at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]

@@ -485,7 +485,7 @@ class Learner:
         self.optimizer_steps = state["optimizer_steps"]
 
     def export_hf(self, folder: Path, progress: Callable[[], object] = lambda: None) -> None:
-        """Save model and tokenizer in Hugging Face format; rank 0 writes, and all ranks must call this."""
+        """Save model (LoRA merged) and tokenizer in Hugging Face format; rank 0 writes, but all ranks must call it."""
         assert self.tokenizer is not None
         save_hf(self.policy.model, self.tokenizer, folder, progress)
 
@@ -562,7 +562,7 @@ class Learner:
         return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> Tensor:
-        """Return log-probs ``[N, T]`` of a padded batch, without dropout; 0 outside of the assistant mask."""
+        """Return log-probs ``[N, T]`` of a padded batch, without gradient or dropout; 0 off the assistant mask."""
         return self._policy_outputs(batch).get(keys.LOG_PROBS)
 
     @torch.no_grad()
@@ -606,7 +606,7 @@ class Learner:
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Compute in ``precision`` instead of the training precision in a ``with`` block; layers are not recompiled."""
+        """Compute in ``fp32``, ``bf16`` or ``fp16`` in a ``with`` block; layers are not recompiled."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)

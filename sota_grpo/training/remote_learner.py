@@ -154,7 +154,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns that a learner reads: no reward terms, no slices. ValueError if a row lacks one."""
+    """Return the tensor columns except reward terms, prompts and responses; ValueError if a row lacks one of them."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]

@@ -108,7 +108,7 @@ def _content(name: str, value: Any) -> Any:
 
 
 class RunRefused(UserError):
-    """The directory has another run, or another process uses it; nothing was written to it."""
+    """The run directory cannot be used: it has another run or process, or none to continue. Its run is unchanged."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -333,7 +333,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def drop_empty(fresh: Path) -> None:
-    """Remove a command's directory if it has nothing but ``.hydra``; then outputs/DATE and outputs if empty."""
+    """Remove a command's directory if it has nothing but ``.hydra``; of ROOT/DATE/TIME also DATE and ROOT if empty."""
     if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
         return
     shutil.rmtree(fresh, ignore_errors=True)  # a link stays

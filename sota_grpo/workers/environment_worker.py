@@ -241,7 +241,7 @@ def _said(error: BaseException) -> str:
 
 
 def shown(value: Any, max_chars: int) -> str:
-    """Return a tool's result as text for the policy: a str unchanged, else JSON, else ``str(value)``.
+    """Return a tool's result as text for the policy (:func:`cut`): a str as it is, else JSON, else ``str(value)``.
 
     >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
     ('é', '{"a": [1, null]}', '{1}', 'nan')

@@ -35,7 +35,7 @@ _MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
 class TaskOverdue(TimeoutError):
-    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress`` function."""
+    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress``, or 0."""
 
     def __init__(self, what: str, progress: int) -> None:
         super().__init__(what)
@@ -88,7 +88,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Broadcast:
-    """One call to every live worker; it is pending until each has answered, died or exceeded the deadline."""
+    """One call to every ready worker; it is pending until each has answered, died or exceeded the deadline."""
 
     method: str
     args: tuple[Any, ...]

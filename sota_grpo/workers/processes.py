@@ -107,7 +107,7 @@ class ThreadLauncher(Launcher):
 
 
 def pickled(value: Any) -> tuple[bytes, list[Any]]:
-    """Pickle ``value``; return (pickle bytes without large buffers, large buffers)."""
+    """Pickle ``value``; return (pickle bytes, raw out-of-band buffers, such as those of NumPy arrays)."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return body, [buffer.raw() for buffer in buffers]

@@ -71,7 +71,7 @@ class _Hole(int):
 
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Return (pickled arguments, their large buffers, object references of shared arguments)."""
+    """Return (pickled arguments, their out-of-band buffers, object references of shared arguments)."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
     body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
@@ -116,7 +116,7 @@ class HostActor:
 
 @cache
 def machine_id() -> str:
-    """Return an identifier of this boot and pid namespace: processes with the same one share their pids."""
+    """Return an identifier of this boot and pid namespace, in which pids are unique; empty if this is not Linux."""
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

@@ -79,7 +79,7 @@ class RolloutWorker:
             return False
 
     def set_base(self, pack: WeightPack) -> None:
-        """Set the base weights, into which later adapters are merged; a view of memory that workers may share."""
+        """Set the base weights into which later adapters are merged; they are not copied, workers may share them."""
         self._engine.base = pack.tensors
 
     def update_weights(self, pack: WeightPack, version: int) -> int:
@@ -102,7 +102,7 @@ class RolloutWorker:
         return self._engine.weight_dtype
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """Return the engine's name with a checksum per weight, or None; see :class:`~sota_grpo.engines.Engine`."""
+        """Return ``{engine's name: {weight's name: checksum}}``, or None if the engine cannot report any."""
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
@@ -196,7 +196,7 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Queue one group; return its future. Each token is sampled with the newest weights at that time."""
+        """Queue one group; return its uncancellable future. Each token is sampled with the then newest weights."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
@@ -225,7 +225,7 @@ class FleetEngine(Streams):
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Mapping[str, Checksum]] | None:
-        """Return the checksums of every ready worker, by its name; None if one of them cannot report any."""
+        """Return ``{worker's name: {weight's name: checksum}}`` of ready workers; None if one cannot report any."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if None in answers.values():
             return None
