@@ -279,9 +279,6 @@ def decode_attention(
 
     so that one matrix product serves the queries of all rows of a prompt, and no prompt is copied.
 
-    At ``T = 1`` the query heads that share a key head are treated as query positions: transformers' SDPA would copy
-    keys and values for every query head.
-
     Args:
         query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
         key: ``[rows, key heads, t, width]``; ``value`` has the same shape.
@@ -302,6 +299,7 @@ def decode_attention(
             raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
         attention_mask = None
     over_both = prompts is not None and prompts.prefilled is None
+    # SDPA would copy keys and values for every query head that shares them
     is_grouped = query.shape[2] == 1 and query.shape[1] != key.shape[1] and kwargs.get("position_bias") is None
     if over_both or is_grouped:
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])

@@ -182,10 +182,7 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Return graded rows of the first ``num_prompts`` training prompts, at least :attr:`num_prompts`.
-
-        ``salt`` changes the seeds; ``max_tokens`` is at most :attr:`max_tokens`.
-        """
+        """Return graded rows of the first ``max(num_prompts, self.num_prompts)`` examples; ``salt`` changes seeds."""
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [

@@ -310,8 +310,8 @@ class Learner:
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
         """Return the relative distance between :meth:`gradient` under two micro-batch token budgets.
 
-        The first gradient is moved to the CPU, so that GPU memory is no more than in a step. On a CPU with float32
-        parameters both are computed in float32, which has less rounding; a GPU uses the precision of training.
+        On a CPU with float32 parameters both are computed in float32, else in the precision of training. GPU memory is
+        no more than in a step.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained

@@ -251,11 +251,8 @@ class Host(WorkerThread):
         self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
-        """Queue ``method(*unpack())``; ``answer(True, result)`` or ``answer(False, exception)`` is called afterwards.
-
-        ``unpack`` runs on the thread that constructed the worker: it imports the modules of the arguments' classes, and
-        concurrent imports of one package may see a partly initialized module.
-        """
+        """Queue ``method(*unpack())`` for the worker's thread; ``answer(succeeded, result or error)`` follows it."""
+        # unpack imports the modules of its arguments: imports on two threads may see a partly initialized module
         if method == IDLE_METHOD:
             answer(True, self._activity.idle_s())
         elif method == "ping" and self._worker.done() and self._worker.exception() is None:
@@ -347,10 +344,7 @@ def _used() -> dict[int, tuple[float, int]]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all child processes of this process, recursively.
-
-    ``psutil.Process.children`` fails if /proc hides other users' processes (``hidepid=1``).
-    """
+    """Return all child processes of this process, recursively, even if /proc hides those of other users."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
