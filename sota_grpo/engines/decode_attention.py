@@ -184,7 +184,7 @@ class SharedPrompts(GroupCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In a prefill, store keys and values; else append one token's, and return those of all sampled tokens."""
+        """In a prefill, store and return keys and values; else append one token's, return those of sampled tokens."""
         if self.prefilled is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:
@@ -269,7 +269,7 @@ def decode_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention for transformers; NotImplementedError with a ``softcap``.
+    """Compute a layer's attention for transformers.
 
     With ``prompts``, after the prefill, ``key`` and ``value`` hold only the tokens that the rows have sampled. The
     attention over the prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp
@@ -279,10 +279,6 @@ def decode_attention(
 
     so that one matrix product serves the queries of all rows of a prompt, and no prompt is copied.
 
-    For a single new token (``T = 1``) the query heads that share a key head are treated as query positions.
-    transformers' SDPA would copy keys and values for every query head; at 400 cached tokens, 14 query and 2 key heads
-    that is 20 times as slow on CPU.
-
     Args:
         query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
         key: ``[rows, key heads, t, width]``; ``value`` has the same shape.
@@ -290,6 +286,9 @@ def decode_attention(
 
     Returns:
         ``[rows, T, heads, width]`` and None, as transformers' attention interface requires.
+
+    Raises:
+        NotImplementedError: a ``softcap``; with ``prompts`` also a sliding window or an unknown argument.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:  # transformers' SDPA would leave it out without an error
@@ -300,6 +299,7 @@ def decode_attention(
             raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
         attention_mask = None
     over_both = prompts is not None and prompts.prefilled is None
+    # SDPA would copy keys and values for every query head that shares them
     is_grouped = query.shape[2] == 1 and query.shape[1] != key.shape[1] and kwargs.get("position_bias") is None
     if over_both or is_grouped:
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
@@ -397,7 +397,7 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
             except Exception as error:  # any model's own code runs here: a failure only rules out shared prompts
                 reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        logger.warning("The rows of %s cannot share a copy of their prompt: %s.", type(model).__name__, reason)
+        logger.warning("Responses of %s cannot share their prompt's KV cache: %s.", type(model).__name__, reason)
     return reason is None
 
 

@@ -19,11 +19,11 @@ _LONGEST_SLEEP_S = 0.002  # so that a push of weights does not wait until a long
 
 
 class ScriptedEngine(SteppingEngine):
-    """Rollout engine whose sample ``i`` of a request, at policy ``version``, is ``script(request, i, version)``.
+    """Rollout engine whose sample ``i`` of a group, at policy ``version``, is ``script(request, i, version)``.
 
-    A response ends at its first EOS, which is appended if the script returns none; it is truncated at the token limit.
-    With ``ignore_eos`` the response is repeated up to that limit. All tokens of a group have the version at which the
-    group started, even if weights are pushed before its end.
+    ``i`` counts from ``request.first_sample``; at temperature 0 it is always 0. A response ends at its first EOS, which
+    is appended if the script returns none; it is truncated at the token limit, to which ``ignore_eos`` repeats it. All
+    tokens of a group have the version at which the group started, even if weights are pushed before its end.
 
     Args:
         script: function that returns the token ids of a response; None: uniformly random tokens below ``vocab_size``
@@ -116,7 +116,7 @@ class ScriptedEngine(SteppingEngine):
 
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
-    """Build a :class:`ScriptedEngine` from ``options``; of the model only the config is read, no weights."""
+    """Build a :class:`ScriptedEngine` with the smallest end token as EOS; only the model's config is read."""
     from transformers import AutoConfig
 
     if options.model:

@@ -70,7 +70,7 @@ class ServerDied(RunFailed, RuntimeError):
 
 
 class ServerLate(RunFailed, TimeoutError):
-    """The inference server's process is alive but did not answer within the time limit."""
+    """The inference server's process is alive but was not ready within the time limit for its start."""
 
 
 class ServerProcess:
@@ -142,7 +142,7 @@ class ServerProcess:
         return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """Terminate the server; kill its processes if it still runs after ``grace_s`` seconds."""
+        """Terminate the server; kill its processes if it still runs after ``grace_s`` seconds. Idempotent."""
         if self.has_ended():
             return
         self._launcher.terminate()
@@ -165,11 +165,11 @@ class ServerEngine(SteppingEngine):
 
     Args:
         options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
-            requests) and ``deadlines`` are read.
+            requests, of which there are at most 512) and ``deadlines`` are read.
         shapes: shape of every weight of the model, by name.
         tied: for each tied weight, the name of the weight whose values it shares.
-        process: the server's process if it was started here, else None.
-        weight_folder: folder for pushed weights; None: a new one in shared memory.
+        process: the server's process if it was started here, else None; :meth:`close` ends it.
+        weight_folder: folder for pushed weights, which :meth:`close` deletes; None: a new one in shared memory.
         can_sleep: whether the server was started with the option to free its memory.
 
     Attributes:
@@ -179,7 +179,8 @@ class ServerEngine(SteppingEngine):
         pause, resume, free_memory, restore_memory: path and JSON body of these requests.
 
     Raises:
-        UserError: the server lacks an endpoint or its context is too short; a server started here is then ended.
+        UserError: the server rejects the key, lacks an endpoint, reports unprocessed log-probs, or its context is too
+            short. A server started here is then ended.
     """
 
     name, package = "vllm_server", "vllm"
@@ -259,8 +260,7 @@ class ServerEngine(SteppingEngine):
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
         """Return the server's environment variables that are added to those of this process.
 
-        On a CPU they set this process's number of threads; switch off compilation (7 seconds, for ranks of log-probs
-        that are not read); and avoid an extra process, which saves 10 seconds of the start and 0.6 GB.
+        On a CPU they also set this process's number of threads, and avoid compilation and an extra process.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -381,7 +381,7 @@ class ServerEngine(SteppingEngine):
         if request.num_samples > self._max_rows:
             raise ValueError(
                 f"Group {request.group_id} requests {request.num_samples} samples, more than the max_rows="
-                f"{self._max_rows} that the server samples at once; raise max_rows."
+                f"{self._max_rows} that the server samples at once; raise max_rows (inference_model.max_num_seqs)."
             )
         return super().submit(request, sampling)
 
@@ -444,7 +444,7 @@ class ServerEngine(SteppingEngine):
     def _sample(self, tokens: Sequence[tuple[int, float]], reason: str, spans: Sequence[Mapping[str, Any]]) -> Sample:
         """Return a sample of ``(id, log-prob)`` pairs; ``{version, start, end}`` labels a span with its weights."""
         if reason not in ("stop", "length"):
-            raise ServerError(f"The server ended a sample with finish_reason={reason}; expected stop or length.")
+            raise ServerError(f"The server ended a sample by finish_reason={reason}, not stop or length; see its log.")
         versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         if len(versions) != len(tokens):
             raise ServerError(f"The server returned weight versions for {len(versions)} of {len(tokens)} tokens.")
@@ -509,7 +509,7 @@ class ServerEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight of the server; groups in flight sample their next token with the new weights.
 
-        With a LoRA adapter the first push sends all merged weights, and later ones only those that the adapter changes.
+        A LoRA adapter is merged into :attr:`base`; its first push sends all weights, later ones only those it changes.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was pushed then.
@@ -581,7 +581,7 @@ class ServerEngine(SteppingEngine):
         return str(self._get("/weight_info")["weight_version"])
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """See :class:`~sota_grpo.engines.Engine`.
+        """Return ``{engine's name: {weight's name: checksum}}`` of the weights that can be read.
 
         Return None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs.
         """
@@ -631,7 +631,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     or, if it is on another machine, from ``options.shared_folder``.
 
     Raises:
-        UserError: the server's package is not installed, or the server lacks an endpoint.
+        UserError: the server's package is not installed, no server answers at ``options.url``, or it cannot be used.
         ServerDied: the server ended while it started.
         ServerLate: the server was not ready within ``options.deadlines.start``.
 

@@ -28,9 +28,9 @@ class SGLangEngine(ServerEngine):
     """Rollout engine on an SGLang server.
 
     Seeds take effect only if the server runs with ``--enable-deterministic-inference``, as a server started here does.
-    SGLang reports log-probs after temperature but before top-p and top-k, so sampling with these is refused. If the
-    server does not report which weights sampled each token, all tokens of a sample get the version at which its request
-    was sent, the oldest possible version.
+    SGLang reports log-probs after temperature but before top-p and top-k, so :meth:`submit` raises ValueError for
+    sampling with these or min-p. If the server does not report which weights sampled each token, all tokens of a sample
+    get the version at which its request was sent, the oldest possible.
     """
 
     name, package = "sglang_server", "sglang"

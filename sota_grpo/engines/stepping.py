@@ -37,8 +37,8 @@ class EventLoop:
     """Event loop of the thread that drives an engine; it runs coroutines and callables that any thread posts.
 
     Args:
-        engine: its ``advance`` is called whenever no posted action waits.
-        poll: function called at least every 0.1 s while there is nothing to do.
+        engine: :meth:`run_once` calls its ``advance`` if no posted action waits.
+        poll: :meth:`run_once` calls it, at least every 0.1 s, while there is nothing to do.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> loop, done = EventLoop(ScriptedEngine()), []
@@ -54,7 +54,7 @@ class EventLoop:
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` to its first unresolved future (:func:`result`); continue it when that is resolved."""
+        """Run ``coroutine`` until it awaits a :func:`result`; :meth:`run_once` continues it once that is there."""
         return Task(coroutine, self.post)
 
     def drain(self, timeout_s: float | None = 0.0) -> int:
@@ -75,8 +75,7 @@ class EventLoop:
     def run_once(self, timeout_s: float | None = None) -> int:
         """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
 
-        Returns:
-            The number of actions called.
+        The wait is at most 0.1 s with ``poll`` and 5 ms for a stepwise engine. Return the number of actions called.
         """
         done = self.drain()
         if done or self._engine.advance():
@@ -92,8 +91,8 @@ class EventLoop:
 class Task(Future[Result]):
     """Future of a coroutine that awaits futures of other threads (:func:`result`).
 
-    When an awaited future is resolved, ``post`` receives the callable that continues the coroutine; by default it is
-    called at once. :meth:`cancel` must be called in the coroutine's thread; it also cancels the awaited future.
+    When an awaited future is resolved, ``post`` receives the callable that continues the coroutine; the default calls
+    it in the resolving thread. Call :meth:`cancel` in the coroutine's thread; it also cancels the awaited future.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
 def as_completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]]) -> Iterator[Result]:
     """Call each function in ``begin`` and yield the results of their futures as these complete, running ``loop``.
 
-    If the iterator is dropped or fails, the unresolved futures are cancelled.
+    The exception of a future is raised. If the iterator fails or is dropped, the unresolved futures are cancelled.
     """
     done: deque[Future[Result]] = deque()
     tasks: dict[Future[Result], Task[None]] = {}
@@ -196,11 +195,10 @@ class Wrapped(Streams):
 
 
 class FairLock:
-    """A mutex whose last owner cannot acquire it again before a thread that already waits for it.
+    """A mutex (context manager): if a thread waits for it when it is released, its last owner cannot be the next.
 
     ``threading.Lock`` goes to the first thread that acquires it after the release. A thread that steps in a loop does
-    so at once, and a thread with new weights might wait for ever. Here one thread at a time waits for the lock, and
-    all others wait for that thread.
+    so at once, and a thread with new weights might wait for ever.
     """
 
     def __init__(self) -> None:
@@ -227,8 +225,8 @@ class SteppingEngine(Streams, ABC):
     """Base class of engines; a subclass implements how to start, step and drop groups, identified by tickets.
 
     Every state change holds the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of
-    each thread before it. Futures are resolved without the lock, by the thread that made the step, so that their
-    callbacks may push or submit. A cancelled group is dropped at the next step, push, sleep or close.
+    each thread before it. Futures are resolved without the lock, by a thread that calls :meth:`advance` or
+    :meth:`close`, so that their callbacks may push or submit. A cancelled group is dropped at the next state change.
 
     A subclass sets ``max_model_len``, uses ``with self._between_steps():`` around code that must not run within a step
     (pushing weights), and implements the hooks below, which are called with the lock held. A subclass that can free
@@ -259,7 +257,7 @@ class SteppingEngine(Streams, ABC):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None: ...
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """See :class:`~sota_grpo.engines.Engine`."""
+        """Return None: this engine reports no checksums (:class:`~sota_grpo.engines.Engine`)."""
         return None
 
     @abstractmethod
@@ -275,11 +273,11 @@ class SteppingEngine(Streams, ABC):
         """Stop and forget these groups, by ticket; some may never have started."""
 
     def whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights of a push; a LoRA adapter that was pushed alone is merged into the weights ``base()``."""
+        """Return all weights of a push; a LoRA adapter alone is merged into ``base()`` (ValueError if that is None)."""
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:
-            raise ValueError("The pushed LoRA adapter has no base weights to be merged into; set engine.base first.")
+            raise ValueError("The engine lacks the base weights of the pushed LoRA adapter; set engine.base first.")
         return weights.merged(self.base(), self.device)
 
     def _release(self) -> None:
@@ -297,7 +295,7 @@ class SteppingEngine(Streams, ABC):
 
     @property
     def num_in_flight(self) -> int:
-        """Number of submitted groups whose futures are unresolved."""
+        """Number of submitted groups whose futures are neither resolved nor cancelled."""
         flights = [*list(self._submitted), *list(self._flights.values()), *(flight for flight, _ in list(self._ended))]
         return sum(not flight.future.cancelled() for flight in flights)
 
@@ -305,8 +303,8 @@ class SteppingEngine(Streams, ABC):
         """Queue a prompt group for :meth:`advance`; return its future. Thread-safe.
 
         Raises:
-            ValueError: the prompt leaves no room for a response.
-            RuntimeError: the engine is closed.
+            ValueError: see :func:`response_rooms`.
+            RuntimeError: the engine is closed or has failed.
         """
         self._require_open()
         (room,) = response_rooms([request], sampling, self.max_model_len)
@@ -317,7 +315,7 @@ class SteppingEngine(Streams, ABC):
     def advance(self) -> bool:
         """Start submitted groups and make one step; return False if there was nothing to do.
 
-        If the step raises, every group in flight fails, because the progress of the groups is unknown.
+        If the step raises, so does this call, and every group in flight fails, because their progress is unknown.
         """
         busy = resolved = False
         try:
@@ -338,7 +336,7 @@ class SteppingEngine(Streams, ABC):
         return resolved or busy
 
     def sleep(self) -> None:
-        """Free device memory until :meth:`wake`, sampling or a push; a no-op if the engine cannot free any.
+        """Free device memory until :meth:`wake` or until a group starts; no-op if the engine cannot free any.
 
         Raises:
             RuntimeError: groups are in flight, whose state would be lost.
@@ -356,7 +354,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = True
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`: restore weights and cache in device memory; sampling and weight pushes do this too."""
+        """Undo :meth:`sleep`: restore weights and cache in device memory; no-op if the engine is awake."""
         with self._between_steps():
             self._wake_now()
 
@@ -467,7 +465,7 @@ class StopStrings:
         return bisect_left(range(len(ids)), True, key=lambda at: self._holds(ids[: at + 1])) + 1
 
     def cut(self, output: GroupOutput) -> GroupOutput:
-        """Return the group with every response cut at its first stop string."""
+        """Return the group with every response cut after the token that completes its first stop string."""
 
         def cut(sample: Sample) -> Sample:
             end = self.end(sample.token_ids.tolist())
@@ -559,7 +557,7 @@ def checked_weights(
 
 
 def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """Return the one dtype of all floating-point matrices among ``tensors``; None if there are several dtypes.
+    """Return the dtype of all floating-point matrices among ``tensors``; None if they have several, or there are none.
 
     >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
     >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
@@ -592,7 +590,7 @@ def expected_weights(
     """Return ``({name: shape} of a model's state_dict(), tied_names(model))`` without allocating its weights.
 
     Args:
-        model: folder or config of the model.
+        model: folder, hub id or config of the model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -121,9 +121,6 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    The vocabulary is split into about ``sqrt(V)`` runs: ``u`` first selects a run by the runs' sums, then a token by
-    the remainder. A cumulative sum over the whole vocabulary would take longer than the softmax.
-
     Args:
         probs: float32 ``[N, V]``.
         u: float32 ``[N]`` in ``[0, 1)``.
@@ -135,7 +132,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     [0, 2, 2]
     """
     vocab = probs.shape[1]
-    length = math.isqrt(vocab)
+    length = math.isqrt(vocab)  # u selects one of about sqrt(V) runs, then a token: a cumsum over V would take longer
     whole = vocab - vocab % length
     sums = probs[:, :whole].unflatten(1, (-1, length)).sum(-1)
     if whole < vocab:
@@ -147,7 +144,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index where the cumulative sum of ``mass`` ``[N, K]`` exceeds ``threshold`` ``[N]``, and the rest."""
+    """Return the index where the sum of ``mass`` ``[N, K]`` exceeds ``threshold`` ``[N]``, and the gap before it."""
     cdf = mass.cumsum(-1)
     total = cdf[:, -1]  # rounding may put the threshold above it, and then nothing would exceed the threshold
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total))).unsqueeze(1)
@@ -171,6 +168,7 @@ class GroupDecoder:
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: whether the rows of a prompt share one copy of its keys and values, which needs a model that
             :func:`~sota_grpo.engines.decode_attention.use_decode_attention` accepts.
+        stops: stop strings, which end a response like the end tokens.
     """
 
     def __init__(
@@ -328,8 +326,8 @@ class TransformersEngine(SteppingEngine):
     """Rollout engine that samples with its own copy of a transformers model.
 
     Consecutive groups of equal sampling that were submitted together are decoded together, up to ``max_rows`` samples
-    at a time. Later groups wait (FIFO) until at least as many samples wait as are being decoded. A prompt is computed
-    once for the rows of all consecutive groups that have it, and stored once if the model's attention supports that.
+    at a time. Later groups wait (FIFO) until they fit and at least as many samples wait as are being decoded. A prompt
+    is computed once for consecutive groups that have it, and stored once if the model's attention supports that.
     Rows do not depend on each other, up to rounding; equal groups decoded together give bit-identical results.
 
     Weights may be pushed from another thread or between two steps: every row samples its next token with the new
@@ -340,7 +338,7 @@ class TransformersEngine(SteppingEngine):
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells; no output depends on it.
         max_model_len: context in tokens; None: the model's.
-        max_rows: most samples in the batch (one request is never split).
+        max_rows: most samples decoded at once; a request of more is decoded whole, alone.
         device: device to sample on; None: the model's.
         dtype: dtype of the engine's copy; None: the model's.
         copy_model: False: use ``model`` itself without a copy; only if nothing else uses it.
@@ -402,7 +400,7 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def may_start(self, num_rows: int) -> bool:
-        """Return whether the next step would start waiting groups if ``num_rows`` more rows were submitted first."""
+        """Return whether with ``num_rows`` more rows enough would wait for the next step to start some, if they fit."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
         running = sum(decoder.num_rows for _, decoder in self._running)
         return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
@@ -447,7 +445,7 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight into the engine's model by name; a tied ``lm_head.weight`` may be left out.
+        """Copy every weight by name (adapters are merged into :attr:`base`); a tied ``lm_head.weight`` is optional.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
@@ -465,7 +463,7 @@ class TransformersEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> dict[str, dict[str, Checksum]]:
-        """See :class:`~sota_grpo.engines.Engine`; every weight has a checksum."""
+        """Return ``{"transformers": {weight's name: checksum}}`` of every weight."""
         self._require_open()
         with self._between_steps():
             return {self.name: {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}}
@@ -482,7 +480,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """Build the engine from a copy of ``options.model``; if that is None, load ``options.model_path``."""
+    """Build the engine, from resolved options, on a copy of ``options.model``; None: load ``options.model_path``."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

@@ -79,8 +79,8 @@ def _fused_add_rms_norm(
 class VLLMEngine(SteppingEngine):
     """Rollout engine on vLLM in this process: one request per group (``n`` samples) and vLLM's prefix cache.
 
-    Sample ``i`` of a request uses vLLM's random stream of seed ``sample_seed(request.seed) + i``; equal calls return
-    equal tokens if vLLM batches them alike. Log-probs are those of the processed distribution (after top-k etc.).
+    Sample ``i`` of a group, counted from ``request.first_sample``, has vLLM's seed ``sample_seed(request.seed) + i``.
+    Equal calls return equal tokens if vLLM batches them alike. Log-probs are those after temperature, top-k, etc.
 
     With top-k the sampling support is reported: the tokens of finite processed log-prob among the ``top_k + TIES`` most
     likely ones. Under top-p or min-p without top-k it is not reported: vLLM's ``return_sampling_mask`` needs its second
@@ -172,9 +172,9 @@ class VLLMEngine(SteppingEngine):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace every weight; every request samples its next token with the new weights.
 
-        An engine with ``adapter_rank`` accepts a LoRA adapter instead and serves it unmerged. All names of the
-        ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer of a tied
-        model.
+        A LoRA adapter is served unmerged by an engine with ``adapter_rank``, and else merged into :attr:`base`. All
+        names of the ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer
+        of a tied model.
 
         Raises:
             ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
@@ -201,7 +201,7 @@ class VLLMEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """See :class:`~sota_grpo.engines.Engine`; None on several GPUs, and with ``adapter_rank``."""
+        """Return ``{"vllm": {weight's name: checksum}}``; None on several GPUs, and with ``adapter_rank``."""
         if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():
@@ -321,7 +321,7 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
             f"vLLM samples from {count} tokens or more at one position, because more than {TIES} tie with the last one "
-            f"of top_k, and reports {count} of them; use engine=transformers, or float32 weights (torch_dtype=float32)."
+            f"of top_k, and reports {count} of them; use engine=transformers or inference_model.torch_dtype=float32."
         )
     finite = log_probs.isfinite()
     finite[:, 1:] &= ids[:, 1:] != ids[:, :1]

@@ -124,7 +124,8 @@ _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "
 _REFUSED = {  # prefix of vLLM's arguments: why they are refused
     **dict.fromkeys(
         ("speculative_", "spec_"),
-        "a step would give several tokens of unknown seeds and versions, and fly keeps tokens that the policy rejects",
+        "a step would give several tokens of unknown seeds and versions, and vLLM's method fly keeps tokens that the "
+        "policy rejects",
     ),
     **dict.fromkeys(
         ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),
@@ -208,7 +209,7 @@ def flag(name: str, value: Any) -> tuple[str, ...]:
 def sampling_parameters(
     request: GroupRequest, sampling: Sampling, room: int, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for one group; sample ``i`` has the seed ``sample_seed(seed) + i``."""
+    """Return vLLM's sampling parameters for a group; ``seed`` is its first sample's, and ``n`` is 1 if greedy."""
     return {
         # vLLM refuses n > 1 for greedy ones, which are equal
         "n": 1 if sampling.temperature == 0 else request.num_samples,

@@ -1,8 +1,8 @@
-"""Shorter ways through vLLM's Python code for a sample that continues with one more token.
+"""Faster replacements of two vLLM methods, for samples that continue with one more token.
 
-With a thousand samples at once the GPU waits for that code (docs/hardware.md). Where this module knows that a call has
-nothing to do, or which two numbers it stores, it does that; vLLM's own method gets every other call. Tokens, log-probs
-and versions are the same (``tests/contract/test_vllm_cpu.py``).
+With a thousand samples at once the GPU waits for vLLM's Python code (docs/hardware.md). Calls that have nothing to do,
+or only store a token and its log-prob, are handled here; vLLM's own method gets every other call. Tokens, log-probs and
+versions are the same (``tests/contract/test_vllm_cpu.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ VERSIONS = re.compile(r"0\.32\.\d+(\.post\d+)?(\+.*)?")
 
 
 def shorten(engine: Any) -> None:
-    """Shorten the ways of ``engine``, a ``vllm.v1.engine.llm_engine.LLMEngine`` in this process.
+    """Replace methods of ``engine``, an ``LLMEngine`` of vLLM in this process, by faster ones.
+
+    No-op if the version of vLLM does not match :data:`VERSIONS`.
 
     >>> [bool(VERSIONS.fullmatch(version)) for version in ("0.32.0+cu130", "0.32.1.post1", "0.32.1rc0.dev7", "0.33.0")]
     [True, True, False, False]
@@ -29,9 +31,9 @@ def shorten(engine: Any) -> None:
 
 
 def shorten_outputs(processor: Any) -> None:
-    """Store the token and the log-prob of a sample that continues; vLLM makes an output of them, which is not read.
+    """Make vLLM's ``processor`` only store the token and log-prob of a sample that continues, without an output.
 
-    vLLM handles first and last tokens, several log-probs or tokens at once, and stop strings.
+    vLLM's own method handles first and last tokens, several log-probs or tokens at once, and stop strings.
     """
     from vllm.logprobs import FlatLogprobs
     from vllm.sampling_params import RequestOutputKind
@@ -74,9 +76,9 @@ def shorten_outputs(processor: Any) -> None:
 
 
 def shorten_slots(manager: Any) -> None:
-    """Return at once where a sample's last block of the KV cache has room, and no block became full.
+    """Make vLLM's KV cache ``manager`` return at once if a sample's last block has room and no block became full.
 
-    Only for models of full attention alone: blocks outside of a sliding window have to be freed.
+    No-op for models with layers other than full attention: blocks outside of a sliding window have to be freed.
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 

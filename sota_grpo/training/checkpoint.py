@@ -93,7 +93,7 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Return a new folder path for the ranks' files of this step; delete folders that killed processes left."""
+        """Return a new path for the folder of the ranks' files of this step; delete folders without a checkpoint."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
@@ -105,7 +105,7 @@ class CheckpointStore:
         return sum(file.stat().st_size for file in files)
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> Path:
-        """Write ``checkpoint_{step:06d}.pt``, sync it to disk, and delete all but the newest ``keep``; return its path.
+        """Write ``checkpoint_{step:06d}.pt``, sync it to disk, and delete others (see the class); return its path.
 
         Args:
             step: number of the training step, 0 or more.
@@ -383,7 +383,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a nested state into (state without tensors, {dotted name: tensor}); tensors are not copied.
+    """Split a nested state into (state without tensors, {dotted name: tensor}); empty tensors stay, none is copied.
 
     >>> emptied({"model": [torch.ones(1)], "step": 3})
     ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})

@@ -117,7 +117,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return {name: accuracy gain and its standard error} from two ``counts`` of :meth:`Evaluator.evaluate`."""
+    """Return {name: accuracy gain and its standard error} of names in both ``counts`` (:meth:`Evaluator.evaluate`)."""
     return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 
@@ -153,11 +153,11 @@ class Evaluator:
 
     def measure(self, target: float | None = None) -> dict[str, float]:
         """Evaluate the policy; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` and its error,
-        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`), ``eval/grader_errors``,
-        ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
+        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`) with its error,
+        ``eval/grader_errors``, ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
 
         With a ``target`` (a fraction) the first problems, :data:`SUBSETS` of all, are evaluated first; if the target
-        :func:`is_out_of_reach`, they are all that is measured. ``eval/num_samples`` is the number of problems.
+        :func:`is_out_of_reach`, no others are. ``eval/num_samples`` is the number of problems that were evaluated.
         """
         began, count, problems = time.perf_counter(), len(self.examples), list[list[Response]]()
         for share in (1.0,) if target is None else (*SUBSETS, 1.0):
@@ -218,7 +218,7 @@ class Evaluator:
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """Return a sentence on the evaluation after ``steps`` steps: accuracy, or mean reward without verdicts."""
+        """Return a sentence on the :meth:`measure` after ``steps`` steps: accuracy, and mean reward if it differs."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if metrics["eval/num_samples"] < len(self.examples):

@@ -156,7 +156,7 @@ class TrainingComponents:
 
     @property
     def rounding(self) -> torch.Tensor | None:
-        """The trainer's half-precision minus float32 log-probs at the sampled tokens, ``[n]``; None: not known."""
+        """Trainer's half-precision minus float32 log-probs of the sampled tokens, ``[n]``; None: no float32 weights."""
         return self._measured[1]
 
     @property
@@ -182,7 +182,7 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Return graded rows of at least the first ``self.num_prompts`` prompts; ``salt`` changes the seeds."""
+        """Return graded rows of the first ``max(num_prompts, self.num_prompts)`` examples; ``salt`` changes seeds."""
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [
@@ -321,7 +321,8 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
         sentence += (
-            ", though this model supports packing (the log has the reason); model.attn_implementation=sdpa accepts it"
+            ", though this model can be packed (the log has the reason); to pad all the same, set "
+            "model.attn_implementation=sdpa"
         )
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
@@ -356,9 +357,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     ``1 / sqrt(L)`` of that gap. If rounding is not measurable, the larger of twice the former gap and a tenth of the
     latter is allowed. A token's gap counts for at most 1 nat.
 
-    Measured on the embedded policy with a bfloat16 engine: the gap to the changed weights is 0.02 to 0.04 of that to
-    the old ones, and 0.43 to 1.5 of it if attention, MLP, norms or embeddings are not sent. On SmolLM2 in bfloat16 a
-    correct push reaches 0.50 to 0.73 of the bound, a push without one layer 1.5 or more.
+    Measured on SmolLM2 in bfloat16: a correct push reaches 0.50 to 0.73 of the bound, one without a layer 1.5 or more.
 
     One missing tensor may be hidden by rounding: if the engine reports checksums, every tensor's is compared. In
     float32, missing tensors are found by their effect on log-probs.
@@ -522,7 +521,10 @@ def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
 
 
 def responses_end_and_are_graded(run: TrainingComponents) -> Check:
-    """Check that a response ends before max_tokens (sample more if none does), and one of each task can be graded."""
+    """Check that a response ends before max_tokens, and that a response of each task can be graded.
+
+    If none ends, more are sampled; if the checks' limit is below training's, none needs to end.
+    """
     rows, faults = run.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
     unseen = not ended and run.max_tokens < run.sampling.max_tokens
@@ -707,7 +709,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply to this run; checks of a reference only if there is one."""
+    """Return the checks that apply to this run; :data:`OF_A_REFERENCE` need a reference, the second at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
@@ -723,7 +725,7 @@ def run_gate(
     """Run these checks, or all that apply, call ``on_check`` with each result, and return the results.
 
     Raises:
-        CheckError: a check failed and ``mode`` is ``strict``; ``warn`` only logs it, ``off`` runs no check.
+        CheckError: a check failed and ``mode`` is ``strict``, which runs no further one; ``off`` runs no check.
         UserError: the sampled responses have rewards or log-probs that the algorithm cannot use.
         RunFailed: a device has too little memory for a check.
     """
@@ -755,7 +757,7 @@ def run_gate(
 
 
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
-    """Write the results of these checks to ``gate.json`` in the run directory."""
+    """Write the results of these checks to ``gate.json`` in the run directory; RunFailed if that is impossible."""
     path = run_dir / GATE_FILE
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})

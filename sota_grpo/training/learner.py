@@ -75,7 +75,7 @@ class Learner:
         seed: seed of the order of prompt groups in the second and later epochs.
         ranks: the processes that train this policy together; each has a shard of it
             (:func:`sota_grpo.policy.sharding.shard`) and receives the same calls. None: this process alone.
-        tokenizer: saved with the exported model.
+        tokenizer: saved by :meth:`export_hf`, which needs it.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Learner:
             self._apply_entropy_coef(0.0)
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
-        """Do a training step: ``epochs`` epochs over ``N`` rows, in optimizer steps of ``optim_batch_size`` rows.
+        """Do a training step: ``epochs`` epochs over all rows, each in optimizer steps of ``optim_batch_size`` rows.
 
         Returns:
-            Metrics, averaged over the optimizer steps. ``mismatch_kl`` is measured with the weights before the step,
-            without dropout. A metric is None if no token was trained or no optimizer step was taken.
+            Metrics, combined over the optimizer steps (mostly means). ``mismatch_kl`` is measured with the weights
+            before the step, without dropout. A metric is None if no token was trained or no optimizer step was taken.
 
         Raises:
             NonFiniteStep: a loss or gradient is NaN or infinite.
@@ -302,7 +302,7 @@ class Learner:
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
-        """Return this rank's gradient {name: tensor on the CPU} over :meth:`_unclipped` copies of ``rows``."""
+        """Return this rank's gradient {name: tensor on the CPU} over ``rows``, with made-up advantages, unclipped."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
@@ -310,8 +310,8 @@ class Learner:
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
         """Return the relative distance between :meth:`gradient` under two micro-batch token budgets.
 
-        The first gradient is moved to the CPU, so that GPU memory is no more than in a step. On a CPU with float32
-        parameters both are computed in float32, which has less rounding; a GPU uses the precision of training.
+        On a CPU with float32 parameters both are computed in float32, else in the precision of training. GPU memory is
+        no more than in a step.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -347,8 +347,8 @@ class Learner:
     def perturb(self, but: Collection[str] = ()) -> None:
         """Change all trainable tensors in place, except those named in ``but``, until :meth:`restore`.
 
-        The change is deterministic: a fraction :data:`PROBE_SHARE` of each shard's elements, at least one, changes sign
-        (zeros become 1). The saved originals take 3 to 5 % of the model's bytes.
+        The change is deterministic: about :data:`PROBE_SHARE` of each shard's elements, at least one, change sign
+        (zeros become 1). The originals take 3 to 5 % of the model's bytes. Call :meth:`restore` before a second call.
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -367,7 +367,7 @@ class Learner:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values that :meth:`perturb` changed, bit for bit."""
+        """Restore the values that :meth:`perturb` changed, bit for bit; no-op if there are none."""
         for tensor, indices, values in self.changed:
             tensor.put_(indices, values)
         self.changed = []
@@ -459,7 +459,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a full :meth:`state_dict`, bit for bit on as many ranks; tensors may be StoredTensor."""
+        """Restore a full :meth:`state_dict`, bit for bit on as many ranks; UserError if it has other parameters."""
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
@@ -485,7 +485,7 @@ class Learner:
         self.optimizer_steps = state["optimizer_steps"]
 
     def export_hf(self, folder: Path, progress: Callable[[], object] = lambda: None) -> None:
-        """Save model and tokenizer in Hugging Face format; rank 0 writes, and all ranks must call this."""
+        """Save model (LoRA merged) and tokenizer in Hugging Face format; rank 0 writes, but all ranks must call it."""
         assert self.tokenizer is not None
         save_hf(self.policy.model, self.tokenizer, folder, progress)
 
@@ -547,8 +547,7 @@ class Learner:
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
         """Return a right-padded ``[N, T]`` batch on the learner's device.
 
-        ``weights`` has the loss weight of a trained token of each row. The layout of packed rows is computed on the
-        host before the copy, which avoids a GPU sync.
+        ``weights`` has the loss weight of a trained token of each row; None: no loss weights are set.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
@@ -563,7 +562,7 @@ class Learner:
         return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> Tensor:
-        """Return log-probs ``[N, T]`` of a padded batch, without dropout; 0 outside of the assistant mask."""
+        """Return log-probs ``[N, T]`` of a padded batch, without gradient or dropout; 0 off the assistant mask."""
         return self._policy_outputs(batch).get(keys.LOG_PROBS)
 
     @torch.no_grad()
@@ -576,7 +575,7 @@ class Learner:
         return outputs
 
     def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
-        """Yield each row with its :meth:`log_probs` ``[T_i]`` on the CPU."""
+        """Return an iterator over each row with its :meth:`log_probs` ``[T_i]`` on the CPU."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
@@ -607,7 +606,7 @@ class Learner:
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Compute in ``precision`` instead of the training precision in a ``with`` block; layers are not recompiled."""
+        """Compute in ``fp32``, ``bf16`` or ``fp16`` in a ``with`` block; layers are not recompiled."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)

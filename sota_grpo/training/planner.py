@@ -37,11 +37,13 @@ class LearnerSettings:
     Args:
         lr, weight_decay, betas, eps: options of AdamW; Muon uses ``momentum`` for matrices.
         clip_grad_norm: largest gradient norm; 0 disables clipping.
-        schedule: ``constant``, or ``linear`` or ``cosine`` decay to 0 at ``total_steps``; each after ``warmup_steps``.
+        schedule: ``constant``, or ``linear`` or ``cosine`` decay to 0 at optimizer step ``total_steps``; each after a
+            linear rise over ``warmup_steps`` optimizer steps.
         optim_batch_size: rows per optimizer step.
         optim_groups: prompt groups per optimizer step, for groups of different sizes; None: use ``optim_batch_size``.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
         forward_tokens: packed tokens per forward pass without a backward pass; None: ``micro_batch_tokens``.
+        aggregation, max_response_tokens, drop_truncated: see :func:`sota_grpo.rl.collate.set_loss_weights`.
         top_entropy_quantile: fraction of an optimizer step's tokens, those of highest entropy, that the surrogate is
             computed on; below 1, a forward pass before each optimizer step measures the entropies.
         entropy_target, entropy_coef_delta, entropy_coef_max: ``target``, ``delta`` and ``largest`` of
@@ -149,9 +151,9 @@ class Planner:
     def mini_batches(
         self, rows: Sequence[Row], prompts: Sequence[Prompt], epoch: int, version: int
     ) -> Iterator[list[int]]:
-        """Yield the row indices of each optimizer step; the second and later epochs shuffle whole groups.
+        """Yield the row indices of each optimizer step of ``epoch`` (from 0); later epochs shuffle whole groups.
 
-        ``optim_batch_size`` may split a group over two steps; ``optim_groups`` never does.
+        ``optim_batch_size`` may split a group over two steps; ``optim_groups`` never does. The last one may be smaller.
         """
         order = list(range(len(rows)))
         if epoch:

@@ -123,7 +123,7 @@ class LearnerWorker:
 
     @_on_thread
     def export_hf(self, folder: str) -> None:
-        """Save model and tokenizer in Hugging Face format to ``folder``."""
+        """Call :meth:`Learner.export_hf`: rank 0 saves model and tokenizer to ``folder``."""
         self.learner.export_hf(Path(folder), self._thread.progress)
 
     @_on_thread
@@ -154,14 +154,14 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns that a learner reads: no reward terms, no slices. ValueError if a row lacks one."""
+    """Return the tensor columns except reward terms, prompts and responses; ValueError if a row lacks one of them."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
     named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
     for name, column in named.columns.items():
         if column.rows is not None:
-            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows")
+            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows; add it.")
     return named
 
 
@@ -206,7 +206,7 @@ class RemoteLearner:
 
     Thread-safe. Every call goes to all ranks, in one order, because collectives must match, and returns rank 0's
     result. If a rank dies or makes no progress for ``silence_s``, all ranks are killed, and every pending call raises
-    :class:`LearnerDied`. If all ranks have answered, the exception of a rank is raised unchanged.
+    :class:`LearnerDied`. A rank's exception is raised unchanged if all ranks answer within ``grace_s`` after it.
 
     Args:
         workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.

@@ -108,7 +108,7 @@ def _content(name: str, value: Any) -> Any:
 
 
 class RunRefused(UserError):
-    """The directory has another run, or another process uses it; nothing was written to it."""
+    """The run directory cannot be used: it has another run or process, or none to continue. Its run is unchanged."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -117,7 +117,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all requested steps, or reached an accuracy of at least ``target``.
+        finished: that run has done all steps requested now or, if it ended at a target, reached this command's target.
         reached: the step at which that run reached its target, the accuracy and the target; else None.
         shorter: number of steps of that run, if more are requested now; else None.
     """
@@ -147,7 +147,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Raise RunRefused if the model files differ from those that the run was started with.
+        """Raise RunRefused if the model files differ from those of the run's start; :meth:`start` records them.
 
         ``digests`` maps the options ``model.name`` and ``ref_model.name`` to digests of their files; None: not known.
         """
@@ -189,10 +189,10 @@ class RunDir(AbstractContextManager["RunDir"]):
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
     """Choose, lock and return the run directory of this command.
 
-    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else the
-    unfinished run of the same config in ``outputs/DATE/TIME`` that no process uses and whose checkpoint is newest; else
-    it starts a run in ``run_dir``. Any other value is the path of the run to continue. A continued run may get more
-    steps, which stretches its learning-rate schedule.
+    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else, if
+    ``run_dir`` ends in ``DATE/TIME``, the unfinished run of the same config in such a folder of the same root that no
+    process uses and whose checkpoint is newest; else it starts a run in ``run_dir``. Any other value is the path of the
+    run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
 
     Raises:
         RunRefused: the directory already has a run or is used by a process, or the run to continue is missing or has
@@ -236,7 +236,7 @@ def require_free(run_dir: Path, resume: str | None) -> None:
 
 def _require_run(path: Path, resume: str) -> None:
     if not (path / RUN_FILE).exists():
-        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing).")
+        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing); correct it.")
 
 
 def _is_busy(path: Path) -> str:
@@ -333,7 +333,7 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def drop_empty(fresh: Path) -> None:
-    """Remove a command's directory if it has nothing but ``.hydra``; then outputs/DATE and outputs if empty."""
+    """Remove a command's directory if it has nothing but ``.hydra``; of ROOT/DATE/TIME also DATE and ROOT if empty."""
     if not fresh.is_dir() or {path.name for path in fresh.iterdir()} - {".hydra"}:
         return
     shutil.rmtree(fresh, ignore_errors=True)  # a link stays

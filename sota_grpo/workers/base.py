@@ -63,7 +63,7 @@ class WorkerDied(RunFailed, RuntimeError):
 
 
 class WorkerLate(RunFailed, TimeoutError):
-    """No worker answered a broadcast in time, or no group made progress; the message says which."""
+    """No worker answered a broadcast in time, or no prompt group made progress; the message says which."""
 
 
 class ConstructionFailed(WorkerDied):
@@ -99,7 +99,7 @@ class Worker(Protocol):
     ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
     of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
     Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
-    ``kill`` fails pending calls and ends a process at once (SIGKILL), a thread after its running call; idempotent.
+    ``kill`` fails pending and later calls and ends a process at once, a thread after its queued calls; idempotent.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Launcher:
         self._workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def share(self, value: Any) -> Any:
-        """Return a handle to pass to ``call`` instead of ``value``; makes sending it to many workers cheap."""
+        """Return a handle to pass to ``call`` instead of ``value``, cheaper for many workers; here ``value`` itself."""
         return value
 
     def close(self) -> None:
@@ -251,11 +251,8 @@ class Host(WorkerThread):
         self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
-        """Queue ``method(*unpack())``; ``answer(True, result)`` or ``answer(False, exception)`` is called afterwards.
-
-        ``unpack`` runs on the thread that constructed the worker: it imports the modules of the arguments' classes, and
-        concurrent imports of one package may see a partly initialized module.
-        """
+        """Queue ``method(*unpack())`` for the worker's thread; ``answer(succeeded, result or error)`` follows it."""
+        # unpack imports the modules of its arguments: imports on two threads may see a partly initialized module
         if method == IDLE_METHOD:
             answer(True, self._activity.idle_s())
         elif method == "ping" and self._worker.done() and self._worker.exception() is None:
@@ -347,10 +344,7 @@ def _used() -> dict[int, tuple[float, int]]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all child processes of this process, recursively.
-
-    ``psutil.Process.children`` fails if /proc hides other users' processes (``hidepid=1``).
-    """
+    """Return all child processes of this process, recursively, even if /proc hides those of other users."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
@@ -412,7 +406,7 @@ class OpenCalls:
 
 
 def portable(name: str, error: BaseException) -> BaseException:
-    """Return an exception to send to the caller: ``error`` with the worker's traceback as a note.
+    """Return an exception to send to the caller: ``error`` with the worker's traceback as a note (WorkerDied without).
 
     A RuntimeError with its text replaces an error that cannot be pickled, or that would end or disturb the caller's
     event loop (SystemExit, CancelledError, StopIteration).
@@ -430,7 +424,7 @@ def portable(name: str, error: BaseException) -> BaseException:
 
 
 def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dict[str, str]:
-    """Return the environment variables to set for a worker: ``env``, and OMP_NUM_THREADS, which OpenMP reads once.
+    """Return the environment variables to set for a worker: ``env``, and OMP_NUM_THREADS=``threads`` unless in ``env``.
 
     >>> child_environment({"A": "b"}, threads=2)
     {'OMP_NUM_THREADS': '2', 'A': 'b'}

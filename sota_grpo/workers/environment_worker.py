@@ -31,7 +31,7 @@ class EnvironmentWorker:
 
     The main thread runs the user's file in the constructor, and calls the environments one after the other. A process
     that a call started is killed when its environment ends. An adapter's environments have a thread each, in which
-    random numbers are not seeded. The attribute ``seed`` of an environment is set, if it has one.
+    random numbers are not seeded. If seeds are given, an environment's attribute ``seed`` is set, if it has one.
 
     Args:
         spec, max_chars: see :class:`~.instances.Instances`.
@@ -53,7 +53,9 @@ class EnvironmentWorker:
         return 0.0
 
     def run(self, kind: str, key: int, *content: Any) -> Any:
-        """Call method ``kind`` of environment ``key``; ``open`` and ``describe`` first create it, ``drop`` ends it.
+        """Call method ``kind`` of environment ``key``; return its result, of an adapter a future of the result.
+
+        ``open`` and ``describe`` first create the environment; ``describe``, ``finish`` and ``drop`` end it.
 
         Raises:
             UserError: the user's file cannot be used.
@@ -239,7 +241,7 @@ def _said(error: BaseException) -> str:
 
 
 def shown(value: Any, max_chars: int) -> str:
-    """Return a tool's result as text for the policy: a str unchanged, else JSON, else ``str(value)``.
+    """Return a tool's result as text for the policy (:func:`cut`): a str as it is, else JSON, else ``str(value)``.
 
     >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
     ('é', '{"a": [1, null]}', '{1}', 'nan')
@@ -254,7 +256,7 @@ def shown(value: Any, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Truncate ``text`` to ``max_chars`` characters, including a note on the truncation.
+    """Return ``text`` truncated to ``max_chars`` characters, including a note on the truncation.
 
     Unpaired surrogates, which no tokenizer accepts, become question marks.
 

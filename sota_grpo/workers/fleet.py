@@ -35,7 +35,7 @@ _MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
 class TaskOverdue(TimeoutError):
-    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress`` function."""
+    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress``, or 0."""
 
     def __init__(self, what: str, progress: int) -> None:
         super().__init__(what)
@@ -88,7 +88,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Broadcast:
-    """One call to every live worker; it is pending until each has answered, died or exceeded the deadline."""
+    """One call to every ready worker; it is pending until each has answered, died or exceeded the deadline."""
 
     method: str
     args: tuple[Any, ...]
@@ -172,7 +172,7 @@ class Fleet:
     >>> fleet.close()
 
     Attributes:
-        restarts: number of replaced workers and failed starts.
+        restarts: number of replaced workers and of failed starts that were tried again.
         requeued: number of tasks queued again because their worker was lost.
         poll: called once a second by a thread that waits in :meth:`broadcast`, :meth:`sleep` or :meth:`wake`; an
             exception that it raises ends the wait.
@@ -221,16 +221,16 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """Names of the workers in slot order; a slot whose worker is being started is left out."""
+        """Names of each slot's newest worker, starting and retired ones too; a slot without one is left out."""
         return [worker.name for slot in self._slots if (worker := slot.worker) is not None]
 
     @property
     def pids(self) -> list[int | None]:
-        """Process ids in the order of :attr:`names`; None for a thread, and for an actor that is starting."""
+        """Process ids in the order of :attr:`names`; None for a thread, and for an actor that has not answered yet."""
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
 
     def wait_ready(self) -> None:
-        """Wait until every worker is ready.
+        """Wait until all workers have been ready for the first time; return at once after that.
 
         Raises:
             WorkerDied: a slot was retired: its worker's construction raised, or too many starts failed.
@@ -270,16 +270,16 @@ class Fleet:
         return await task.future
 
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> dict[str, Any]:
-        """Call ``method(*args)`` on every live worker; wait and return the results by worker name, in slot order.
+        """Call ``method(*args)`` on every ready worker; wait and return the results by worker name, in slot order.
 
         A worker that dies, or does not answer within ``deadline_s``, is replaced, and the result lacks its answer. If
-        all called workers are lost, their replacements are called instead, a limited number of times.
+        no worker is ready, or all called ones are lost, the next ready worker is called, a limited number of times.
 
         Args:
             method: name of the worker's method.
             deadline_s: longest wait for each worker.
-            sticky: repeat the call on every worker that starts later, before its first task. A later sticky call of
-                the same method replaces it.
+            sticky: also call it on every worker that becomes ready later, before its first task. A later sticky call of
+                the same method replaces this one.
 
         Raises:
             WorkerLate: no worker and no replacement answered in time (a TimeoutError).
@@ -307,12 +307,12 @@ class Fleet:
             self._polling(self._sleep(deadline_s))
 
     def wake(self, deadline_s: float) -> None:
-        """Wake every live worker and wait until all are awake; start to replace workers that died during the sleep."""
+        """Wake all ready workers and wait; start to replace those that died asleep. No-op unless ``shares_devices``."""
         if self._shares_devices:
             self._polling(self._wake(deadline_s))
 
     def close(self) -> None:
-        """Kill every worker and fail pending tasks and broadcasts; idempotent."""
+        """Kill every worker, fail pending tasks and broadcasts, and wait for the fleet's thread to end; idempotent."""
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(self._stop.set)

@@ -174,7 +174,7 @@ class Instances:
         return self._start(key, reward)
 
     def drop(self, key: int) -> None:
-        """End an environment without computing its reward; no-op if it has ended."""
+        """End an environment without computing its reward, and do not wait for it; no-op if it has ended."""
         worker = self._worker_of.pop(key, None)
         if worker is not None:
             worker.submit("drop", key)

@@ -59,7 +59,7 @@ class StatePack:
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
-    """Return (:func:`unpacked`, its arguments), to pickle ``group`` without records, parents and ``prompt_ids``.
+    """Return (:func:`unpacked`, its arguments) to pickle ``group``; records, parents and ``prompt_ids`` are lost.
 
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))

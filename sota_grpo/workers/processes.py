@@ -52,7 +52,7 @@ _EXPENDABLE = "1000"  # oom_score_adj: out of memory, the kernel kills such a pr
 class ThreadWorker:
     """A worker on a thread of this process (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails pending calls, and the worker is closed when the running call ends.
+    A thread cannot be killed: :meth:`kill` fails pending calls, but queued ones still run before the worker is closed.
     """
 
     pid: int | None = None
@@ -107,7 +107,7 @@ class ThreadLauncher(Launcher):
 
 
 def pickled(value: Any) -> tuple[bytes, list[Any]]:
-    """Pickle ``value``; return (pickle bytes without large buffers, large buffers)."""
+    """Pickle ``value``; return (pickle bytes, raw out-of-band buffers, such as those of NumPy arrays)."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return body, [buffer.raw() for buffer in buffers]

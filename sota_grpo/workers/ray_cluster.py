@@ -71,7 +71,7 @@ class _Hole(int):
 
 
 def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Return (pickled arguments, their large buffers, object references of shared arguments)."""
+    """Return (pickled arguments, their out-of-band buffers, object references of shared arguments)."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
     body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
@@ -116,7 +116,7 @@ class HostActor:
 
 @cache
 def machine_id() -> str:
-    """Return an identifier of this boot and pid namespace: processes with the same one share their pids."""
+    """Return an identifier of this boot and pid namespace, in which pids are unique; empty if this is not Linux."""
     if sys.platform != "linux":
         return ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -199,7 +199,7 @@ class RayWorker:
 
 
 def cluster_gpus(address: str) -> int:
-    """Connect to the running cluster at ``address``; return its total number of GPUs. Stays connected."""
+    """Connect to the running cluster at ``address``, unless connected, and stay so; return its number of GPUs."""
     ray = _imported_ray(local=False)
     if not ray.is_initialized():
         _connect(ray, address, 0, None)
@@ -207,7 +207,7 @@ def cluster_gpus(address: str) -> int:
 
 
 def cores_per_gpu() -> int:
-    """Return the smallest number of CPU cores per GPU of the connected cluster's nodes; at least 1."""
+    """Return the smallest number of CPU cores per GPU over the connected cluster's nodes with GPUs; at least 1."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -272,7 +272,7 @@ class RayLauncher(Launcher):
             CPUs as the bundles need, even if the machine has fewer cores.
         address: address of a running cluster (``"auto"``, ``"host:6379"``); None starts a local Ray.
         strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-        deadline_s: longest wait for all bundles.
+        deadline_s: longest wait for all bundles together.
         object_store_bytes: object store size of a local Ray; None: Ray's default (30 % of the memory).
 
     Raises:
@@ -346,7 +346,7 @@ class RayLauncher(Launcher):
         return Shared(ray.put(value))
 
     def close(self) -> None:
-        """Kill the running workers, and stop the local Ray if this launcher started it; idempotent."""
+        """Kill the workers, and end the connection to Ray, or the local Ray, that this launcher began; idempotent."""
         import ray
 
         if self._closed:

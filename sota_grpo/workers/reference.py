@@ -138,9 +138,8 @@ class ReferenceService:
 
     Args:
         fleet: the reference workers; :meth:`close` closes them.
-        num_workers: number of slices into which a call splits its rows.
+        num_workers: most slices into which a call splits its rows.
         in_reward_coeff: see :class:`sota_grpo.rl.transforms.ReferenceKL`; if set, submitted rows must have rewards.
-
     """
 
     shared_prompt = True  # each worker splits its rows as its own model requires
@@ -151,7 +150,7 @@ class ReferenceService:
     def submit(self, rows: RowTable) -> Future[RowTable]:
         """Compute the columns of :class:`sota_grpo.rl.transforms.ReferenceKL` and write them into ``rows``, in place.
 
-        Return a future of ``rows``. Rows that have reference log-probs are not changed. The future fails with
+        Return a future of ``rows`` at once. Rows that have reference log-probs are not changed. The future fails with
         ValueError if a log-prob is NaN or infinite.
         """
 

@@ -79,7 +79,7 @@ class RolloutWorker:
             return False
 
     def set_base(self, pack: WeightPack) -> None:
-        """Set the base weights, into which later adapters are merged; a view of memory that workers may share."""
+        """Set the base weights into which later adapters are merged; they are not copied, workers may share them."""
         self._engine.base = pack.tensors
 
     def update_weights(self, pack: WeightPack, version: int) -> int:
@@ -102,7 +102,7 @@ class RolloutWorker:
         return self._engine.weight_dtype
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """Return the engine's name with a checksum per weight, or None; see :class:`~sota_grpo.engines.Engine`."""
+        """Return ``{engine's name: {weight's name: checksum}}``, or None if the engine cannot report any."""
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
@@ -164,8 +164,7 @@ class FleetEngine(Streams):
     """Engine interface over a fleet of rollout workers: each group is sampled by the least loaded one.
 
     A worker that dies or makes no progress is replaced; the replacement gets the newest weights, and the lost groups
-    are sampled again. :meth:`update_weights` returns when every live worker serves the version. A group whose stream is
-    dropped is still sampled to its end.
+    are sampled again. A group whose stream is dropped is still sampled to its end.
 
     Args:
         fleet: a fleet of :class:`RolloutWorker`.
@@ -197,12 +196,14 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Queue one group; return its future. Each token is sampled with the newest weights at that time."""
+        """Queue one group; return its uncancellable future. Each token is sampled with the then newest weights."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Send weights to every worker while groups are running; return when every next token is sampled with them.
+        """Send weights to every worker while groups are running; return when every ready worker serves ``version``.
+
+        A worker that becomes ready later loads them before its first group.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
@@ -219,12 +220,12 @@ class FleetEngine(Streams):
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype to which weights may be cast before they are sent; None if the engines' dtypes differ."""
+        """The dtype to which weights may be cast before sending, read once; None if the engines' dtypes differ."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s).values())
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Mapping[str, Checksum]] | None:
-        """Return the checksums of every live worker, by its name; None if a worker cannot report any."""
+        """Return ``{worker's name: {weight's name: checksum}}`` of ready workers; None if one cannot report any."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if None in answers.values():
             return None
@@ -238,7 +239,7 @@ class FleetEngine(Streams):
         self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+        """Undo :meth:`sleep` and wait."""
         self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:
