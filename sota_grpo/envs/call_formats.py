@@ -144,7 +144,7 @@ class MarkedCalls:
     before_id: str = ""
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return the text outside of the calls, and the calls; an unparsable one has an ``error``. Time is linear."""
+        """Return the text without calls and thinking, and the calls; an unparsable one has ``error``; linear time."""
         texts: list[str] = []
         calls: list[ParsedCall] = []
         text_seen = False

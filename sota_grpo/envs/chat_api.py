@@ -174,7 +174,7 @@ def openai_reply(request: ChatRequest, replies: Sequence[Reply], num_prompt_toke
 
 
 def openai_message(reply: Reply) -> dict[str, Any]:
-    """Return a reply as OpenAI's assistant message."""
+    """Return a reply as OpenAI's assistant message; ``content`` is None if the reply has only calls."""
     made = [
         {
             "id": call.id,

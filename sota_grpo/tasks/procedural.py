@@ -246,9 +246,10 @@ _LETTER = re.compile("[a-d]")
 class CalculatorTask(ProceduralTask):
     """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
 
-    ``reward = 1`` if that number is right, else 0. If a response has no such number, but a complete ``<calc>`` outside
-    the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other response
-    ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
+    ``reward = 1`` if that number is right, else 0. If a response has no text after ``####``, but a complete ``<calc>``
+    outside the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other
+    response ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
+    Arguments: :class:`ProceduralTask`.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
