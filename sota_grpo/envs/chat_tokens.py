@@ -38,7 +38,6 @@ class ChatTokens:
     Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
 
     Args:
-        tokenizer: the policy's tokenizer.
         render: returns the text of messages, by the chat template.
         add_special_tokens: argument of the tokenizer.
 
@@ -173,7 +172,6 @@ class TurnTokens:
     cannot render the role ``tool``, the role ``user`` replaces it, which is logged once.
 
     Args:
-        tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
 
     >>> from sota_grpo.policy.load import load_tokenizer

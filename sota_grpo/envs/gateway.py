@@ -66,7 +66,6 @@ class ChatForm:
     """Renders requests with one set of tools as token ids, and parses the policy's replies.
 
     Args:
-        tokenizer: the policy's tokenizer.
         tools: JSON schemas of the tools.
         template_kwargs: further arguments of ``apply_chat_template``.
 
@@ -333,8 +332,6 @@ class Gateway:
     """An HTTP server in a separate thread, on a free port, through which agents on this machine sample from an engine.
 
     Args:
-        engine: samples the responses.
-        tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
         queue: episodes for outside programs, on the port in :data:`PORT`, if set; None: agents run in worker processes.

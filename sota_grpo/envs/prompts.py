@@ -34,8 +34,6 @@ class PromptStream:
     :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds within each task, with a seed derived from its name.
 
     Args:
-        examples: the examples to draw from.
-        seed: seed of the permutations.
         shuffle: False draws in the given order in every epoch.
 
     Raises:
@@ -210,7 +208,6 @@ class PromptSource:
         Names of special tokens in the messages are text: they cannot begin or end a turn.
 
         Args:
-            example: the problem.
             observation: text that an environment appends to the last message of the prompt.
 
         Raises:

@@ -354,7 +354,6 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
     """Return the final answer of a response, stripped, or None if there is none; text in ``<think>`` is ignored.
 
     Args:
-        text: the response.
         answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last complete
             ``\\boxed{...}`` (or ``\\fbox``), together with the boxes before it that only commas, "and" or "or"
             separate; ``hash``: the rest of the line after the last ``####`` or, without one, of a last line that

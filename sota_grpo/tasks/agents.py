@@ -108,7 +108,7 @@ class Agent:
             return json.loads(said.strip().rpartition("\n")[2])
         except ValueError:
             shown = one_line(said.strip().rpartition("\n")[2], 80)
-            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
+            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}; print a number") from None
 
     def kill(self) -> None:
         """Kill the running command and its children, if there is one; thread-safe."""

@@ -259,7 +259,7 @@ def two_sides(
     by :func:`hash_ordered`. ``source`` names the data in messages.
 
     Raises:
-        DatasetError: every training question is held out.
+        DatasetError: every question is held out.
     """
     num_read, train = len(train), unique_examples(train)
     if len(train) < num_read:

@@ -56,7 +56,6 @@ class QuestionTask(FileTask):
     and ``what``, the word for the answer in the prompt.
 
     Args:
-        train, heldout: examples for training and for evaluation.
         answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``.
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
         format_weight: weight of ``format``; at 0 it is still reported. None is the class's ``default_weight``.

@@ -81,11 +81,6 @@ def with_reward_functions(
 
     Raises:
         RewardFunctionError: a file or function cannot be used, or the numbers of names and weights differ.
-
-    Example::
-
-        task = with_reward_functions(TableTask.load(path="train.parquet"), "reward_function.py")
-        task = with_reward_functions(task, "rewards.py", ["accuracy", "brevity"], weights=[1.0, 0.2])
     """
     for fault in naming_faults(names, weights):
         raise RewardFunctionError(fault)
