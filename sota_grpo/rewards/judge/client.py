@@ -262,7 +262,7 @@ class JudgeClient:
         return {f"judge/{name}": count for name, count in counts.items()} | mean
 
     def connect(self) -> None:
-        """Check that the judge answers; set the endpoint's ``model`` if it is empty, and ``as_text`` if it refuses chats.
+        """Check that the judge answers; set the endpoint's ``model`` if it is empty, ``as_text`` if it refuses chats.
 
         Raises:
             UserError: no server, a rejected key, or no such endpoint; the message has the fix.
