@@ -9,7 +9,8 @@ of both, which are never tokenised again; any other request begins a branch (:mo
     [user q, assistant ab, tool r]        p q a b + r          sampled  d      continues the first
     [user q]                              p q                  sampled  c      a second branch (a retry)
 
-The server listens on this machine only. A request needs the key of an open session, or to open one the queue's key.
+The server listens on this machine only. Requests need the key of an open session; ``POST /v1/sessions`` needs the
+queue's key.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class PromptStream:
     :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds within each task, with a seed derived from its name.
 
     Args:
-        shuffle: False draws in the given order in every epoch.
+        shuffle: False draws in the order of ``examples`` in every epoch.
 
     Raises:
         ValueError: there are no examples, or none of a task in a mixture.

@@ -51,7 +51,7 @@ class TokenTree:
         return node
 
     def add_response(self, node: int, response: Sample) -> int:
-        """Add sampled tokens after position ``node``; return the position of the last one, ``node`` without tokens."""
+        """Add sampled tokens after position ``node``; return the position of the last one, ``node`` if none."""
         if len(response.token_ids):
             self._responses[len(self._tokens)] = response
             self.num_sampled += len(response.token_ids)

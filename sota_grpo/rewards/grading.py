@@ -242,7 +242,7 @@ class GradingPool:
 
     Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response (at most an
     eighth more) is killed. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
-    terms 0, and another worker grades the rest of the group. After SIGKILL or SIGTERM, which a user or the kernel's OOM
+    terms 0, and another worker grades the other responses. After SIGKILL or SIGTERM, which a user or the kernel's OOM
     killer may send, the response is graded once more, alone, and fails if that worker dies, too. A grader of whole
     groups (``score_group``) has ``timeout_s`` for the call; after a hang or crash its responses are graded one by one.
     A future fails only if no worker starts, the pool is closed, or the grader returns other terms than ``term_names``.

@@ -1,11 +1,11 @@
 """Procedurally generated tasks, with two that support multi-turn dialogs: Countdown and a calculator.
 
-Countdown asks for an expression of given numbers that has a given value, and replies to a wrong response with the
-mistake. The rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets.
-TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
+A Countdown problem has numbers and a target; the answer is an expression of the numbers whose value is the target, by
+the rules of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets. The reply to a
+wrong response names the mistake. TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
 
-The calculator is an example of a task with a tool: after ``<calc>347 * 28</calc>`` at the end of a turn, a tool turn
-gives the result, and the policy continues. Arithmetic is exact, and no model text is executed
+The calculator is an example of a task with a tool: after a turn with ``<calc>347 * 28</calc>``, a tool turn gives the
+result, and the policy continues. Arithmetic is exact, and no model text is executed
 (:mod:`sota_grpo.rewards.expressions`).
 """
 

@@ -173,16 +173,16 @@ def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
 class JudgeClient:
     """Sends questions to a judge, at most ``concurrency`` at a time; a pending or answered question is not sent again.
 
-    Each question is a coroutine on the client's own event loop; its verdict is cached before it is returned. A failed
-    request is repeated, after a random pause or that of the header ``Retry-After``,
+    Each question is a coroutine on the client's own event loop. Its verdict, except the error of a failed request, is
+    cached before it is returned. A failed request is repeated, after a random pause or that of ``Retry-After``,
 
     - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
     - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
     Then the verdict is an error if the judge works: it has answered another question since the last try or, after
-    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer all
-    futures fail with :class:`JudgeGone`: the run ends, and never trains on an outage. A question that the judge rejects
-    (400, ..) is an error at once; a text without a verdict is an error if a second request returns none either.
+    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer, or 64
+    questions in a row without a verdict, all futures fail with :class:`JudgeGone` and the run ends. The verdict on a
+    question that the judge rejects (400, ..) is an error at once, and so is a second text of it without a verdict.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``.
