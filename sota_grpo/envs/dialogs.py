@@ -244,7 +244,7 @@ class ToolEpisode:
         return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
 
     def leave(self) -> None:
-        """Drop the instance."""
+        """Drop the instance, without its reward; idempotent."""
         key, self._key = self._key, None
         if key is not None:
             self._responder.instances.drop(key)
@@ -403,7 +403,7 @@ class TurnOrder:
                 self._turns[number] = submit
 
     def drop(self, number: int) -> None:
-        """Cancel the reserved turn ``number``."""
+        """Cancel the reserved turn ``number``; no-op if it was submitted or cancelled."""
         with self._lock:
             self._turns.pop(number, None)
 

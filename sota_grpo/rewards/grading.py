@@ -282,7 +282,7 @@ class GradingPool:
         return self.fleet.start(self._grade(list(pairs)))
 
     def close(self) -> None:
-        """End the workers; pending futures fail."""
+        """End the workers; pending futures fail. Idempotent."""
         self.fleet.close()
         self._launcher.close()
 

@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BwrapRunner:
-    """Runs programs in bubblewrap: no network, a read-only root with Python and libraries, ``/tmp`` in memory."""
+    """Runs programs in bubblewrap: no network, a read-only root, Python without site-packages, ``/tmp`` in memory."""
 
     limits: Limits = Limits()
 

@@ -28,7 +28,7 @@ HELDOUT_SHARE = 8  # one problem in eight is held out
 
 
 def is_heldout(problem: object) -> bool:
-    """Return whether a problem is in the held-out split: ``hash(str(problem)) mod 8 == 0``, for every seed."""
+    """Return whether a problem is in the held-out split: ``BLAKE2b(str(problem)) mod 8 == 0``, for every seed."""
     digest = hashlib.blake2b(str(problem).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 

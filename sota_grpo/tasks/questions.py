@@ -187,7 +187,7 @@ class MathTask(QuestionTask):
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``answer`` and ``format``; ``info`` has the start of the extracted answer."""
+        """Return ``answer`` and ``format``; ``info`` has the first 200 characters of the answer as ``extracted``."""
         answer = extract_answer(response, self.answer_format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
@@ -326,7 +326,7 @@ class ReasoningTask(QuestionTask):
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
-        """Return answer, format and thinking; ``info`` has thinking's word count and the answer's start."""
+        """Return the three terms; ``info`` has ``think_words`` (a number) and ``answer_found`` (200 characters)."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)

@@ -137,7 +137,7 @@ class McpTools:
         return text if result.content or result.structured_content is None else result.structured_content
 
     def close(self) -> None:
-        """Close the session, and stop the server if it was started for it."""
+        """Close the session, and stop the server if it was started for it; idempotent, never raises."""
         with suppress(Exception):  # the server may have exited
             self._opened.close()
 
@@ -224,7 +224,7 @@ class OpenEnv:
         return self._reward
 
     def close(self) -> None:
-        """Close the session."""
+        """Close the session, if there is one; idempotent."""
         if self._connection is not None:
             with suppress(ConnectionClosed, OSError):
                 self._connection.send(json.dumps({"type": "close"}))

@@ -109,7 +109,7 @@ def no_gold_response(example: Example) -> None:
 class FunctionScorer:
     """The scorer of :func:`with_reward_functions`, with the same arguments; ``task`` has no examples.
 
-    Pickling stores the path of the file, which is loaded again after unpickling; ``functions`` are not pickled.
+    Pickling stores the path of the file, which is executed again after unpickling; ``functions`` are not pickled.
     """
 
     def __init__(

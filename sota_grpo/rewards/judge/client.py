@@ -181,8 +181,8 @@ class JudgeClient:
 
     Then the verdict is an error if the judge works: it has answered another question since the last try or, after
     ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer, or 64
-    questions in a row without a verdict, all futures fail with :class:`JudgeGone` and the run ends. The verdict on a
-    question that the judge rejects (400, ..) is an error at once, and so is a second text of it without a verdict.
+    questions in a row without a verdict, all futures fail with :class:`JudgeGone` and the run ends. A question
+    that the judge rejects (400, ..) gets an error at once, and with two texts without a verdict after the second.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``.
