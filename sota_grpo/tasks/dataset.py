@@ -395,8 +395,8 @@ class FileTask(BaseTask):
 
         Args:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default dataset.
-            eval_path: file or hub name of the held-out problems; None holds out the test split of a hub dataset if
-                the class has ``has_test_split``, else ``num_heldout`` rows of ``path``.
+            eval_path: file or hub name (its split ``train``) of the held-out problems; None holds out the test split
+                of a hub dataset if the class has ``has_test_split``, else ``num_heldout`` rows of ``path``.
             num_heldout: number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
             max_samples: train on the first ``max_samples`` examples only.
             data_seed: seed of the choice and order of the held-out rows.
