@@ -1,6 +1,6 @@
-"""Environments: reset returns prompts, step grades response token ids (docs/design.md, "The contracts between rooms").
+"""TorchRL environments of tasks: reset returns prompts, step takes response token ids and grades finished dialogs.
 
-Every task is a :class:`TaskEnv`; the named environments also take the keywords of TorchRL's environment of that name.
+:class:`TaskEnv` takes any task. ``GSM8KEnv``, ``MATHEnv`` and ``IFEvalEnv`` take the keywords of TorchRL's as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DatasetEnv(TaskEnv):
         repeats: group size; None is 1.
         seed: seed of the prompt order; None draws a random seed.
         tokenizer: the policy's tokenizer; required.
-        apply_template: True requires that the tokenizer has a chat template; a chat template is always applied.
+        apply_template: True refuses a tokenizer without a chat template. A template is applied wherever there is one.
         collate_fn, input_mode: only the default is supported; use TorchRL's wrapper in tokens mode as well.
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
             see :class:`TaskEnv`.

@@ -30,7 +30,7 @@ RUN = "run"  # the call that runs an agent
 
 @dataclass(frozen=True)
 class Agents:
-    """Worker processes of one task's agent, or a queue for outside programs; maximum responses of an episode."""
+    """What runs the episodes of one task (worker processes, or a queue for outside programs), and their turn limit."""
 
     instances: Instances | SessionQueue
     max_turns: int
@@ -67,7 +67,7 @@ class AgentEngine(Wrapped):
         return GroupEpisodes(request, row | {"prompt": messages}, agents, self._gateway, sampling)
 
     def close(self) -> None:
-        """Close the server and the engine."""
+        """Close the server and the wrapped engine; the agents' processes are closed by their owner."""
         self._gateway.close()
         self.engine.close()
 
@@ -75,12 +75,8 @@ class AgentEngine(Wrapped):
 class GroupEpisodes(Future[GroupOutput]):
     """Future of a group of episodes: it resolves when the last agent has ended, or fails with the engine's exception.
 
-    Args:
-        request: the group's request.
-        row: the dataset row that is passed to each agent.
-        agents: the processes that run the agent.
-        gateway: the server through which the agents sample.
-        sampling: sampling options of every request.
+    The record of a sample has ``reward``, ``info`` (other results), ``error`` (why the agent failed or was lost, or
+    None), ``ended``, ``requests`` (their number) and ``messages``. ``row`` is passed to each agent.
     """
 
     def __init__(

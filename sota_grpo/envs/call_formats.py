@@ -39,7 +39,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 class ParsedCall(NamedTuple):
-    """An unchecked call. ``untyped``: its format does not distinguish strings from numbers."""
+    """An unchecked call, or the ``error`` of one. ``untyped``: its format does not distinguish strings from numbers."""
 
     name: str
     arguments: Any
@@ -116,7 +116,7 @@ def _extent(text: str, start: int) -> int | None:
     return None
 
 
-_TOO_MANY = ParsedCall("", {}, f"a turn can have {MAX_CALLS} calls; this and what follows is more")
+_TOO_MANY = ParsedCall("", {}, f"a turn can have at most {MAX_CALLS} calls; this call and those after it are ignored")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class MarkedCalls:
     before_id: str = ""
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return the text outside of the calls, and the calls; an unparsable one has an ``error``. Time is linear."""
+        """Return the text without calls and thinking, and the calls; an unparsable one has ``error``; linear time."""
         texts: list[str] = []
         calls: list[ParsedCall] = []
         text_seen = False

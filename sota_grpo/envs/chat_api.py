@@ -35,7 +35,7 @@ class BadRequest(ValueError):
 class ChatRequest:
     """A request for ``n`` replies to ``messages``, with at most ``max_tokens`` tokens each (None: the run's limit).
 
-    ``tools`` are JSON schemas in OpenAI's form, ``stop`` the client's stop strings; ``with_usage``: stream the usage.
+    ``tools`` are JSON schemas in OpenAI's form, ``stop`` the client's stop strings; ``with_usage``: stream usage last.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -59,6 +59,8 @@ class Reply:
 
 def openai_request(body: Any) -> ChatRequest:
     """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or has an unsupported option.
+
+    Options that the run sets, such as ``model`` and ``temperature``, are ignored.
 
     >>> openai_request({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}).messages
     ({'role': 'user', 'content': 'Hi'},)
@@ -100,7 +102,9 @@ def _openai_message(message: Any) -> dict[str, Any]:
 
 
 def anthropic_request(body: Any) -> ChatRequest:
-    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an unsupported option.
+    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an unsupported ``tool_choice``.
+
+    Thinking blocks are dropped, and options that the run sets, such as ``temperature``, are ignored.
 
     >>> turns = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "9"}]}]
     >>> anthropic_request({"system": "Add.", "messages": turns, "max_tokens": 5}).messages[1]
@@ -170,7 +174,7 @@ def openai_reply(request: ChatRequest, replies: Sequence[Reply], num_prompt_toke
 
 
 def openai_message(reply: Reply) -> dict[str, Any]:
-    """Return a reply as OpenAI's assistant message."""
+    """Return a reply as OpenAI's assistant message; ``content`` is None if the reply has only calls."""
     made = [
         {
             "id": call.id,

@@ -38,9 +38,8 @@ class ChatTokens:
     Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
 
     Args:
-        tokenizer: the policy's tokenizer.
-        render: renders messages with the chat template.
-        add_special_tokens: passed to the tokenizer.
+        render: returns the text of messages, by the chat template.
+        add_special_tokens: argument of the tokenizer.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -173,7 +172,6 @@ class TurnTokens:
     cannot render the role ``tool``, the role ``user`` replaces it, which is logged once.
 
     Args:
-        tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
 
     >>> from sota_grpo.policy.load import load_tokenizer
@@ -208,7 +206,8 @@ class TurnTokens:
             last_id: last token that the policy sampled.
 
         Raises:
-            UserError: the chat template cannot render a conversation of several turns.
+            ValueError: a role is neither ``user`` nor ``tool``.
+            UserError: the chat template cannot render a conversation of several turns, or see :meth:`ChatTokens.ids`.
         """
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised
@@ -254,7 +253,7 @@ class TurnTokens:
 
 
 def num_shared(sequences: Sequence[Sequence[Any]]) -> int:
-    """Return the length of the common prefix of token or character sequences.
+    """Return the length of the common prefix of one or more sequences, of tokens or of characters.
 
     >>> num_shared([(1, 2, 3), (1, 2, 4, 5)]), num_shared(["<call>", "<call>"])
     (2, 6)

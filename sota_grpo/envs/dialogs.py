@@ -81,12 +81,7 @@ class Responder(Protocol):
 
 
 class GradedTurns:
-    """Answers each turn with the ``reply`` of its score; a score with an error or without a reply ends the dialog.
-
-    Args:
-        grader: the task's grader.
-        turns: decodes the policy's turns.
-    """
+    """Answers each turn with the ``reply`` of its score; a score with an error or without a reply ends the dialog."""
 
     def __init__(self, grader: Grader, turns: TurnTokens):
         self._grader, self._turns = grader, turns
@@ -97,7 +92,7 @@ class GradedTurns:
 
 
 class GradedEpisode:
-    """The episode of :class:`GradedTurns`."""
+    """One dialog of :class:`GradedTurns`; its record has the ``replies``, and is None if there was no reply."""
 
     prompt_ids: tuple[int, ...] | None = None
 
@@ -172,10 +167,11 @@ class ToolEpisode:
 
     Graders read its record as ``response.record``: ``messages`` in TRL's form (``role``, ``content``, ``tool_calls`` of
     the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the messages that report a failed
-    call), ``tool_calls`` and ``tool_errors`` (counts), ``ended`` (``answer``, ``truncated``, ``lost`` or ``turns``),
-    ``reward`` (of ``get_reward``, or None), ``error`` (why the instance was lost, or None) and, if a reward function
-    reads it, ``environment`` (final attributes by name). A call keeps its sampled id of nine letters and digits, which
-    every template accepts; any other call gets an id made from its number.
+    call), ``tool_calls`` and ``tool_errors`` (counts, without the calls of an unanswered last turn), ``ended``
+    (``answer``, ``truncated``, ``lost`` or ``turns``), ``reward`` (of ``get_reward``, or None), ``error`` (why the
+    instance was lost, or None) and, if a reward function reads it, ``environment`` (final attributes by name). A call
+    keeps its sampled id of nine letters and digits, which every template accepts; any other call gets an id made from
+    its number.
 
     Args:
         responder: shared by all dialogs.
@@ -248,7 +244,7 @@ class ToolEpisode:
         return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
 
     def leave(self) -> None:
-        """Drop the instance."""
+        """Drop the instance, without its reward; idempotent."""
         key, self._key = self._key, None
         if key is not None:
             self._responder.instances.drop(key)
@@ -278,7 +274,6 @@ class Dialog:
 
     Args:
         episode: the :class:`Episode` that answers the policy and returns the record; None to only store turns.
-        prompt_ids: token ids of the prompt.
         rules: the :class:`Rules`; None to only store turns.
 
     Attributes:
@@ -296,7 +291,9 @@ class Dialog:
         self._parts: list[Sample] = []
 
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
-        """Add the policy's turn and the episode's answer to it; end the dialog if there is no answer or none fits.
+        """Add the policy's turn, and the episode's answer unless that is None or does not fit: then end the dialog.
+
+        A truncated turn, or turn ``max_steps``, ends the dialog without an answer.
 
         Args:
             said: the policy's turn.
@@ -406,7 +403,7 @@ class TurnOrder:
                 self._turns[number] = submit
 
     def drop(self, number: int) -> None:
-        """Cancel the reserved turn ``number``."""
+        """Cancel the reserved turn ``number``; no-op if it was submitted or cancelled."""
         with self._lock:
             self._turns.pop(number, None)
 
@@ -449,9 +446,7 @@ class GroupDialogs(Future[GroupOutput]):
 
     Args:
         request: the group's request, with its example.
-        rules: responder and limits of the dialogs.
         submit: submits a request to the engine.
-        order: orders the submissions.
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, submit: Submit, order: TurnOrder):
@@ -586,8 +581,8 @@ class DialogEngine(Wrapped):
     tokens of user and tool turns ``assistant_mask`` is False, log-probs are 0, versions -1. A dialog ends after a turn
     that the responder does not answer, a truncated turn, or turn ``max_steps``; or, truncated, if the context has no
     room for the answer and one more token. ``sampling.max_tokens`` limits one turn. If a responder adds to the prompts,
-    their common prefix is the group's prompt, and the rest comes before the first turn of each sample, masked like
-    other inserted tokens. Weights may be updated during dialogs: each token keeps the version that sampled it.
+    their common prefix is the group's prompt, and each sample begins with the other tokens of its own prompt, masked
+    like inserted tokens. Weights may be updated during dialogs: each token keeps the version that sampled it.
 
     A group is finished when all its dialogs have ended; no dialog waits for a sibling. An exception of the engine or
     of the responder, which enforce their deadlines, fails the group. The random numbers of turn ``t`` of sample ``i``

@@ -9,7 +9,8 @@ of both, which are never tokenised again; any other request begins a branch (:mo
     [user q, assistant ab, tool r]        p q a b + r          sampled  d      continues the first
     [user q]                              p q                  sampled  c      a second branch (a retry)
 
-The server listens on this machine only, and answers requests that have the key of an open session.
+The server listens on this machine only. Requests need the key of an open session; ``POST /v1/sessions`` needs the
+queue's key.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class ChatForm:
     """Renders requests with one set of tools as token ids, and parses the policy's replies.
 
     Args:
-        tokenizer: the policy's tokenizer.
         tools: JSON schemas of the tools.
         template_kwargs: further arguments of ``apply_chat_template``.
 
@@ -107,7 +107,6 @@ class Session:
     """The requests of one sample: the tree of their tokens, and the position at which each known chat ends in it.
 
     Args:
-        gateway: the server.
         request: the group's request; sample ``index`` of it is this session's.
         sampling: sampling options of every request.
         max_turns: maximum number of responses of the session.
@@ -145,7 +144,8 @@ class Session:
 
         Raises:
             BadRequest: the request cannot be rendered, is too long, exceeds ``max_turns`` or names a stop string that
-                the run does not have; or the session has ended.
+                the run does not have; the session has ended or has too many tokens.
+            Exception: the engine failed; while the session is open, that also sets ``failure``.
         """
         form = self._gateway.form(json.dumps(chat.tools))
         known = set(self._gateway.stop)
@@ -172,12 +172,13 @@ class Session:
                 )
             if self.num_turns + chat.n > self._max_turns:
                 raise BadRequest(
-                    f"the sample has had {self.num_turns} responses of at most {self._max_turns}; set env.max_steps.",
+                    f"the sample has had {self.num_turns} responses of at most {self._max_turns}; raise env.max_steps.",
                     code="too_many_responses",
                 )
             if len(self.tree) > MOST_CONTEXTS * limit:
                 raise BadRequest(
-                    f"the sample has {len(self.tree)} tokens, more than {MOST_CONTEXTS} contexts of {limit}.",
+                    f"the sample has {len(self.tree)} tokens, more than {MOST_CONTEXTS} times the context of {limit}; "
+                    "end the episode.",
                     code="too_many_tokens",
                 )
             if not self.is_open:
@@ -332,8 +333,6 @@ class Gateway:
     """An HTTP server in a separate thread, on a free port, through which agents on this machine sample from an engine.
 
     Args:
-        engine: samples the responses.
-        tokenizer: the policy's tokenizer.
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
         queue: episodes for outside programs, on the port in :data:`PORT`, if set; None: agents run in worker processes.
@@ -521,7 +520,7 @@ class Gateway:
             if given is not None and given != value and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    "An agent asks for %s=%s; every response is sampled with %s=%s of the run, whose log-probs are "
-                    "trained.",
+                    "An agent requests %s=%s, which has no effect: every response is sampled with the run's %s=%s, "
+                    "because its log-probs are trained.",
                     *(name, one_line(str(given), 40), name, value),
                 )

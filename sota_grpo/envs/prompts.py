@@ -34,12 +34,10 @@ class PromptStream:
     :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds within each task, with a seed derived from its name.
 
     Args:
-        examples: the examples to draw from.
-        seed: seed of the permutations.
-        shuffle: False draws in the given order in every epoch.
+        shuffle: False draws in the order of ``examples`` in every epoch.
 
     Raises:
-        ValueError: there are no examples, or the loaded state belongs to another stream.
+        ValueError: there are no examples, or none of a task in a mixture.
 
     >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
@@ -60,7 +58,7 @@ class PromptStream:
         self._first_group_id = 0  # the first one drawn with this seed
 
     def name_apart(self) -> None:
-        """Start the group ids at a number derived from seed and examples, if nothing is drawn yet.
+        """Start the group ids at a number derived from seed and examples; no-op once this seed has drawn a prompt.
 
         So rows of several environments can share a replay buffer. A training run has one stream, which counts from 0.
         """
@@ -107,7 +105,8 @@ class PromptStream:
         """Continue at the position of ``state_dict``.
 
         Raises:
-            ValueError: the state was saved with other examples, another seed or another mixture.
+            ValueError: the state was saved with other examples (judged by up to 64 prompts of each task), another
+                seed or another mixture. ``shuffle`` is not compared.
         """
         for name, value in ({"mixture": None} | self._identity()).items():
             if state_dict.get(name) != value:
@@ -209,7 +208,6 @@ class PromptSource:
         Names of special tokens in the messages are text: they cannot begin or end a turn.
 
         Args:
-            example: the problem.
             observation: text that an environment appends to the last message of the prompt.
 
         Raises:
@@ -242,11 +240,12 @@ class PromptSource:
         """Tokenise every prompt of the task before training starts; return the longest length in tokens.
 
         Args:
-            skip: remove prompts that :meth:`prompt_ids` refuses from the task and the stream, with a warning that
-                names them. The held-out split is chosen before this, from all problems.
+            skip: remove prompts that :meth:`prompt_ids` refuses from the task, with a warning that names the first
+                ten, and restart the stream. The held-out split is chosen before this, from all problems.
 
         Raises:
-            UserError: a prompt is refused; with ``skip``, all prompts of a split are refused.
+            UserError: a prompt is refused; with ``skip``, all prompts of a split are refused, or all training prompts
+                of a task in a mixture.
         """
         longest, left_out = 0, []
         for split in ("train", "heldout"):

@@ -53,10 +53,10 @@ class TaskEnv(PromptSource, EnvBase):
     """A task as a TorchRL environment: reset draws prompts, the policy responds with tokens, step grades responses.
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
-    ``group_id``, ``sample_id`` and ``tokens.prompt`` of the next prompts, each repeated in ``repeats`` adjacent rows;
-    other seeds and other examples have other group ids. Step reads ``tokens.response`` (or ``tokens.full``) and
-    writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and ``truncated``; a term that
-    does not apply is NaN. Text is decoded for grading only, never tokenised again.
+    ``group_id``, ``sample_id``, ``tokens.prompt`` and ``masks.all_attention_mask`` of the next prompts, each repeated
+    in ``repeats`` adjacent rows; other seeds and other examples have other group ids. Step reads ``tokens.response``
+    (or ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
+    ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
     With ``max_steps`` above 1, the task, tools or an environment answers each response, as in training
     (:mod:`sota_grpo.envs.dialogs`). Then ``next`` has the longer prompt (the prompt, the response as it was sampled,
@@ -64,9 +64,8 @@ class TaskEnv(PromptSource, EnvBase):
     is done and graded, and truncated if the response was cut or the context is full. ``turn`` counts the answered
     responses of a dialog. Step runs all tool calls concurrently and returns when the last one has finished.
 
-    Rows can be reset individually: episode ``k`` of a row is always the same sample of the ``k``-th prompts, so the
-    samples of a prompt share their ``group_id`` whenever they start. A reward that compares the responses of a group
-    gets those that end in the same step.
+    Rows can be reset individually: the samples of a prompt share its ``group_id`` even if they start at different
+    resets. A reward that compares the responses of a group gets only those that end in the same step.
 
     TorchRL's wrappers do not report why a response ended, so a response counts as truncated if it does not end in an
     end token; if the pad token is EOS, the wrappers strip EOS, and no response counts as truncated.
@@ -83,12 +82,14 @@ class TaskEnv(PromptSource, EnvBase):
         tool_timeout_s: time limit in seconds of a reset, a tool call or a reward.
         repeats, shuffle, seed, grader, template_kwargs: see :class:`PromptSource`.
         max_prompt_tokens: maximum prompt length; a dialog whose later prompt is longer is truncated. None: no limit.
-        compute_reward: False grades nothing; your own transforms then write the reward.
+        compute_reward: False: step writes neither reward nor success, which your own transforms then write; without
+            tools, the replies of a dialog are still those of the task's score.
         device: device of the tensors.
 
     Raises:
         ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it; ``max_steps`` is below 1, or
-            1 with tools; both tools and an environment are given.
+            1 with tools; both tools and an environment are given. In reset: a task of a mixture has another group
+            size. In step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
         UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.
 
     Example::
@@ -303,7 +304,7 @@ class TaskEnv(PromptSource, EnvBase):
                 dialog.episode.leave()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the environment and its tools; a later call raises unless ``raise_if_closed=False``."""
+        """End the open dialogs and close the tools; idempotent, whatever ``raise_if_closed``. The grader stays open."""
         self._leave(range(len(self._dialogs)))
         self._opened.close()
         super().close(raise_if_closed=raise_if_closed)
@@ -394,11 +395,11 @@ class DialogRows:
         self._groups: dict[int, dict[int, _OpenDialog]] = {}
 
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
-        """Add steps; return a row per dialog of each group whose last one ended.
+        """Add steps; return the rows of each group whose last dialog has ended, in order of ``sample_id``.
 
         Args:
             steps: any batch shape in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a collector,
-                also flattened. Steps that a rollout repeats after a dialog has ended are ignored.
+                also flattened. Steps that follow the end of their dialog in the same batch are ignored.
 
         Raises:
             ValueError: the first steps of a dialog are missing, or a prompt does not begin with the dialog so far.
@@ -496,7 +497,7 @@ class ScoreResponse(RowTransform):
     ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
     and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). If the grader raises,
     reports an error or returns a non-finite term, the row gets ``reward_error`` and 0 for all terms, and the run
-    continues.
+    continues. A batch that already has ``reward_error`` is graded again only in an environment's step.
 
     Args:
         score: ``(response, example) -> Score``; a method ``score_group``, if it has one, gets the whole batch.

@@ -43,7 +43,7 @@ class TokenTree:
         return len(self._tokens)
 
     def add_prompt(self, token_ids: Sequence[int]) -> int:
-        """Add the tokens of a prompt after its longest known prefix; return the position of the prompt's last token."""
+        """Add the tokens of a prompt after its longest known prefix; return the position of its last token, or -1."""
         node = -1
         for token in token_ids:
             known = self._children.get((node, token))
@@ -51,7 +51,7 @@ class TokenTree:
         return node
 
     def add_response(self, node: int, response: Sample) -> int:
-        """Add sampled tokens after position ``node``; return the position of the last one, ``node`` without tokens."""
+        """Add sampled tokens after position ``node``; return the position of the last one, ``node`` if none."""
         if len(response.token_ids):
             self._responses[len(self._tokens)] = response
             self.num_sampled += len(response.token_ids)

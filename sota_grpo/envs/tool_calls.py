@@ -86,7 +86,6 @@ class ToolCallReader:
     that the chat template renders, the format is derived from such calls.
 
     Args:
-        tokenizer: the policy's tokenizer.
         schemas: JSON schemas of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
         template_kwargs: further arguments of ``apply_chat_template``.
 

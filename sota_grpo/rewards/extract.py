@@ -354,11 +354,10 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
     """Return the final answer of a response, stripped, or None if there is none; text in ``<think>`` is ignored.
 
     Args:
-        text: the response.
         answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last complete
             ``\\boxed{...}`` (or ``\\fbox``), together with the boxes before it that only commas, "and" or "or"
-            separate; ``hash``: the rest of the line after the last ``####`` or, without one, of a last line that
-            begins with ``A:``; ``last_number``; ``any``: the first of these, in this order, that is found.
+            separate; ``hash``: the text after the last ``####``, up to the end of its line, or after ``A:`` at the
+            start of the last line; ``last_number``; ``any``: the first of these, in this order, that is found.
         mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
             number.
         words: the answer is not a number; ``any`` then uses the text after the last "the answer is" in place of the

@@ -200,6 +200,8 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     run concurrently on one persistent event loop, to which a file may bind sessions and semaphores. If the caller's
     thread already runs an event loop, as in a notebook, another thread runs them.
 
+    An exception becomes the ``error`` of an output.
+
     Raises:
         Exception: a TRL function raised it for several responses; the caller may retry them one by one.
     """
@@ -361,7 +363,7 @@ def pickled(
     kind: str = "reward function",
     cure: str = "create such objects inside the function, or set env.reward_workers=0 to grade in this process",
 ) -> bytes:
-    """Pickle functions by name; :func:`unpickled` loads them. ``kind`` and ``cure`` are words of the error message.
+    """Return functions as a pickle, for :func:`unpickled`; ``kind`` and ``cure`` are words of the error message.
 
     Raises:
         RewardFunctionError: a function holds an object that cannot be pickled.

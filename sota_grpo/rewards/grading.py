@@ -64,10 +64,8 @@ def guarded_scores(
     """Return the scores of ``(response, example)`` pairs, in order; failures are as in :func:`guarded_score`.
 
     A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If it raises, the pairs
-    are graded one by one, so that only the response that it cannot grade fails.
-
-    Args:
-        tick: called after every call of the grader.
+    are graded one by one, so that only the response that it cannot grade fails; if it returns another number of scores,
+    all fail. ``tick`` is called after every call of the grader.
     """
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
@@ -217,7 +215,6 @@ class RewardWorker:
     The constructor calls the grader's optional ``prepare()``, so that it counts towards no response's deadline.
 
     Args:
-        score, term_names: see :class:`GradingPool`.
         progress_fd: descriptor of a :class:`ProgressCounter` for the number of graded responses of each call.
     """
 
@@ -245,7 +242,7 @@ class GradingPool:
 
     Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response (at most an
     eighth more) is killed. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
-    terms 0, and another worker grades the rest of the group. After SIGKILL or SIGTERM, which a user or the kernel's OOM
+    terms 0, and another worker grades the other responses. After SIGKILL or SIGTERM, which a user or the kernel's OOM
     killer may send, the response is graded once more, alone, and fails if that worker dies, too. A grader of whole
     groups (``score_group``) has ``timeout_s`` for the call; after a hang or crash its responses are graded one by one.
     A future fails only if no worker starts, the pool is closed, or the grader returns other terms than ``term_names``.
@@ -253,11 +250,7 @@ class GradingPool:
     Args:
         score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
         term_names: names of the reward terms that ``score`` returns.
-        num_workers: number of processes.
         timeout_s: time limit for one response.
-
-    Attributes:
-        fleet: the worker processes.
     """
 
     def __init__(self, score: Scorer, term_names: Collection[str], *, num_workers: int, timeout_s: float) -> None:
@@ -289,7 +282,7 @@ class GradingPool:
         return self.fleet.start(self._grade(list(pairs)))
 
     def close(self) -> None:
-        """End the workers; pending futures fail."""
+        """End the workers; pending futures fail. Idempotent."""
         self.fleet.close()
         self._launcher.close()
 
@@ -331,5 +324,5 @@ def task_grader(grader: Grader) -> Grader:
 
 
 def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:
-    """Return a pool of reward workers for ``task``, which the end of a ``with`` block closes."""
+    """Start reward workers for ``task``; return a context manager that gives their pool and closes it at the end."""
     return closing(GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s))

@@ -57,7 +57,7 @@ finally:
 
 
 class Ran(NamedTuple):
-    """The standard output of a program; ``ended``: the program exited by itself with status 0."""
+    """The standard output of a program, at most 1 MiB; ``ended``: it exited by itself with status 0, within limits."""
 
     stdout: str
     ended: bool
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BwrapRunner:
-    """Runs programs in bubblewrap: no network, a read-only root with Python and libraries, ``/tmp`` in memory."""
+    """Runs programs in bubblewrap: no network, a read-only root, Python without site-packages, ``/tmp`` in memory."""
 
     limits: Limits = Limits()
 
@@ -185,7 +185,7 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
 
 @cache
 def why_no_bwrap() -> str | None:
-    """Return why bubblewrap cannot be used on this machine, or None if it can; runs a test program."""
+    """Return why bubblewrap cannot be used on this machine, or None if it can; runs a test program, once."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
     if _BWRAP is None:
@@ -199,7 +199,7 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Return for each test whether the program passes it; assertions of one code after an endless one fail, too.
+    """Return for each test whether the program passes it; in a test code, all assertions after an endless one fail.
 
     Args:
         tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a

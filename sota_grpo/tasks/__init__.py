@@ -95,7 +95,7 @@ def task_class(name: str) -> Any:
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """Return a task with its data, from the ``load`` of its class, or from the class if it has no ``load``.
+    """Return a task with its data: ``load(**kwargs)`` of its class, or ``class(**kwargs)`` if it has no ``load``.
 
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
@@ -123,7 +123,11 @@ def make_scorer(
     Args:
         answer_format: where a response gives the answer; None is the task's default.
         reward_path: Python file with reward functions that replace the task's reward.
-        reward_names: functions in that file; None is ``compute_score``.
+        reward_names: functions in that file (``builtin``: the task's reward); None is ``compute_score``.
+
+    Raises:
+        ValueError: the name is unknown.
+        UserError: the task has no ``answer_format``, or a reward function cannot be used.
 
     >>> task = make_scorer("gsm8k", answer_format="any")
     >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success

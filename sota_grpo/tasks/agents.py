@@ -70,7 +70,10 @@ class Agent:
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the agent and return its result, or an awaitable of it; ``InstanceLost`` if a command fails."""
+        """Run the agent and return its result, an awaitable of it for an ``async`` function.
+
+        If a command fails or prints no JSON, it raises InstanceLost; exceptions of a function propagate.
+        """
         if self._run is not None:
             made = self._run(self._row, **arguments)
             return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch
@@ -105,7 +108,7 @@ class Agent:
             return json.loads(said.strip().rpartition("\n")[2])
         except ValueError:
             shown = one_line(said.strip().rpartition("\n")[2], 80)
-            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}") from None
+            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}; print a number") from None
 
     def kill(self) -> None:
         """Kill the running command and its children, if there is one; thread-safe."""

@@ -15,7 +15,7 @@ class CodeTask(FileTask):
 
     ``reward = tests``, the fraction of tests that pass; success means all pass. The program is the last closed code
     block outside the thinking; a response without one has reward 0. The program runs in a sandbox
-    (:mod:`sota_grpo.rewards.sandbox`); a sandbox failure counts as a grader error, not as a wrong program.
+    (:mod:`sota_grpo.rewards.sandbox`); if that fails, ``score`` raises OSError: a grader error, not a wrong program.
 
     Args:
         train, heldout, system_prompt: see :class:`~sota_grpo.tasks.dataset.BaseTask`.

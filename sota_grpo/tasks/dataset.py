@@ -37,16 +37,11 @@ class DatasetError(UserError, ValueError):
 
 
 def load_rows(name: str, *, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a local file or a hub dataset, in order, each a dict by column name.
+    """Return the rows of a local file or a hub dataset, in order, as dicts; NaN and NaT become None.
 
     Raises:
         DatasetError: the file is missing, empty or of unknown format, a line (named) cannot be parsed, or the hub
             request fails.
-
-    Example::
-
-        rows = load_rows("openai/gsm8k", config="main", split="test")
-        rows = load_rows("data/train.jsonl")
     """
     if is_file(name):
         file = Path(name)
@@ -77,7 +72,7 @@ def present(value: Any) -> Any:
 
 
 def is_file(name: str) -> bool:
-    """Return whether ``name`` is a file's, not a folder's or a hub dataset's.
+    """Return whether ``name`` names a local file, which need not exist; False for a folder or a hub dataset.
 
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)
@@ -107,7 +102,7 @@ def text_of(row: Row, column: str, location: str) -> str:
 
 
 def first_text(row: Row, columns: Sequence[str], location: str) -> str:
-    """Return the first value among ``columns`` as text; raise ``DatasetError`` unless it is text or a number.
+    """Return the first value of ``columns`` as text; ``DatasetError`` if there is none or it is no text or number.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
@@ -240,7 +235,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
-    """Sort the examples by a hash of their questions, so that the first ones are a random sample of any file."""
+    """Return the examples sorted by a hash of their questions: the first ones are a random sample of any file."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 
 
@@ -258,12 +253,13 @@ def two_sides(
 ) -> tuple[list[Example], list[Example]]:
     """Return the training and the held-out split, without duplicates; a question in both splits is only held out.
 
-    If ``heldout`` is None, questions are held out in order of their hash until ``num_heldout`` rows are (None: a tenth
-    of the rows, at most 512). So the choice depends on the questions and ``data_seed``, not on the order of the rows.
-    Training examples keep the file's order; held-out examples are sorted by :func:`hash_ordered`.
+    If ``heldout`` is None, questions are held out in order of their hash, each with all its rows, until at least
+    ``num_heldout`` rows are (None: a tenth of the rows, 1 to 512). So the choice depends on the questions and
+    ``data_seed``, not on the order of the rows. Training examples keep the file's order; held-out examples are sorted
+    by :func:`hash_ordered`. ``source`` names the data in messages.
 
     Raises:
-        DatasetError: no training example is left.
+        DatasetError: every question is held out.
     """
     num_read, train = len(train), unique_examples(train)
     if len(train) < num_read:
@@ -341,8 +337,9 @@ class FileTask(BaseTask):
     """Base class of tasks whose rows are in a file or in a hub dataset.
 
     A subclass sets ``name`` and defines ``score`` and ``read_row``. The question is in the first of
-    ``question_columns`` that has a value. ``hub_name`` and ``hub_config`` name the default dataset; ``has_test_split``:
-    its test split is held out. ``max_broken``: fraction of unreadable rows of a hub dataset that are skipped.
+    ``question_columns`` that has a value. ``hub_name``: the default dataset. ``hub_config``: config of every hub
+    dataset. ``has_test_split``: the split ``test`` of a hub dataset is held out. ``max_broken``: fraction of the rows
+    of a hub dataset that may be unreadable; these are skipped.
     """
 
     hub_name: str
@@ -398,9 +395,9 @@ class FileTask(BaseTask):
 
         Args:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default dataset.
-            eval_path: file or hub name of the held-out problems; None holds out the test split of the default dataset
-                if it has one, else ``num_heldout`` rows of ``path``.
-            num_heldout: number of held-out rows; None is a tenth of the rows, at most 512.
+            eval_path: file or hub name (its split ``train``) of the held-out problems; None holds out the test split
+                of a hub dataset if the class has ``has_test_split``, else ``num_heldout`` rows of ``path``.
+            num_heldout: number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
             max_samples: train on the first ``max_samples`` examples only.
             data_seed: seed of the choice and order of the held-out rows.
             options: keywords of the class.

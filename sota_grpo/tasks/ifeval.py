@@ -185,7 +185,7 @@ class InstructionsTask(IFEvalTask):
 
         Args:
             seed: seed of the prompts; which requests are held out does not depend on it.
-            num_train, num_heldout: number of generated examples of the splits.
+            num_train, num_heldout: number of generated examples of the splits; ``eval_path`` is held out as a whole.
             eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval, whose prompts are never trained on.
             data_seed: seed of the order of the rows of ``eval_path``.
             options: keywords of the class.
@@ -228,7 +228,7 @@ class SeenInstructionsTask(InstructionsTask):
 
 @cache
 def texts() -> dict[str, Any]:
-    """Return the contents of ``instructions.yaml``, with lists of single words split."""
+    """Return the contents of ``instructions.yaml``, with lists of single words split; cached, do not modify it."""
     import yaml
 
     with Path(__file__).with_name("instructions.yaml").open(encoding="utf-8") as file:

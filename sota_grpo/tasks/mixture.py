@@ -49,6 +49,8 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Return (number of the list, index in it) of element ``index`` of lists of these sizes, interleaved round-robin.
 
+    Raises IndexError unless ``0 <= index < sum(sizes)``.
+
     >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
     """
@@ -85,7 +87,7 @@ class MixedExamples(Sequence[Example]):
         return self.example(self._names[which], position_of_task)
 
     def example(self, name: str, index: int) -> Example:
-        """Return example ``index`` of the task ``name``, tagged."""
+        """Return example ``index`` of the task ``name``, with the name in ``extra``."""
         example = self.examples_of[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 

@@ -1,11 +1,11 @@
 """Procedurally generated tasks, with two that support multi-turn dialogs: Countdown and a calculator.
 
-Countdown asks for an expression of given numbers that has a given value, and replies to a wrong response with the
-mistake. The rules are those of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets.
-TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
+A Countdown problem has numbers and a target; the answer is an expression of the numbers whose value is the target, by
+the rules of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets. The reply to a
+wrong response names the mistake. TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
 
-The calculator is an example of a task with a tool: after ``<calc>347 * 28</calc>`` at the end of a turn, a tool turn
-gives the result, and the policy continues. Arithmetic is exact, and no model text is executed
+The calculator is an example of a task with a tool: after a turn with ``<calc>347 * 28</calc>``, a tool turn gives the
+result, and the policy continues. Arithmetic is exact, and no model text is executed
 (:mod:`sota_grpo.rewards.expressions`).
 """
 
@@ -28,7 +28,7 @@ HELDOUT_SHARE = 8  # one problem in eight is held out
 
 
 def is_heldout(problem: object) -> bool:
-    """Return whether a problem is in the held-out split: ``hash(str(problem)) mod 8 == 0``, for every seed."""
+    """Return whether a problem is in the held-out split: ``BLAKE2b(str(problem)) mod 8 == 0``, for every seed."""
     digest = hashlib.blake2b(str(problem).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
@@ -246,9 +246,10 @@ _LETTER = re.compile("[a-d]")
 class CalculatorTask(ProceduralTask):
     """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
 
-    ``reward = 1`` if that number is right, else 0. If a response has no such number, but a complete ``<calc>`` outside
-    the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other response
-    ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
+    ``reward = 1`` if that number is right, else 0. If a response has no text after ``####``, but a complete ``<calc>``
+    outside the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other
+    response ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
+    Arguments: :class:`ProceduralTask`.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")

@@ -40,7 +40,7 @@ _MAX_INFO_CHARS = 200
 
 
 def answering(answer_format: str, answer: str) -> str:
-    """Return the last line of a response that gives ``answer`` in ``answer_format``.
+    """Return the last line of a response that gives ``answer`` in ``answer_format``, which must not be ``any``.
 
     >>> answering("boxed", "18"), answering("tags", "18")
     ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
@@ -56,8 +56,7 @@ class QuestionTask(FileTask):
     and ``what``, the word for the answer in the prompt.
 
     Args:
-        train, heldout: examples for training and for evaluation.
-        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is the class's ``default_format``.
+        answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``.
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
         format_weight: weight of ``format``; at 0 it is still reported. None is the class's ``default_weight``.
 
@@ -142,9 +141,10 @@ def _gold_number(answer: str) -> str:
 class MathTask(QuestionTask):
     """Competition problems whose answer is any expression (MATH, Hendrycks et al. 2021, arXiv:2103.03874).
 
-    ``reward = 1.0 * answer + format_weight * format``: ``answer`` is ``correct`` if the response's answer equals the
-    gold answer (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` if the response has no answer, else
-    ``wrong``; ``format`` is 1 if the response has an answer. Further arguments: :class:`QuestionTask`.
+    ``reward = 1.0 * answer + format_weight * format``. The term ``answer`` has the value ``correct`` if the response's
+    answer equals the gold answer (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` if the response has no
+    answer, else ``wrong``; ``format`` is 1 if the response has an answer, else 0. Further arguments:
+    :class:`QuestionTask`.
 
     Args:
         correct: reward of a right answer, greater than the other two.
@@ -152,7 +152,7 @@ class MathTask(QuestionTask):
         no_answer: reward of a response without an answer.
 
     Raises:
-        ValueError: unknown answer format, negative weight, or ``correct`` is not the greatest reward.
+        ValueError: unknown answer format, negative weight, a reward is not finite, or ``correct`` is not the greatest.
 
     >>> task = MathTask([Example("Solve 2x = 1.", "\\\\frac{1}{2}")], [])
     >>> [task.score(response, task.train[0]).terms["answer"] for response in ("\\\\boxed{0.5}", "\\\\boxed{2}", "0.5")]
@@ -187,7 +187,7 @@ class MathTask(QuestionTask):
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``answer`` and ``format``; ``info`` has the start of the extracted answer."""
+        """Return ``answer`` and ``format``; ``info`` has the first 200 characters of the answer as ``extracted``."""
         answer = extract_answer(response, self.answer_format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
@@ -201,9 +201,9 @@ class MathTask(QuestionTask):
         return response if self.score(response, example).success else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: the first of ``ground_truth``, ``answer``, ``solution``, optional question.
+        """Return the example of a row, whose gold answer is in ``ground_truth``, else ``answer``, else ``solution``.
 
-        The gold answer may be text, a number, ``$...$``, or in the last ``\\boxed{}`` of a solution.
+        It may be text, a number, ``$...$``, or in the last ``\\boxed{}`` of a solution. The question may be missing.
         """
         text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")
@@ -226,9 +226,9 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
 class ParsedResponse(NamedTuple):
-    """The texts between a response's think tags and answer tags; ``exact``: the response has nothing else.
+    """The texts between a response's think tags and answer tags; ``exact``: the response has both, and nothing else.
 
-    ``thinking`` and ``answer`` are None unless there is exactly one pair of their tags, and not empty.
+    A text is None if it is empty or :func:`parse_response` rejects its tags.
     """
 
     thinking: str | None
@@ -239,8 +239,8 @@ class ParsedResponse(NamedTuple):
 def parse_response(response: str) -> ParsedResponse:
     """Parse the thinking and the answer of a response by their tags.
 
-    Repeated, misplaced or unpaired tags give no part; tags inside a part make ``exact`` False. Only ``<think>`` may be
-    missing, because the prompts of reasoning models end with it.
+    Each text needs exactly one pair of its tags, and the answer's must be the last tags. Only ``<think>`` may be
+    missing, because the prompts of reasoning models end with it. Tags inside a text make ``exact`` False.
 
     >>> parse_response("<think>9 + 9</think> <answer>18</answer>")
     ParsedResponse(thinking='9 + 9', answer='18', exact=True)
@@ -263,7 +263,7 @@ def parse_response(response: str) -> ParsedResponse:
 
 
 def format_term(parsed: ParsedResponse) -> float:
-    """Return 1 for the exact form, else 0.25 for each of the two parts that is present."""
+    """Return 1 for the exact form, else 0.25 for each of ``thinking`` and ``answer`` that is not None."""
     return 1.0 if parsed.exact else 0.25 * ((parsed.thinking is not None) + (parsed.answer is not None))
 
 
@@ -278,10 +278,10 @@ class ReasoningTask(QuestionTask):
     The requested format is ``<think>`` steps ``</think>`` and then ``<answer>`` only the answer ``</answer>``.
 
     ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: ``answer`` is
-    :func:`~sota_grpo.rewards.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1]; ``thinking`` is
-    ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is in the last complete answer tags after the
-    thinking, even if the rest of the format is wrong; success is a right answer. If
-    ``format_weight + thinking_weight < 1``, every right answer earns more than every wrong one. Further arguments:
+    :func:`~sota_grpo.rewards.extract.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1];
+    ``thinking`` is ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is in the last complete answer tags
+    after the thinking, even if the format is otherwise wrong; success is a right answer. If ``format_weight +
+    thinking_weight < 1``, every right answer earns more than every wrong one. Further arguments:
     :class:`QuestionTask`; ``answer_format`` only changes how the answer is extracted, for use with a custom prompt.
 
     Args:
@@ -326,7 +326,7 @@ class ReasoningTask(QuestionTask):
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
-        """Return answer, format and thinking; ``info`` has thinking's word count and the answer's start."""
+        """Return the three terms; ``info`` has ``think_words`` (a number) and ``answer_found`` (200 characters)."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)
@@ -351,7 +351,7 @@ class ReasoningTask(QuestionTask):
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: the first of ``answer``, ``ground_truth``, ``completion``, optional question."""
+        """Return a row's example; the answer is in ``answer``, ``ground_truth`` or ``completion``, in this order."""
         answer = first_text(row, ("answer", "ground_truth", "completion"), location)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):

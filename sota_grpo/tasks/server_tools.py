@@ -120,7 +120,10 @@ class McpTools:
         """No-op: the session is new."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool; return the text of its result, or its structured content if it has no text."""
+        """Call a tool; return the text of its result, or its structured content if it has no content blocks.
+
+        ToolFailed if the tool fails or the server rejects the call, InstanceLost if the connection or server fails.
+        """
         try:
             result = self._portal.call(self._client.call_tool, name, dict(arguments))
         except Exception as error:
@@ -134,7 +137,7 @@ class McpTools:
         return text if result.content or result.structured_content is None else result.structured_content
 
     def close(self) -> None:
-        """Close the session, and stop the server if it was started for it."""
+        """Close the session, and stop the server if it was started for it; idempotent, never raises."""
         with suppress(Exception):  # the server may have exited
             self._opened.close()
 
@@ -173,7 +176,7 @@ class EpisodeOver(Exception):
 
 
 class OpenEnv:
-    """A session with an OpenEnv server, which is opened by :meth:`reset`.
+    """A session with an OpenEnv server; :meth:`reset` opens it, and so does ``schemas`` if the server lists tools.
 
     Args:
         url: URL of the server, without ``/ws``; headers are sent as in :class:`McpTools`.
@@ -198,11 +201,14 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Start an episode with ``seed`` and the columns of ``row``; return the observation as text, None if empty."""
+        """Open a new session and start an episode with ``seed`` and ``row``; return the observation, None if empty."""
         return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Execute an action; return its observation as text, None if empty."""
+        """Execute an action; return its observation as text, None if empty.
+
+        EpisodeOver after the end, LookupError for an unknown name, ActionFailed if the action is rejected or fails.
+        """
         if self._is_over:
             raise EpisodeOver("the episode is over")
         if self._lists_tools:
@@ -218,7 +224,7 @@ class OpenEnv:
         return self._reward
 
     def close(self) -> None:
-        """Close the session."""
+        """Close the session, if there is one; idempotent."""
         if self._connection is not None:
             with suppress(ConnectionClosed, OSError):
                 self._connection.send(json.dumps({"type": "close"}))
@@ -355,7 +361,7 @@ def _tool_answer(seen: Mapping[str, Any]) -> str:
 
 
 def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield (tool schema, constant fields) for each type of action: the JSON schema, or each branch of its union.
+    """Yield (tool schema, constant fields) of each type of action: each branch of a union, or the whole JSON schema.
 
     Fields with a single allowed value are omitted from the tool schema and returned as constant fields.
 

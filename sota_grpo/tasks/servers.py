@@ -105,6 +105,8 @@ def server_of(value: str | None) -> ToolServer | None:
 def instance_spec(value: str, kind: str) -> InstanceSpec:
     """Parse a value of ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``; may be a server).
 
+    A file is not opened here; a server is checked with :meth:`ToolServer.require`.
+
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
     """

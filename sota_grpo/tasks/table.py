@@ -55,7 +55,7 @@ def _plain(value: Any, location: str) -> Any:
 
 
 def chat_of(prompt: Any, location: str) -> Chat:
-    """Return the turns of a chat prompt, without the None entries that Parquet adds; check that it is a chat."""
+    """Return the turns of a chat prompt, without the None entries that Parquet adds; DatasetError if it is no chat."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{location} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -135,8 +135,8 @@ class TableTask(FileTask):
         prompt_column: column of the prompts.
         answer_column: column of the ground truths, unless the columns are verl's. If it is the default and data has no
             column ``ground_truth``, the column ``answer`` is used.
-        answer_format: see :func:`sota_grpo.rewards.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for MATH and
-            ``any`` for others. With ``any``, a response that equals the ground truth is also right.
+        answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is ``hash`` for GSM8K, ``boxed`` for
+            MATH and ``any`` for others. With ``any``, a response that equals a ground truth in words is also right.
         system_prompt: replaces the system turn of every prompt, or is added as the first turn; an empty text removes
             the system turn; None leaves the prompts unchanged.
         answer_required: refuse rows whose ground truth this class cannot grade; False if only functions grade.
@@ -254,7 +254,7 @@ class TableTask(FileTask):
         return example
 
     def require_answers(self) -> None:
-        """Raise ``DatasetError`` that names the row if only a reward function can grade an example."""
+        """Raise ``DatasetError``, which names the row, if some example has no ground truth that the task can grade."""
         for example in (*self.train, *self.heldout):
             self._require_gradable(example, list(example.extra["columns"]), example.place)
 

@@ -91,7 +91,10 @@ class Toolbox:
         """No-op: functions have no state."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool and return its result; exceptions propagate. Raises ``LookupError`` for an unknown name."""
+        """Call a tool and return its result: an awaitable for an ``async`` tool, text for a list of content blocks.
+
+        LookupError for an unknown name; exceptions of the tool propagate.
+        """
         if name not in self._tools:
             raise LookupError(f"there is no tool {name!r}; the tools are {', '.join(self._tools) or 'none'}")
         return _as_text(self._tools[name](**arguments))
@@ -119,7 +122,7 @@ class Environment(Toolbox):
             self.get_reward = environment.get_reward
 
     def attributes(self) -> dict[str, Any]:
-        """Return the public attributes and properties of the environment, by name."""
+        """Return the public attributes and properties of the environment, by name, without those that raise."""
         kind = type(self._environment)
         members = getattr(self._environment, "__dict__", {})
         names = {**members, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}

@@ -76,16 +76,11 @@ def with_reward_functions(
             functions (:func:`~sota_grpo.rewards.functions.pickled`).
         names: functions to use; each is also the name of its reward term. ``builtin`` is the reward of ``task``.
         weights: one weight per name; None: 1 for each.
-        success_above: see above.
-        functions: functions by name, called in this process instead of those in ``path``.
+        success_above: a greater reward is a success, if nothing above decides.
+        functions: functions by name, used instead of the file; they are not pickled with the task.
 
     Raises:
         RewardFunctionError: a file or function cannot be used, or the numbers of names and weights differ.
-
-    Example::
-
-        task = with_reward_functions(TableTask.load(path="train.parquet"), "reward_function.py")
-        task = with_reward_functions(task, "rewards.py", ["accuracy", "brevity"], weights=[1.0, 0.2])
     """
     for fault in naming_faults(names, weights):
         raise RewardFunctionError(fault)
@@ -114,7 +109,7 @@ def no_gold_response(example: Example) -> None:
 class FunctionScorer:
     """The scorer of :func:`with_reward_functions`, with the same arguments; ``task`` has no examples.
 
-    Pickling stores the path of the file, which is loaded again after unpickling; ``functions`` are not pickled.
+    Pickling stores the path of the file, which is executed again after unpickling; ``functions`` are not pickled.
     """
 
     def __init__(
@@ -161,7 +156,7 @@ class FunctionScorer:
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
-        """Raise ``RewardFunctionError`` if a TRL function has a required parameter that is not a column."""
+        """Raise ``RewardFunctionError`` if a required parameter of a TRL function is neither a column nor TRL's own."""
         offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
@@ -357,7 +352,7 @@ MESSAGE = (
 
 
 def think_again(task: Task, message: str = MESSAGE) -> Task:
-    """Return ``task`` whose scores reply to each unsuccessful response with ``message`` as a user turn.
+    """Return a copy of ``task`` whose scores reply to each unsuccessful response with ``message`` as a user turn.
 
     A reply of the task takes precedence over ``message``. A grader error ends the dialog.
 

@@ -128,7 +128,7 @@ def compare_number_of(items: Iterable[object], relation: str, threshold: int) ->
 
 @lru_cache(maxsize=4096)
 def pattern_of(keyword: str, before: str = "", after: str = "", *, ignore_case: bool = True) -> re.Pattern[str]:
-    """Compile ``before + keyword + after``; an invalid regular expression ``keyword`` is taken as plain text."""
+    """Compile ``before + keyword + after``; an invalid regular expression ``keyword`` is used as plain text."""
     flags = re.IGNORECASE if ignore_case else re.NOFLAG
     try:
         return re.compile(before + keyword + after, flags)
@@ -224,7 +224,7 @@ def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> b
 
 
 def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Return whether there are ``num_paragraphs``, split by empty lines, and number n begins with ``first_word``."""
+    """Return whether there are ``num_paragraphs``, split by empty lines, and the n-th begins with ``first_word``."""
     paragraphs = text.split("\n\n")
     num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
     if num_full != num_paragraphs or nth_paragraph > num_full:
@@ -250,7 +250,7 @@ def placeholder_count(text: str, num_placeholders: int) -> bool:
 
 
 def has_postscript(text: str, postscript_marker: str) -> bool:
-    """Return whether the marker occurs, ignoring case; ``P.S.`` and ``P.P.S`` may contain spaces."""
+    """Return whether the marker (a regular expression) occurs in any case; ``P.S.`` and ``P.P.S`` may have spaces."""
     marker = _POSTSCRIPTS.get(postscript_marker, postscript_marker.lower())
     return pattern_of(marker, ignore_case=False).search(text.lower()) is not None
 

@@ -139,11 +139,7 @@ class VerdictCache:
         return None if verdict is None or verdict[0] != key else verdict[1]
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Append ``verdict`` to the file.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Append ``verdict``, with the end of its text, to the file; OSError if the disk is full."""
         row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said[-_MOST_SAID:]}
         line = json_line({name: value for name, value in row.items() if value not in (None, "")}).encode() + b"\n"
         if os.write(self._fd, line) < len(line):  # the disk is full: end the cut line, so that no other continues it
@@ -177,21 +173,20 @@ def _verdict_of(line: bytes) -> tuple[str, Verdict] | None:
 class JudgeClient:
     """Sends questions to a judge, at most ``concurrency`` at a time; a pending or answered question is not sent again.
 
-    Each question is a coroutine on the client's own event loop; its verdict is cached before it is returned. A failed
-    request is repeated, after a random pause or that of the header ``Retry-After``,
+    Each question is a coroutine on the client's own event loop. Its verdict, except the error of a failed request, is
+    cached before it is returned. A failed request is repeated, after a random pause or that of ``Retry-After``,
 
     - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
     - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
     Then the verdict is an error if the judge works: it has answered another question since the last try or, after
-    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer all
-    futures fail with :class:`JudgeGone`: the run ends, and never trains on an outage. A question that the judge rejects
-    (400, ..) is an error at once; a text without a verdict is an error if a second request returns none either.
+    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer, or 64
+    questions in a row without a verdict, all futures fail with :class:`JudgeGone` and the run ends. A question
+    that the judge rejects (400, ..) gets an error at once, and with two texts without a verdict after the second.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``.
         cache: verdicts so far; :meth:`close` closes it.
-        api_key: bearer token, if any.
         timeout_s: time limit of one request.
         first_pause_s: mean pause before the first retry; doubled with every retry, up to 30 s.
     """
@@ -234,7 +229,7 @@ class JudgeClient:
         self._thread.start()
 
     def submit(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Future[Any]:
-        """Start ``function(*args)`` on the client's event loop and return a future of the coroutine's result."""
+        """Start ``function(*args)`` on the client's event loop; return its future. RuntimeError if closed."""
         with self._closing:  # close() waits for every task that was submitted before it
             if not self._is_open:
                 raise RuntimeError("The judge's client is closed.")
@@ -267,7 +262,7 @@ class JudgeClient:
         return {f"judge/{name}": count for name, count in counts.items()} | mean
 
     def connect(self) -> None:
-        """Check that the judge answers; set the endpoint's model name, and ``as_text`` if that model supports no chats.
+        """Check that the judge answers; set the endpoint's ``model`` if it is empty, ``as_text`` if it refuses chats.
 
         Raises:
             UserError: no server, a rejected key, or no such endpoint; the message has the fix.
@@ -306,7 +301,7 @@ class JudgeClient:
         raise UserError(f"The judge at {self.url} fails at /classify: {faults[0]}; try another reward.judge.kind.")
 
     def close(self) -> None:
-        """Fail the questions not sent yet, and wait up to 5 s for pending requests (they cost money); idempotent."""
+        """Fail unsent questions, wait up to 5 s for sent ones (they cost money), and close the cache; idempotent."""
         with self._closing:
             if not self._is_open:
                 return

@@ -54,10 +54,11 @@ class WrongForm(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judge's answer to one question: a value (the score), or an error.
+    """The judge's answer to one question: a value, or an error.
 
     Args:
-        said: text of the judge's answer.
+        value: the score, in [0, 1] for ``chat``, else as the server returns it; None with an error.
+        said: text of the judge's answer; empty unless ``chat``.
         is_final: the verdict may be cached; False if the judge did not answer the question.
     """
 

@@ -94,7 +94,9 @@ _TAIL = re.compile(  # words in \text or plain words, perhaps with a power
 
 
 def split_unit(text: str) -> tuple[str, set[str]]:
-    """Split a result of :func:`tidy` into the answer without its unit and its base units (none if it is all words).
+    """Split a result of :func:`tidy` into the answer without its unit and the set of its base units.
+
+    A unit without a known name (``apples``) gives an empty set; a text that is all words is not split.
 
     >>> split_unit("5\\\\text{ cm}^2"), split_unit("7 apples")[0], split_unit("2 x")[0]
     (('5', {'cm'}), '7', '2 x')
