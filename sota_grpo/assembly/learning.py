@@ -319,10 +319,7 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return ``[("score", transform)]``, which computes advantages.
-
-    ``term_weights`` (None: the rows' own) is read only with ``algorithm.decouple_terms``.
-    """
+    """Return ``[("score", transform)]`` for advantages; ``decouple_terms`` reads ``term_weights`` (None: the rows')."""
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]

@@ -134,7 +134,9 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the workers of tools, environments and agents; return them by task, a queue for ``env.agent=sessions``.
+    """Start the workers of tools, environments and agents; return them, ready, by task, for tasks that have any.
+
+    ``env.agent=sessions`` has a queue instead of workers.
 
     Raises:
         UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
@@ -168,7 +170,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with its environment's or agent's reward, if any: instead of its own, or with ``reward.path``."""
+    """Return ``task``, graded by its environment or agent if that has a reward, and by ``reward.path`` if it is set."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -234,7 +236,7 @@ def open_env(
     opened: ExitStack,
     run_dir: Path | None = None,
 ) -> tuple[PromptSource, Mapping[str, Instances]]:
-    """Return (environment with its grader, tool workers by task); ``opened`` closes their processes.
+    """Return (environment with its grader, tool workers by task), which ``opened`` closes.
 
     ``run_dir`` gets the cache of the judge's answers.
     """
@@ -255,7 +257,8 @@ def make_env(
     """Return the environment; its prompts describe the tools of ``instances``.
 
     Raises:
-        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt is too long.
+        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt cannot be used
+            (``env.skip_unreadable`` removes it instead).
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for name in config.env.chat_template_kwargs or ():  # a typing error would have no effect
@@ -407,10 +410,10 @@ _LONGEST_RUBRIC = 1 << 16
 
 
 def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
-    """Return (task, its grader), with the reward terms of an LLM judge if the config has one.
+    """Return (task, its grader), with the reward terms of an LLM judge, connected, if the config has one.
 
     A judged task has no gold responses, because the judge's score of a gold answer is not known. ``make_grader`` makes
-    the grader without the judge; ``run_dir`` gets a cache of the judge's answers.
+    the grader without the judge; ``run_dir`` gets a cache of the judge's answers (None: the cache is temporary).
     """
     options = config.reward.judge
     if options.kind is None:
