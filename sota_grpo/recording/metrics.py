@@ -230,7 +230,7 @@ def is_number(value: object) -> bool:
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of a step's optimizer steps by their reductions; None if no optimizer step has a value.
+    """Combine the metrics of a step's optimizer steps by their reductions; None for a metric without any value.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}
