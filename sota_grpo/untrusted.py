@@ -93,7 +93,8 @@ def read_yaml(path: Path, *, levels: int = 1) -> Any:
 
     Raises:
         OSError: see :func:`open_file`.
-        YAMLError, OmegaConfBaseException: the file is not valid YAML, has aliases, or is nested too deeply.
+        UnicodeDecodeError, YAMLError, OmegaConfBaseException: it is not valid YAML, has aliases, or is nested too
+            deeply.
     """
     import yaml
     from omegaconf import OmegaConf
