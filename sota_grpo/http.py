@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error (HTTP ``status``), or with invalid JSON."""
+    """The server answered with an error (HTTP ``status``, else None), with invalid JSON, or with too many bytes."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)

@@ -139,7 +139,7 @@ class Sweep:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return the names of all metrics that any run measured, in the order of docs/logging.md."""
+        """Return the names of all metrics that any run measured: in the order of docs/logging.md, then the others."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 

@@ -155,7 +155,7 @@ def exported_steps(run_dir: Path, config: Config) -> int | None:
 
 
 def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, Path]:
-    """Return (training steps, path) of a run's newest checkpoint, that of ``step``, or the best; UserError if none."""
+    """Return (training steps, path) of a run's newest checkpoint, of ``step``, or the ``best``; UserError if none."""
     if step == BEST:
         best = read_json(run_dir / BEST_FILE)
         if not best:

@@ -82,10 +82,9 @@ def model_digests(config: Config) -> dict[str, str | None]:
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
-    """Load the policy in training mode on ``device``; for ``weights`` see :func:`load_model`.
+    """Load the policy in training mode on ``device``, on the CPU if it is to be quantised; see :func:`load_model`.
 
-    Raises:
-        UserError: transformers has no such ``model.attn_implementation``, or its package is not installed.
+    UserError if transformers has no such ``model.attn_implementation``, or its package is not installed.
     """
     options: Any = config.train_model
     attention = config.model.attn_implementation

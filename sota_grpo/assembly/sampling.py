@@ -54,8 +54,7 @@ GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it
 def heldout_task(config: Config) -> Task:
     """Return the task for an evaluation; a file ``env.eval_path`` is read alone unless ``env.dataset_path`` is set.
 
-    Raises:
-        UserError: the data or the reward functions cannot be used.
+    UserError if the data or the reward functions cannot be used.
     """
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
@@ -191,8 +190,7 @@ def dialog_rules(
 ) -> dict[str | None, Rules]:
     """Return the dialog rules of each multi-turn task, by its name in the mixture (None for the only task of a run).
 
-    Raises:
-        UserError: the chat template does not support tools.
+    UserError if the chat template does not support tools that a task has.
     """
     rules: dict[str | None, Rules] = {}
     for name, entry in task_configs(config).items():
@@ -342,7 +340,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """Return the options of an engine in this process or a worker; UserError if one has no effect on ``engine``."""
+    """Return the options of an engine here or in a worker; UserError if one has no effect, or without an end token."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
         raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")

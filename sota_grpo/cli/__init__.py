@@ -149,8 +149,7 @@ def print_trust(options: argparse.Namespace, config: Config) -> None:
 def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
     """Check the run in ``options.run_dir`` before torch is imported, and return its directory.
 
-    Raises:
-        UserError: there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
+    UserError if there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console

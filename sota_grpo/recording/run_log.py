@@ -250,7 +250,7 @@ def _writable(path: Path) -> Path:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call."""
+    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call, at first 0."""
     import torch
 
     values = {

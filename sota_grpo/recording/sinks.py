@@ -199,10 +199,8 @@ class WandbSink(CopySink):
 class TensorBoardSink(CopySink):
     """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files.
-
-    Args:
-        config: nested config without keys and tokens; its options become hyperparameters.
+    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files. Options in
+    ``config``, which must have no keys and tokens, become hyperparameters.
     """
 
     label, package = "TensorBoard", "tensorboard"

@@ -190,7 +190,7 @@ def safe_json(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """Round a finite number to ``digits`` significant digits (integers stay exact); return None for anything else.
+    """Round a finite number to ``digits`` significant digits (integers below 2**53: exact); None for anything else.
 
     >>> number(0.1234567), number(40.0), number(123456789), number(float("nan")), number("1"), number(10**400)
     (0.12346, 40, 123456789, None, None, None)
