@@ -107,7 +107,7 @@ class EnvConfig:
     eval_path: str | None = opt(None, "file of held-out problems; null: the hub's test split, or a part of the data")
     prompt_column: str = opt("prompt", "table: column of the prompts, text or chat lists")
     answer_column: str = opt("ground_truth", "table: column of the right answers")
-    num_envs: int = opt(64, "responses generated concurrently, over all prompts", above=0)
+    num_envs: int = opt(64, "responses generated concurrently, over all prompts; vLLM on a GPU: 256 or more", above=0)
     repeats: int = opt(8, "group size: responses per prompt", above=0)
     shuffle: bool = opt(True, "shuffle the prompts in every epoch, by the seed")
     max_samples: int | None = opt(None, "train on this many examples, the first; null: on all", above=0)
