@@ -169,7 +169,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task``, graded by its environment or agent if that has a reward, and by ``reward.path`` if it is set."""
+    """Return ``task``; a reward of its environment or agent replaces its own, but is added to ``reward.path``'s."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
