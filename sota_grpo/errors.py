@@ -48,7 +48,7 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
 def without_exit() -> Iterator[None]:
     """Replace a SystemExit in the block, which Python code of a user raised, by :class:`RunFailed` with its line.
 
-    Otherwise the process would end without a message, and with the exit code that the code gave, such as 0.
+    Otherwise the process would end without a message, and with the exit code that the user's code chose, such as 0.
     """
     try:
         yield
@@ -61,17 +61,19 @@ def without_exit() -> Iterator[None]:
 
 
 def collect_garbage_rarely() -> None:
-    """Raise Python's garbage collection threshold from 700 to 50,000 objects: imports take 4 s instead of 5 s."""
+    """Raise this process's garbage collection threshold to 50,000 objects: imports take 4 s instead of 5 s."""
     gc.set_threshold(50_000, 20, 50)
 
 
 def run_command(program: str, command: Callable[[], int], if_interrupted: str) -> NoReturn:
-    """Call ``command`` and exit with its code; print a :class:`UserError` or Ctrl-C (exit code 130) as one sentence.
+    """Call ``command`` and exit with the code that it returns.
+
+    A :class:`UserError` (its ``exit_code``) or Ctrl-C (130) becomes one sentence on stderr, a closed stdout exit code
+    1; other exceptions propagate.
 
     Args:
         program: name of the program, first word of each sentence.
-        command: function that returns the exit code.
-        if_interrupted: sentence to print at Ctrl-C if the KeyboardInterrupt has no message.
+        if_interrupted: end of the sentence at Ctrl-C, if the KeyboardInterrupt has no message.
     """
     collect_garbage_rarely()
     interrupt_once()

@@ -29,14 +29,14 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a temporary path next to ``path``, and rename it to ``path`` if the block succeeds.
+    """Yield the path of an empty temporary file next to ``path``; rename it to ``path`` if the block succeeds.
 
     Args:
         path: the file to write; until the block succeeds, it keeps its former content.
         durable: flush the file and its directory entry to the disk, so that they survive a power cut.
 
     Raises:
-        OSError: the file system fails; the temporary file is removed.
+        OSError: the folder of ``path`` is missing, or the file system fails. The temporary file is always removed.
 
     >>> folder = getfixture("tmp_path")
     >>> with atomic_file(folder / "a.txt") as temporary:
@@ -60,7 +60,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new empty folder next to ``path``, and rename it to ``path`` (replacing that) if the block succeeds."""
+    """Yield a new empty folder next to ``path``; if the block succeeds, it replaces ``path``, else it is removed."""
     temporary, replaced = _sibling(path), _sibling(path, "old")
     temporary.mkdir(parents=True)
     try:
@@ -95,7 +95,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` to ``path`` as strict JSON, atomically."""
+    """Write ``content`` to ``path`` as strict JSON, atomically; ValueError for NaN and infinity."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -110,7 +110,7 @@ def folder_for_sockets(room: int) -> str:
 
 
 def run_python(path: Path) -> ModuleType:
-    """Execute a user's Python file as an import does and return its module; exceptions of the file propagate.
+    """Execute a user's Python file, anew at each call, and return its module; exceptions of the file propagate.
 
     The file's folder is appended to ``sys.path``, so that the file can import modules next to it.
     """
@@ -133,7 +133,8 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
     """Execute a user's Python file (:func:`run_python`) and return its globals by name.
 
     Raises:
-        error: the file does not exist (the message names ``option``), or executing it fails (with its line).
+        error: the file does not exist (the message names ``option``), or executing it fails or calls ``sys.exit`` (the
+            message has the line).
     """
     if not path.is_file():
         raise error(f"there is no file {path}; correct {option} (relative to {Path.cwd()}).")
@@ -152,7 +153,7 @@ def file_reference(value: str) -> tuple[Path, str] | None:
 
 
 def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
-    """Load the objects that an option names as ``FILE.py:NAME``; each file is executed once.
+    """Load the objects that an option names as ``FILE.py:NAME``; a file with several names is executed once.
 
     Args:
         name: the option, such as ``env.transforms``.
@@ -163,7 +164,7 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
         ``(OPTION=VALUE, instance)`` of each value.
 
     Raises:
-        UserError: a file or name does not exist, a file cannot be imported, or a name gives no instance of ``base``.
+        UserError: a file or name does not exist, a file cannot be imported, a call fails, or the object is no ``base``.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []

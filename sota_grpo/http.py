@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error (HTTP ``status``), or with invalid JSON."""
+    """The server answered with an error (HTTP ``status``, else None), with invalid JSON, or with too many bytes."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -36,12 +36,13 @@ class ServerSilent(ServerError):
 class HttpClient:
     """A thread-safe client for JSON over HTTP with one server; it follows no redirects, whose target would get the key.
 
+    The constructor does not connect. A request on a connection that breaks is sent once more.
+
     Args:
         url: ``http://HOST:PORT``, followed by a path prefix if the server has one.
-        api_key: bearer token sent with every request.
-        headers: further headers of every request.
+        api_key: bearer token sent with every request; None: no token.
         option: name of the option with ``url``, for error messages.
-        max_connections: most concurrent requests; the connections are kept open.
+        max_connections: most connections that stay open for later requests; more concurrent requests open further ones.
         max_bytes: size of the largest response that is accepted; None: no limit.
 
     Raises:
@@ -69,15 +70,15 @@ class HttpClient:
         self._pool = urllib3.connection_from_url(self.url, maxsize=max_connections)
 
     def get(self, path: str, *, timeout_s: float) -> Any:
-        """Send ``GET path`` and return the parsed JSON of the response; see :meth:`post` for errors."""
+        """Send ``GET path``; return and raise as :meth:`post`."""
         return self._parsed("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
-        """Send ``POST path`` with ``body`` as JSON; return the parsed JSON of the response, or its text if not JSON.
+        """Send ``POST path`` with ``body`` as JSON (None: ``{}``); return the response's parsed JSON, else its text.
 
         Raises:
             ServerSilent: no connection, a broken one, or no response within ``timeout_s`` seconds.
-            ServerError: the status is not 2xx, the JSON is invalid, or there are more than ``max_bytes``.
+            ServerError: the status is not 2xx, a response declared as JSON is not, or it exceeds ``max_bytes``.
         """
         return self._parsed("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 

@@ -45,7 +45,10 @@ def children() -> list[int]:
 
 
 def end_group_with(owner: int) -> None:
-    """Kill this process and its process group when the process ``owner``, its parent, ends."""
+    """Return at once; when ``owner``, this process's parent (on Linux any process), ends, kill its process group.
+
+    Linux does so 5 s later, for a subreaper to act first, and kills this process alone when its parent ends.
+    """
     die_with_parent()
 
     def watch() -> None:

@@ -19,7 +19,8 @@ _LAST_S = 5.0  # to close the workers before the process exits; remaining worker
 def interrupt_once() -> None:
     """Let only the first Ctrl-C raise KeyboardInterrupt, so that further ones do not interrupt the cleanup.
 
-    A Ctrl-C more than 5 seconds after the first ends the process at once with exit code 130, and its workers too.
+    A Ctrl-C more than 5 seconds after the first ends the process at once with exit code 130, and its workers too. No-op
+    if SIGINT is ignored or has a handler other than Python's own. For the main thread.
     """
     began: list[float] = []
 
@@ -40,12 +41,12 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`, a second one interrupts.
+    """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`, a second raises KeyboardInterrupt.
 
     A preempted node sends SIGTERM and later SIGKILL. So a step that takes longer than ``grace_s`` after SIGTERM or
-    SIGHUP is interrupted as by a second signal, and the run can resume from its last checkpoint; if the interrupt has
-    no effect, the process exits. A closed terminal may send SIGHUP twice: only the first counts, and under ``nohup``
-    none. Outside the main thread, which alone receives signals, the context does nothing.
+    SIGHUP is interrupted as by a second signal, and the run can resume from its last checkpoint; if that has no effect
+    for 5 seconds, the process exits. A closed terminal may send SIGHUP twice: only the first counts, and under
+    ``nohup`` none. Outside the main thread, which alone receives signals, the context does nothing.
 
     Args:
         grace_s: seconds that the current step may take after SIGTERM or SIGHUP; None: no limit.

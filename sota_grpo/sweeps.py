@@ -97,12 +97,12 @@ class Sweep:
 
     @property
     def ranked(self) -> list[RunRow]:
-        """The runs sorted by the metric; runs without the metric are last."""
+        """The runs sorted by ``metric``, largest first unless ``ascending``; runs without the metric are last."""
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings sorted by the mean of ``metric``; empty if no setting has several seeds."""
+        """The settings, sorted as ``ranked`` by the mean of ``metric``; empty if no setting has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -139,16 +139,16 @@ class Sweep:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return the names of all metrics that any run measured, in the order of docs/logging.md."""
+        """Return the names of all metrics that any run measured: in the order of docs/logging.md, then the others."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
 
 def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
-    """Read the runs in ``path``, the directory of a sweep or any folder of run directories.
+    """Read the runs up to three levels below ``path``, the directory of a sweep or any folder of run directories.
 
     Args:
-        metric: of ``ranked``; None: held-out accuracy if any, else reward.
+        metric: to sort by; None: held-out accuracy if any run has it, else reward.
 
     Raises:
         UserError: there is no run in ``path``, or ``path`` is itself a run.
@@ -174,7 +174,7 @@ def objective(run_dir: Path) -> float | None:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Return ``metrics``, ``steps``, ``seconds`` of a :class:`RunRow` from a metrics file."""
+    """Return ``metrics``, ``steps``, ``seconds`` of a :class:`RunRow` from a metrics file; ``{}, 0, 0`` without it."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -241,7 +241,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the sweep's tables and notes as plain text, wrapped to ``width`` characters."""
+    """Return the sweep's headline, tables and notes as plain text, the tables at most ``width`` wide (None: 400)."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)
@@ -256,7 +256,7 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
 
 
 def as_markdown(sweep: Sweep) -> str:
-    """Return the sweep's tables and notes as Markdown."""
+    """Return the sweep's headline, tables and notes as Markdown."""
     tables = []
     for header, *rows in _tables(sweep):
         lines = [header, ["---"] * len(header), *rows]
@@ -335,7 +335,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return the arguments of ``grpo.py``; for a sweep with ``train.resume=auto`` add the directory to resume."""
+    """Return ``grpo.py``'s arguments; a sweep with ``train.resume=auto`` gets ``hydra.sweep.dir`` if one matches."""
     args = list(arguments)
     is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
     if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):
@@ -349,7 +349,7 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Save the command of a sweep in its directory, and whether all its runs are finished (``complete``)."""
+    """Save in a sweep's directory its command, and if all its runs are finished; UserError if it cannot be written."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:

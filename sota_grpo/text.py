@@ -36,7 +36,7 @@ def readable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str, limit: int | None = 500) -> str:
-    """Return the first ``limit`` characters of ``text`` with line breaks and control characters escaped."""
+    """Return the first ``limit`` characters of ``text`` (None: all), line breaks and control characters escaped."""
     return readable(text[:limit], keep="")
 
 
@@ -51,7 +51,7 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return the name of an exception's type and the first line of its message."""
+    """Return ``TYPE: MESSAGE`` of an exception, with the first line of its message; without a message ``TYPE``."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
@@ -76,7 +76,7 @@ def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Prints the log records of this package, except those marked ``file_only``; warnings are yellow, errors red.
+    """Prints log records from INFO on, except those marked ``file_only``; on a terminal warnings yellow, errors red.
 
     On a terminal the next record overwrites a ``redrawn`` one. Without ``stream`` each record goes to the present
     ``sys.stderr``, which the live progress line replaces so that records are printed above it.
@@ -157,6 +157,6 @@ class Output:
 
 
 def say(text: str, stream: TextIO | None = None, colour: int | None = None) -> None:
-    """Print a line to ``stream`` (standard output), and continue if it cannot be written."""
+    """Print a line to ``stream`` (None: standard output); if it cannot be written, log a warning and continue."""
     output = Output(stream)
     output.write(shown(text, cast(TextIO, output), colour) + "\n")  # at once: threads write, too

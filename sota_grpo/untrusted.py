@@ -88,12 +88,10 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
     """Read a YAML file of a run with OmegaConf, interpolations unresolved; refuse aliases and deep nesting.
 
-    Args:
-        levels: see :func:`open_file`.
+    ``levels`` and OSError are as in :func:`open_file`.
 
     Raises:
-        OSError: see :func:`open_file`.
-        YAMLError, OmegaConfBaseException: the file is not valid YAML, has aliases, or is nested too deeply.
+        UnicodeDecodeError, YAMLError, OmegaConfBaseException: it is no valid YAML, has aliases, or is nested deeply.
     """
     import yaml
     from omegaconf import OmegaConf

@@ -1,7 +1,7 @@
 """Build the components of a run: first those that are cheap and may fail, then learner, engine and collector.
 
-In synchronous mode with one device for each role, all components are in this process. Otherwise engines, references and
-the ranks of a learner with several are worker processes.
+In synchronous mode with one device for each role, or with a single GPU, engine, learner and reference are in this
+process. Otherwise engines, references and the ranks of a learner with several are worker processes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RunComponents(TrainingComponents):
     opened: ExitStack
 
     def close(self) -> None:
-        """Close all components, even if closing one of them fails; idempotent."""
+        """Close all components; if closing one fails, close the others and raise its error; idempotent."""
         self.opened.close()
 
 
@@ -119,11 +119,11 @@ def build(
     should_stop: Callable[[], bool] = lambda: False,
     functions: Functions | None = None,
 ) -> RunComponents:
-    """Build the components of a run.
+    """Build the components of a run and wait until they are ready; if one fails, close the others.
 
     Args:
-        should_stop: called repeatedly while waiting for a batch; returning True ends the wait with ``Interrupted``.
-        functions: reward functions passed as Python objects (:mod:`sota_grpo.assembly.python_inputs`).
+        should_stop: called repeatedly while workers fill a batch; returning True ends the wait with ``Interrupted``.
+        functions: reward functions as Python objects, instead of those of ``reward.path``.
     """
     from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
 
@@ -232,7 +232,7 @@ def _planned(config: Config) -> Plan:
 def with_dialogs(
     config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances], opened: ExitStack
 ) -> Engine:
-    """Return ``engine``, wrapped in engines of multi-turn tasks and agents; ``opened`` closes the agents' server."""
+    """Return ``engine``, wrapped for multi-turn tasks and agents if there are any; ``opened`` closes agents' server."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     with_turns = DialogEngine(engine, rules) if rules else engine
     agents = task_agents(config, instances)
@@ -252,7 +252,7 @@ def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """Return an evaluator for the first ``eval.num_samples`` held-out problems."""
+    """Return an evaluator for the first ``eval.num_samples`` held-out problems, shuffled if ``eval.target`` is set."""
     # a success may be no more than a reward above the limit
     rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])
@@ -271,7 +271,7 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 def make_weight_sync(
     config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
 ) -> EngineWeightSync:
-    """Return the weight sync to an engine in this process."""
+    """Return the weight sync of ``model`` to an engine in this process; ``make_room``: see EngineWeightSync."""
     weights = lambda: model.state_dict().items()  # noqa: E731  # a tied head has its own name
     return _synced(config, engine, make_room, weights, partial(engine_weights, model), partial(adapter_pack, model))
 

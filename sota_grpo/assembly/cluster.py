@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads per process: cores of this machine per process, or on a GPU cluster cores of a node per GPU."""
+        """CPU threads per process: this machine's cores per process (macOS: 1); on a GPU cluster cores per GPU."""
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
@@ -71,7 +71,7 @@ class Cluster:
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        """Return a function that starts the worker of engine ``slot``; clients of engine servers are threads here."""
+        """Return a function that starts the worker of an engine, by its index; engine servers' workers are threads."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
         def spec_of(options: EngineOptions) -> WorkerSpec:
@@ -92,7 +92,7 @@ class Cluster:
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
-        """Start and return one worker per learner rank; all get the address of their process group."""
+        """Start one worker per learner rank, with the address of their process group; return them without waiting."""
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
         bundles = [rank // per_engine if self._ranks_share_bundles else first + rank for rank in ranks]
@@ -174,7 +174,7 @@ class Cluster:
 
 
 def visible_gpus(config: Config) -> int:
-    """Return the number of GPUs of the Ray cluster of ``ray.address``, or if it is not set, of this machine."""
+    """Return the number of GPUs of the Ray cluster of ``ray.address``; without one, of those that this process sees."""
     if config.ray.address is None:
         return torch.cuda.device_count()
     with _ray_mistakes(config.ray.address):

@@ -59,7 +59,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     configs. The global state of a Hydra that runs in this process is restored.
 
     Raises:
-        UserError: the config or an option does not exist, or an option has a value of a wrong type.
+        UserError: the config or an option does not exist, or an option or token has a wrong type or form.
 
     >>> config = compose("grpo_cpu", ["env.repeats=4", "algorithm=dapo"])
     >>> config.env.repeats, config.algorithm.name, config.model.name
@@ -162,7 +162,6 @@ def load_config(
     execute code or contact servers (:func:`needs_consent`) are refused, except if an override sets the same value.
 
     Args:
-        trust: allow all that :func:`needs_consent` lists.
         unused: options that have no effect in the caller and need no consent.
         remedy: end of the error message: how the user consents.
 
@@ -268,7 +267,7 @@ def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) ->
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the saved config of the run in ``train.resume``, with ``overrides``; ``config`` if no run is given."""
+    """Return the saved config of the run in ``train.resume``, with ``overrides``; ``config`` if that names no run."""
     resume = config.train.resume
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
@@ -282,7 +281,7 @@ def no_run_or_model(name: str) -> str:
 
 
 def anchor_paths(config: Config) -> None:
-    """Make the paths in ``config`` absolute, so that they do not depend on the current directory."""
+    """Make the paths of existing files in ``config`` absolute, so that they do not depend on the current directory."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):

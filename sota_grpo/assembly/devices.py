@@ -23,7 +23,7 @@ FEW_ROWS = 64  # sequences decoded at once: with fewer, a GPU takes longer to re
 
 @dataclass(frozen=True)
 class Role:
-    """The devices that the config requests for one role: a count, explicit indices, or neither (one device)."""
+    """The devices that the config requests for one role: a count, explicit indices, or neither (``default`` many)."""
 
     name: str
     num_devices: int | None = None
@@ -48,7 +48,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device indices of each role; ``colocated``: engine and learner share a device."""
+    """Device indices of each role; ``colocated``: engine and learner share a device (on a CPU always)."""
 
     train: tuple[int, ...]
     inference: tuple[int, ...]
@@ -61,14 +61,14 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
 
     An engine without a request shares the learner's devices, since in synchronous mode they run one after the other;
     ``shared`` engines do so in workers too. A reference without a request gets the first free device, else the
-    learner's. If there is only one device, all roles share it.
+    learner's first. If there is only one device, and no role requests several, all roles share it.
 
     Args:
         available: number of GPUs; 0: the CPU, where the indices of a role only count its workers.
         concurrent: engine and learner run at the same time, so of several devices they share none (unless ``shared``).
 
     Raises:
-        UserError: too many devices are requested, an index does not exist, or two roles have the same index.
+        UserError: too many devices are requested, an index does not exist, or two roles name the same of several GPUs.
 
     Example:
         >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
@@ -194,11 +194,11 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     """Choose devices and processes of the run; with one GPU, sampling and training alternate on it in any mode.
 
     Args:
-        num_gpus: GPUs to use; None: all of this machine.
+        num_gpus: GPUs to use; None: all that this process sees.
         engine: name of the engine; None: resolved from ``engine.name`` and the installed packages.
 
     Raises:
-        UserError: as :func:`place`, or the engine is not installed or cannot use its device.
+        UserError: as :func:`place`; the engine is not installed or cannot use its devices; on Ray, roles share GPUs.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
@@ -239,7 +239,7 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
 
 
 def num_engines(config: Config, plan: Plan) -> int:
-    """Return the number of engines of the run; requests are distributed over them."""
+    """Return the number of engines of the run: 1 in this process, else one per ``tensor_parallel_size`` devices."""
     if not plan.workers:
         return 1
     return max(1, len(plan.placement.inference) // config.inference_model.tensor_parallel_size)

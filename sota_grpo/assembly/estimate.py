@@ -398,7 +398,7 @@ class RunMemory:
 
     @property
     def row_shares(self) -> int:
-        """Number of data-parallel ranks (tensor-parallel groups count once): each gets a part of a step's rows."""
+        """Number of data-parallel ranks (tensor-parallel groups count once), among which a step's rows are divided."""
         return max(1, len(self.plan.placement.train) // self.config.train_model.tensor_parallel_size)
 
     @property
@@ -437,7 +437,7 @@ class RunMemory:
     @cached_property
     def micro_batch_tokens(self) -> int:
         """Tokens per micro-batch: ``train.micro_batch_tokens``; for ``auto`` on a GPU the most with which learner and
-        reference fill at most :data:`FILLED` of their memory, up to ``MOST_TOKENS`` or a rank's part of a step, and at
+        reference fill at most :data:`FILLED` of their memory, up to ``MOST_TOKENS`` or a rank's share of a step, and at
         least the longest sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
@@ -563,11 +563,12 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Estimate the memory and disk space of a run of a validated ``config``.
+    """Estimate the memory and disk space of a run of a validated ``config``, and find options with which it fits.
 
     Args:
         memory_gib, gpus: GiB and number of GPUs (GiB of a CPU machine); None: of this machine, else assumed.
-        prompt_tokens: tokens of the longest prompt; None: measured, or assumed if data or tokenizer is not here.
+        prompt_tokens: tokens of the longest prompt; None: measured (which starts the run's tools and environments), or
+            assumed if data or tokenizer is not here.
 
     Raises:
         UserError: the devices are too few, the model or data cannot be read, or a prompt is too long.
@@ -602,13 +603,13 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
         gpu, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
         machine = Machine("cuda", memory or gpu.total_memory, count=gpus or count)
         return machine, f"{machine.count} x {gpu.name}, of {count} on this machine"
-    size, source = memory_gib or ASSUMED_GIB, "as" if memory_gib else "assumed unless"
+    size, source = memory_gib or ASSUMED_GIB, "as --memory-gb says" if memory_gib else "assumed; set --memory-gb"
     machine = Machine("cuda", int(size * GIB), count=gpus, is_here=False)
-    return machine, f"GPUs of {size:g} GiB, none of them on this machine, {source} --memory-gb says"
+    return machine, f"GPUs of {size:g} GiB, none of them on this machine, {source}"
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return the config with ``train.micro_batch_tokens=auto`` replaced by a number, estimated for local GPUs."""
+    """Return the config with ``train.micro_batch_tokens=auto`` as a number: estimated for local GPUs, else a CPU's."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)
@@ -660,7 +661,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     if task is None or tokenizer is None:
         guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
         missing = "data" if task is None else "tokenizer"
-        return guess, f"assumed, the {missing} is not here; --prompt-tokens says otherwise", count
+        return guess, f"assumed, as the {missing} is not on this machine; set --prompt-tokens", count
     instances, lacks = {}, ""
     with ExitStack() as opened:  # the prompts say which tools there are, and what they are for
         try:

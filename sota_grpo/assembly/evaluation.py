@@ -76,19 +76,21 @@ def find_target(
     step: int | str | None = None,
     trust: bool = False,
 ) -> Target:
-    """Find the model or run ``name``; return its config, with ``overrides`` applied, and the path of its weights.
+    """Find the model or run ``name``; return its validated config, with ``overrides`` applied, and its weights' path.
 
-    A run is evaluated on its held-out problems, with its seed and engine: its exported model if it is finished, else
-    its newest checkpoint. A model is evaluated with the options of a preset.
+    A run is evaluated on its held-out problems, with its seed and engine: its exported model if there is one, else its
+    newest checkpoint. A model is evaluated with the options of a preset.
 
     Args:
-        name: directory of a run, folder of a model, name of a model on the hub, or ``tiny``.
-        overrides: options in the syntax of ``grpo.py``.
+        name: directory of a run, folder of a model, name of a model on the hub, ``tiny`` or ``smollm2``.
         config_name: preset for a model; None: the preset of the task, else of the model (``tiny``, ``smollm2``).
         task: task to evaluate on, or the name of a mixture's entry; None: that of the run or preset. For another task
             than the run's, options of the run's task are dropped.
         step: evaluate the checkpoint of the run after this many training steps, or ``best`` (train.keep_best).
         trust: allow the code and the servers that the run's config names.
+
+    Raises:
+        UserError: there is no such run, model or checkpoint, or an argument or option is not valid for it.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
@@ -153,7 +155,7 @@ def exported_steps(run_dir: Path, config: Config) -> int | None:
 
 
 def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, Path]:
-    """Return (training steps, path) of a run's newest checkpoint, of that after ``step`` steps, or of the best."""
+    """Return (training steps, path) of a run's newest checkpoint, of ``step``, or the ``best``; UserError if none."""
     if step == BEST:
         best = read_json(run_dir / BEST_FILE)
         if not best:
@@ -188,7 +190,7 @@ def load_trained(checkpoint: Path, model: nn.Module) -> None:
 
 @contextmanager
 def open_evaluator(target: Target) -> Iterator[Evaluator]:
-    """Start an engine with the target's weights and yield an evaluator; leaving the ``with`` block closes both."""
+    """Start engine and graders with the target's weights and yield an evaluator; leaving the block closes them."""
     config = target.config
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
@@ -218,9 +220,10 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
 def check(
     config: Config, *, run_dir: Path | None = None, on_check: Callable[[Check], object] = lambda check: None
 ) -> list[Check]:
-    """Run all start-up checks on ``config``, whatever its ``check.mode``; return them, and call ``on_check`` with each.
+    """Run all start-up checks on ``config``, whatever its ``check.mode``; return all, failed ones too.
 
-    ``gate.json`` and the engines' logs are written to ``run_dir``; None: to a temporary folder.
+    Each is passed to ``on_check`` when it is done. ``gate.json`` and the engines' logs are written to ``run_dir``,
+    which must not be a run's (None: only the logs, to a temporary folder). W&B is disabled in ``config``.
     """
     require_tokens()
     validate(config)

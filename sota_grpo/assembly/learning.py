@@ -82,10 +82,9 @@ def model_digests(config: Config) -> dict[str, str | None]:
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
-    """Load the policy in training mode on ``device``; for ``weights`` see :func:`load_model`.
+    """Load the policy in training mode on ``device``, on the CPU if it is to be quantised; see :func:`load_model`.
 
-    Raises:
-        UserError: transformers has no such ``model.attn_implementation``, or its package is not installed.
+    UserError if transformers has no such ``model.attn_implementation``, or its package is not installed.
     """
     options: Any = config.train_model
     attention = config.model.attn_implementation
@@ -319,10 +318,7 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return ``[("score", transform)]``, which computes advantages.
-
-    ``term_weights`` (None: the rows' own) is read only with ``algorithm.decouple_terms``.
-    """
+    """Return ``[("score", transform)]`` for advantages; ``decouple_terms`` reads ``term_weights`` (None: the rows')."""
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]

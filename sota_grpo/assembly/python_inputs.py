@@ -81,7 +81,7 @@ class PythonInputs:
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``run_dir``, and set their options in ``config`` to the paths."""
+        """Write the objects to ``inputs/`` in ``run_dir``, and set their options in ``config`` to the paths."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         for item in self.inputs.values():
             _write(folder, item, config)
@@ -92,7 +92,7 @@ class PythonInputs:
         _set(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
-        """Add objects as a pickle and a Python file (source ``text``) that reads the pickle."""
+        """Write a pickle of ``objects``, and ``text``, Python that reads it, to a temporary folder; set the option."""
         pickle = pickled(objects, name, "make what it needs inside the function")
         names = [f"{name}.py:{one}" for one in objects]
         value = names if name == "transforms" else names[0]
@@ -117,7 +117,8 @@ def take(
     """Convert the object arguments of :func:`sota_grpo.train` to files, and set their options in ``config``.
 
     A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
-    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type.
+    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type, or its
+    option is set, too.
     """
     inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
     for argument, option, name, table in (

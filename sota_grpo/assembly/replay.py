@@ -91,6 +91,7 @@ def replayed(
         number: number of the step; None: the last that can be replayed.
         overrides: ``algorithm=A,B,..`` lists algorithms: a preset, ``FILE.py:FUNCTION`` (the run's algorithm with this
             objective) or ``run`` (the run's algorithm). Other options apply to all of them.
+        trust: see :func:`~sota_grpo.assembly.compose.load_config`.
 
     Returns:
         JSON-serializable values: ``title``; ``step`` and ``checkpoint``; ``figures``: {metric: {``stored``,
@@ -145,9 +146,9 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
 
 
 def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
-    """Compute the step in float32 on the CPU with the algorithm of ``config``.
+    """Compute the step in float32 on the CPU with the algorithm of ``config``; UserError if a value is not finite.
 
-    ``gradient_file`` is written with the gradient, 4 bytes per trained parameter; None: no gradient is returned.
+    ``gradient_file`` holds the returned gradient, 4 bytes per trained parameter; None: no gradient is returned.
     """
     rows, origin, threads = scored_rows(step, config), step.stored.origin, torch.get_num_threads()
     options = {"device": "cpu", "train.precision": "fp32", "train_model.torch_dtype": "float32"}
@@ -254,7 +255,8 @@ def scored_rows(step: Step, config: Config) -> RowTable:
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
     """Return (the run's config, {algorithm: config with it}, notes); the dict is empty if only memory options change.
 
-    Options that act while responses are collected cannot be replayed: they stay the run's, and a note lists them.
+    Options of a preset that act while responses are collected stay the run's, and a note lists them. UserError for such
+    an option among ``overrides``, and if the step lacks what an algorithm reads.
     """
 
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:

@@ -54,8 +54,7 @@ GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it
 def heldout_task(config: Config) -> Task:
     """Return the task for an evaluation; a file ``env.eval_path`` is read alone unless ``env.dataset_path`` is set.
 
-    Raises:
-        UserError: the data or the reward functions cannot be used.
+    UserError if the data or the reward functions cannot be used.
     """
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
@@ -134,7 +133,9 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the workers of tools, environments and agents; return them by task, a queue for ``env.agent=sessions``.
+    """Start the workers of tools, environments and agents; return them, ready, by task, for tasks that have any.
+
+    ``env.agent=sessions`` has a queue instead of workers.
 
     Raises:
         UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
@@ -168,7 +169,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with its environment's or agent's reward, if any: instead of its own, or with ``reward.path``."""
+    """Return ``task``; a reward of its environment or agent replaces its own, but is added to ``reward.path``'s."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -189,8 +190,7 @@ def dialog_rules(
 ) -> dict[str | None, Rules]:
     """Return the dialog rules of each multi-turn task, by its name in the mixture (None for the only task of a run).
 
-    Raises:
-        UserError: the chat template does not support tools.
+    UserError if the chat template does not support tools that a task has.
     """
     rules: dict[str | None, Rules] = {}
     for name, entry in task_configs(config).items():
@@ -234,7 +234,7 @@ def open_env(
     opened: ExitStack,
     run_dir: Path | None = None,
 ) -> tuple[PromptSource, Mapping[str, Instances]]:
-    """Return (environment with its grader, tool workers by task); ``opened`` closes their processes.
+    """Return (environment with its grader, tool workers by task), which ``opened`` closes.
 
     ``run_dir`` gets the cache of the judge's answers.
     """
@@ -255,7 +255,8 @@ def make_env(
     """Return the environment; its prompts describe the tools of ``instances``.
 
     Raises:
-        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt is too long.
+        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt cannot be used
+            (``env.skip_unreadable`` removes it instead).
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for name in config.env.chat_template_kwargs or ():  # a typing error would have no effect
@@ -339,7 +340,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """Return the options of an engine in this process or a worker; UserError if one has no effect on ``engine``."""
+    """Return the options of an engine here or in a worker; UserError if one has no effect, or without an end token."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
         raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")
@@ -407,10 +408,10 @@ _LONGEST_RUBRIC = 1 << 16
 
 
 def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
-    """Return (task, its grader), with the reward terms of an LLM judge if the config has one.
+    """Return (task, its grader), with the reward terms of an LLM judge, connected, if the config has one.
 
     A judged task has no gold responses, because the judge's score of a gold answer is not known. ``make_grader`` makes
-    the grader without the judge; ``run_dir`` gets a cache of the judge's answers.
+    the grader without the judge; ``run_dir`` gets a cache of the judge's answers (None: the cache is temporary).
     """
     options = config.reward.judge
     if options.kind is None:

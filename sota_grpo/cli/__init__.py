@@ -25,7 +25,7 @@ _NO_PREFIX = "\0"  # begins no argument, so argparse passes all arguments to Hyd
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a ``sota-grpo`` command; a user's mistake prints one sentence and exits with code 2, Ctrl-C with 130."""
+    """Run a ``sota-grpo`` command and exit: 2 after a user's mistake (one sentence), 1 after a failure, 130: Ctrl-C."""
     argv = sys.argv[1:] if arguments is None else arguments
     run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
 
@@ -149,8 +149,7 @@ def print_trust(options: argparse.Namespace, config: Config) -> None:
 def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
     """Check the run in ``options.run_dir`` before torch is imported, and return its directory.
 
-    Raises:
-        UserError: there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
+    UserError if there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console

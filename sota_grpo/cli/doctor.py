@@ -177,8 +177,7 @@ def compare(nodes: list[Node]) -> list[Finding]:
 def examine_cluster(address: str, folder: str) -> list[Node]:
     """Check every node of a running Ray cluster, also whether it sees a file that this machine writes to ``folder``.
 
-    Raises:
-        UserError: Ray is not installed, or the cluster or ``folder`` cannot be used.
+    UserError if Ray is not installed, or the cluster or ``folder`` cannot be used.
     """
     from sota_grpo.workers.ray_cluster import each_node
 

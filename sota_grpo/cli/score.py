@@ -53,7 +53,7 @@ def _lines_of(name: str) -> AbstractContextManager[TextIO]:
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
-    """Yield a function that writes a row to ``NAME.partial``, which is renamed to ``NAME`` at the end; ``-``: stdout.
+    """Yield a function that writes a row to ``NAME.partial``, renamed to ``NAME`` if the block succeeds; ``-``: stdout.
 
     Args:
         read: name of the input file, which must be another file.
@@ -167,7 +167,8 @@ def run(options: argparse.Namespace) -> int:
         mean, share = (counts[name] / counts["scored"] for name in ("reward", "right"))
         sentence += f", mean reward {mean:.4g}, {share:.2%} right"
     print(
-        f"{sentence}; {counts['failed']} graders failed; {counts['broken']} lines could not be read.", file=sys.stderr
+        f"{sentence}; grading failed for {counts['failed']}; {counts['broken']} lines could not be read.",
+        file=sys.stderr,
     )
     return 0
 

@@ -35,14 +35,17 @@ def opt(
     high: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return the dataclass field of an option: default, help, choices, limits (``above``, ``below`` exclusive)."""
+    """Return an option's dataclass field. A number is at least 0 unless ``low`` (None: no limit) or ``above`` is given.
+
+    The limits ``above`` and ``below`` are exclusive.
+    """
     limits = {"above": above, "at least": low if above is None else None, "at most": high, "below": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
     return field(default=default, metadata={"help": text, "choices": choices, "limits": limits})
 
 
 def section(factory: Callable[[], Any], text: str) -> Any:
-    """Return the dataclass field of a section or a list, whose default ``factory`` makes."""
+    """Return the dataclass field of a section or a list, with the default ``factory()`` and the help ``text``."""
     return field(default_factory=factory, metadata={"help": text, "choices": None, "limits": {}})
 
 
@@ -77,7 +80,7 @@ class RayConfig:
 class CheckConfig:
     """Settings of the checks before the first training step."""
 
-    mode: str = opt("strict", "a failed check ends the run, or warns; off: no checks", ("strict", "warn", "off"))
+    mode: str = opt("strict", "a failed check ends the run, or (warn) is logged", ("strict", "warn", "off"))
 
 
 @dataclass
@@ -104,7 +107,7 @@ class EnvConfig:
     eval_path: str | None = opt(None, "file of held-out problems; null: the hub's test split, or a part of the data")
     prompt_column: str = opt("prompt", "table: column of the prompts, text or chat lists")
     answer_column: str = opt("ground_truth", "table: column of the right answers")
-    num_envs: int = opt(64, "responses generated concurrently, over all prompts", above=0)
+    num_envs: int = opt(64, "responses generated concurrently, over all prompts; vLLM on a GPU: 256 or more", above=0)
     repeats: int = opt(8, "group size: responses per prompt", above=0)
     shuffle: bool = opt(True, "shuffle the prompts in every epoch, by the seed")
     max_samples: int | None = opt(None, "train on this many examples, the first; null: on all", above=0)

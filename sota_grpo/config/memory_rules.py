@@ -41,7 +41,7 @@ def learner_ranks(config: Config) -> int:
 
 
 def wants_workers(config: Config) -> bool:
-    """Whether the run needs worker processes: mode=async, several learner ranks, references or engines, or Ray."""
+    """Whether options ask for workers (one GPU has none): mode=async, Ray, several ranks, references or engines."""
     one_engine = config.inference_model.tensor_parallel_size
     several = learner_ranks(config) > 1 or (device_count(config.ref_model) or 1) > 1
     several = several or (device_count(config.inference_model) or one_engine) > one_engine
@@ -133,8 +133,8 @@ def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
     if config.optimizer.name == "muon":
         yield f"optimizer.name=muon orthogonalises whole matrices, but {option} shards them; use adamw."
     if config.train.precision == "fp16" and learner.lora.enabled:
-        text = "train.precision=fp16 scales the loss by the overflows of one device's columns of an adapter"
-        yield f"{text}, but {option} shards them; use train.precision=bf16."
+        text = "train.precision=fp16 needs the whole adapter on each device, to notice gradients that overflow"
+        yield f"{text}, but {option} shards it; use train.precision=bf16."
     if learner.compile:
         yield f"train_model.compile=true is untested with {option}; leave it out."
     if learner.lora.enabled and learner.lora.dropout:

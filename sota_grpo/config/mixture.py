@@ -108,7 +108,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; in a mixture 1 for a task that neither answers nor sets ``max_steps``."""
+    """Return {task: most turns of a dialog}; in a mixture 1 for a task that sets no ``max_steps`` and never replies."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))

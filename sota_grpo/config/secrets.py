@@ -25,10 +25,10 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """Move tokens from the overrides to environment variables; return the others. ``null`` keeps the variable.
+    """Move tokens from the overrides to environment variables; return the other overrides. ``null`` keeps the variable.
 
     Raises:
-        UserError: a token among the overrides or in the environment is malformed; the message does not contain it.
+        UserError: a token is malformed, also in the environment, or in another override; the message does not have it.
 
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
@@ -50,10 +50,9 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Check ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``, because a client's error message would print a malformed token.
+    """Strip spaces from ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``; UserError, without the token, if one is malformed.
 
-    Raises:
-        UserError: a token is malformed; the message does not contain it.
+    A client's error message would print a malformed token.
     """
     for variable in (VARIABLE, API_KEY):
         if token := os.environ.get(variable, "").strip():

@@ -33,7 +33,7 @@ def changed_options(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def with_options(config: Config, options: dict[str, Any]) -> Config:
-    """Return a copy of ``config`` with ``options``, {dotted name: value}, set; it shares unchanged sections."""
+    """Return a copy of ``config`` with ``options``, {dotted name: value}, unchecked; it shares unchanged sections."""
     changed = copy.copy(config)
     for name, value in options.items():
         *sections, leaf = name.split(".")

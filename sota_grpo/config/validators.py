@@ -1,7 +1,7 @@
 """Check that a config's options fit together: one generator function per rule, named as the rule.
 
-If a config breaks the rule, the function yields an error message with the values and the smallest fix. No rule edits
-the config. Every public generator function of this module, :mod:`.algorithm_rules` and :mod:`.memory_rules` is a rule.
+If a config breaks the rule, the function yields error messages with the values and the smallest fix. No rule edits the
+config. Every public generator function of this module, :mod:`.algorithm_rules` and :mod:`.memory_rules` is a rule.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 
 
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
-    """Refuse ``env.num_envs`` and batch sizes that the group size does not divide."""
+    """Refuse ``num_envs`` and batches (mini-batches only if tasks' group sizes differ) with an incomplete group."""
     train, repeats = config.train, config.env.repeats
     amounts = {"env.num_envs": config.env.num_envs, "train.dialog_turns_per_batch": train.dialog_turns_per_batch}
     if has_own_group_sizes(config):
@@ -227,7 +227,10 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
-        yield f"env.tools={env.tools}, env.environment={value}: make the functions methods of the environment."
+        yield (
+            f"env.tools={env.tools} and env.environment={value} are both set; make the functions methods of the "
+            "environment."
+        )
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and file_reference(value) is None and not value.endswith(PICKLED) and value != PASSED:

@@ -65,8 +65,9 @@ def write_hf(
 ) -> int:
     """Write the trained model, merged or as a PEFT adapter, with a model card; return its number of training steps.
 
-    By default the final model of a finished run is copied; with ``step``, ``adapter`` or ``dtype`` it is loaded from a
-    checkpoint. ``trust`` allows what the run's config names, such as code (see ``assembly.compose.needs_consent``).
+    By default the exported model of a finished run is copied. With ``step``, ``adapter`` or ``dtype``, or if there is
+    none, a checkpoint is loaded, the newest if ``step`` is None. ``trust``: see ``assembly.compose.load_config``.
+    UserError if ``out`` is not new or empty (an earlier export in RUN/export is replaced), or there is no such model.
     """
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
@@ -96,7 +97,10 @@ def write_hf(
 
 
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
-    """Write a script with verl's command line, the data and a reward function; ``trust``: see :func:`write_hf`."""
+    """Write the data, a reward function, and a script with verl's command line and the report, which is returned.
+
+    ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture, which verl lacks.
+    """
     from omegaconf import OmegaConf
 
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_LOSS)
@@ -301,7 +305,7 @@ def _measuring(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """Return a copy of the config without addresses, project names and the folders of file paths.
+    """Return a copy of the config without addresses, arguments of W&B, and the folders of absolute paths.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"

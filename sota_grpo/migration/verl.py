@@ -1,11 +1,8 @@
 """Translate a run for verl 0.9.0: options to a command line, data to Parquet, and the grader to a reward function.
 
 Names, choices and defaults of verl's options are those of the tag v0.9.0 of verl-project/verl, ``verl/trainer/config``;
-its losses and advantages are in ``verl/trainer/ppo/core_algos.py``. verl counts batches in prompts, sota_grpo counts
-them in responses. verl 0.9.1 has the options used here with the same names and meaning.
-
-An exported ``reward.py`` calls the grader with the ``config.yaml`` of its folder; the columns ``query``, ``answer`` and
-``extra`` of the exported data hold the example.
+its losses and advantages are in ``verl/trainer/ppo/core_algos.py``. verl 0.9.1 has the options used here with the same
+names and meaning.
 """
 
 from __future__ import annotations
@@ -155,7 +152,7 @@ class Report:
         return self.values[option]
 
     def comment(self, option: str, text: str) -> None:
-        """Add a sentence about how an option differs in verl."""
+        """Add a sentence about how an option differs in verl; it follows earlier ones on the option."""
         self.comments[option] = " ".join(filter(None, [self.comments.get(option), text]))
 
     def unsupported(self) -> list[str]:
@@ -446,10 +443,8 @@ def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
     """Return verl's ``compute_score``; its result has the reward as ``score`` and the success (0 or 1) as ``acc``.
 
-    A response at which the grader fails has a reward of 0, as in training.
-
-    Args:
-        config_file: the run's ``config.yaml``; its relative paths start at its folder.
+    A response at which the grader fails has a reward of 0, as in training. ``config_file`` is that of the export; the
+    code that it names is executed, and its relative paths start at its folder.
     """
     folder = Path(config_file).parent
     config = load_config(folder, trust=True)

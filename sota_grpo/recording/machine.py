@@ -24,10 +24,10 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CU
 
 @lru_cache(maxsize=1)
 def this_start() -> dict[str, Any]:
-    """Return the command, commits, versions and machine of this process, as plain values without secrets.
+    """Return the command, commits, versions and machine of this process, as plain values without secrets; cached.
 
-    ``commit`` is the commit of this package's source tree, ``working_tree`` that of the current folder; ``-dirty`` is
-    appended if tracked files differ.
+    ``commit`` is the commit of this package's source tree, ``working_tree`` that of the current folder (each absent if
+    unknown); ``-dirty`` is appended if tracked files differ. ``started`` is the time of the first call.
 
     >>> sorted(this_start().keys() - {"commit", "working_tree", "gpus"})
     ['command', 'cpus', 'host', 'started', 'versions']

@@ -179,8 +179,7 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 def declared(name: str) -> Metric:
     """Return the metric called ``name``, or the family that it belongs to, such as ``reward/<term>``.
 
-    Raises:
-        ValueError: the metric is not listed here; the message suggests a similar name.
+    ValueError if the metric is not listed here; the message suggests a similar name.
 
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
@@ -199,8 +198,7 @@ def declared(name: str) -> Metric:
 def term_metric(term: str) -> str:
     """Return the name of the metric for the reward term ``term``.
 
-    Raises:
-        ValueError: another metric has that name, or ``term`` has characters that are not allowed.
+    ValueError if another metric has that name, or ``term`` has characters that are not allowed.
 
     >>> term_metric("format")
     'reward/format'
@@ -230,7 +228,7 @@ def is_number(value: object) -> bool:
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of a step's optimizer steps by their reductions; None if no optimizer step has a value.
+    """Combine the metrics of a step's optimizer steps by their reductions; None for a metric without any value.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}

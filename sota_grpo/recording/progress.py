@@ -39,7 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """A context manager that logs the stage of a starting run if the console was silent for ``every_s``."""
+    """A context manager that logs a starting run's stage when the console was silent for the next of ``every_s``."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -88,14 +88,12 @@ def in_notebook(stream: TextIO) -> bool:
 class Progress:
     """The progress line of a run or an evaluation, redrawn on a terminal (with a bar) and in a notebook.
 
-    Elsewhere it is printed every ``every_s`` seconds.
+    Elsewhere a line is printed at most every ``every_s`` seconds, and after the last step.
 
     Args:
-        total_steps: steps of the whole run.
         stream: None is standard output.
-        every_s: least seconds between two printed lines.
         unit: noun before the count, such as ``step``.
-        by_reward: a success is a reward above a limit, and is shown only where a reward function returned one.
+        by_reward: show the success only if a reward function reported it, since it is a reward above a limit otherwise.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class Progress:
 
 
 class ZeroAdvantageWatch:
-    """Warns, once each, of steps without advantages and of a grader that fails at every response."""
+    """Warns, once per run each, of steps without advantages and of a grader that fails at every response."""
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
@@ -187,7 +185,7 @@ class ZeroAdvantageWatch:
         self._warned_equal = self._warned_failed = False
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Warn if all gradings failed or, without a teacher (``distill/reverse_kl``), 3 steps had equal rewards."""
+        """Warn if all gradings of ``step`` failed or, without a teacher, all advantages were 0 in 3 steps in a row."""
         responses = (metrics.get("dialog_turns") or 0) / (step + 1)
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
@@ -221,7 +219,6 @@ def closing_lines(
     Args:
         before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
         phase_seconds: seconds by phase (``generate``, ``learn``, ...); phases that overlap may exceed 100 %.
-        avg_at_k: the k of ``eval/avg_at_k``.
         wall_s: duration of the run; ``other`` is the time of no phase and of phases below 1 %.
     """
     tasks = dict.fromkeys(name.removeprefix("eval/task/") for name in {**before, **after} if "eval/task/" in name)

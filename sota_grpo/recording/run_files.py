@@ -99,7 +99,7 @@ def reason(error: Exception) -> str:
 
 
 def state_of(run_dir: Path) -> tuple[str, str]:
-    """Return (state, note); state: ``finished``, ``running``, ``failed`` or ``stopped``; the note may be empty."""
+    """Return (``finished``, ``running``, ``failed`` or ``stopped``; a note if it failed or has not begun, or empty)."""
     record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
@@ -112,7 +112,7 @@ def state_of(run_dir: Path) -> tuple[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of ``metrics.jsonl`` or ``rollouts.jsonl``, parsed."""
+    """Return the parsed complete lines of a JSON Lines file; ``[]`` if it is missing, UserError for an invalid line."""
     return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
@@ -122,7 +122,7 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number from 1, offset in bytes, text) of each complete line; nothing if the file is missing."""
+    """Yield (number from 1, offset in bytes, text) of complete lines; none without a file, UserError if unreadable."""
     offset = 0
     try:
         with open_file(path) as file:
@@ -140,7 +140,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse a line, a JSON object with ``step``; NaN and Infinity become None. Raises UserError."""
+    """Parse a line; NaN and infinity become None. UserError if it is not a JSON object with ``step``."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])
@@ -152,7 +152,7 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the nested options in ``config.yaml``; empty if the file is missing."""
+    """Return the nested options in ``config.yaml``; empty if the file is missing, UserError if it is not valid."""
     path = run_dir / CONFIG_FILE
     try:
         return _parsed_config(path, path.stat().st_mtime_ns)
@@ -215,7 +215,7 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
 
 
 def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the newest results of ``sota-grpo replay`` by file name, and an error per file that is invalid."""
+    """Return the 16 newest results of ``sota-grpo replay``, sorted by step, and an error per file that is invalid."""
     replays, sentences = [], []
     try:
         # no link is followed here: its file is opened below, or refused

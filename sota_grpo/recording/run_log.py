@@ -58,13 +58,12 @@ class RunLog:
     ``num_examine``, each start writes a new ``debug_logs/grpo_debug_<UTC time of the first write>.txt``.
 
     Args:
-        run_dir: the run directory.
         sinks: further destinations of metrics and samples; :meth:`close` closes them.
         num_examine: number of completions per step in the debug log.
         term_weights: weights of the reward terms, for the debug log; a missing one (of a penalty) is 1.
 
     Attributes:
-        phase_seconds: total seconds since this start by phase (``time/..._s``), for the closing lines of the run.
+        phase_seconds: total seconds since this start by phase (``time/..._s``); the owner of the log adds to them.
     """
 
     def __init__(
@@ -88,7 +87,8 @@ class RunLog:
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a separate line.
 
-        None means that the quantity could not be measured; NaN, infinity and undeclared names raise ValueError.
+        None means that the quantity could not be measured. NaN, infinity and undeclared names raise ValueError, a value
+        that is no Python or NumPy number TypeError, a full disk RunFailed.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
@@ -106,10 +106,8 @@ class RunLog:
     def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
         """Append the best and the worst response of each group to ``rollouts.jsonl``, and some to the debug log.
 
-        Args:
-            step: training step.
-            rows: all responses of the batch, each with the fields ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS``
-                (which sinks do not get).
+        ``rows`` are all responses of the batch, each with ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which
+        sinks do not get).
         """
         for row in rows:
             lacks, adds = set(ROLLOUT_FIELDS).difference(row), set(row).difference(ROLLOUT_FIELDS, SOME_FIELDS)
@@ -224,7 +222,7 @@ class _TrainingLog(logging.FileHandler):
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Log records of the ``sota_grpo`` loggers, INFO and above, to ``training.log``, too; return the new handler."""
+    """Log ``sota_grpo``, INFO and above, to ``training.log`` and no longer to an earlier run's; return the handler."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -252,7 +250,7 @@ def _writable(path: Path) -> Path:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call."""
+    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call, at first 0."""
     import torch
 
     values = {
@@ -272,10 +270,6 @@ class StepLog:
     """The training loop's ``log``: logs each step and shows the progress line.
 
     Args:
-        run_log: writes metrics and responses.
-        progress: shows the progress line.
-        stored: stores some steps whole.
-        tokenizer: decodes prompts and responses.
         task: its ``messages`` are the prompts of dialogs.
         publish_seconds: returns the duration of the last weight sync.
     """
@@ -295,7 +289,7 @@ class StepLog:
         self.begin()
 
     def begin(self) -> None:
-        """Start timing a step."""
+        """Start timing a step, whose time :meth:`write` logs."""
         self._began = time.perf_counter()
 
     def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:

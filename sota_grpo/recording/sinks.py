@@ -61,7 +61,7 @@ class CopySink:
         raise NotImplementedError
 
     def rewind(self, first_step: int) -> None:
-        """Delete the copies of ``first_step`` and later steps, which the resumed run writes again."""
+        """Delete, if the sink can, the copies of ``first_step`` and later steps, which the resumed run writes again."""
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -75,7 +75,7 @@ class CopySink:
             self._attempt(lambda: self._write_samples(step, rows))
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the copy; ``exit_code`` is 0 if the run succeeded."""
+        """Finish the copy; ``exit_code`` is 0 if the run succeeded. Idempotent; later calls of the sink do nothing."""
         self._attempt(lambda: self._finish(exit_code))
         self.active = False
 
@@ -115,7 +115,7 @@ class WandbSink(CopySink):
 
     Args:
         mode: ``online`` or ``offline``; the attribute ``mode`` is the mode in effect.
-        run_dir: the run directory; the id of the W&B run and W&B's files are stored in it.
+        run_dir: the id of the W&B run and W&B's files are stored in it.
         config: nested config without keys and tokens.
         arguments: further arguments of ``wandb.init`` by name; by default the project is ``sota_grpo``, and the run is
             named by the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
@@ -199,10 +199,8 @@ class WandbSink(CopySink):
 class TensorBoardSink(CopySink):
     """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files.
-
-    Args:
-        config: nested config without keys and tokens; its options become hyperparameters.
+    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files. Options in
+    ``config``, which must have no keys and tokens, become hyperparameters.
     """
 
     label, package = "TensorBoard", "tensorboard"
@@ -296,11 +294,7 @@ SINKS: Registry[type[CopySink]] = Registry(
 
 
 def require_sinks(config: Config) -> None:
-    """Check that the configured sinks exist and are installed; W&B may be missing if it is ``offline``.
-
-    Raises:
-        ConfigError: a sink is unknown or not installed.
-    """
+    """Raise ConfigError if a configured sink is unknown or not installed; W&B may be missing if it is ``offline``."""
     for name in config.logging.sinks:
         if name not in SINKS or name == "wandb":
             raise ConfigError(

@@ -109,7 +109,10 @@ def step_of(path: Path) -> int:
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step atomically; if all stored steps exceed ``most_bytes``, delete the oldest ones except step 0."""
+    """Write a step atomically and return its path; delete the oldest steps but 0 until all have ``most_bytes`` at most.
+
+    The new step is never deleted.
+    """
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
     saved = stored.rows.only(key for key in tensors if key not in _LEFT_OUT).state_dict()["columns"]
@@ -155,10 +158,7 @@ class StoredSteps:
 
     Args:
         learner: a :class:`sota_grpo.training.learner.Learner`, or its proxy over several processes.
-        run_dir: the run directory.
-        tokenizer: decodes the tokens.
         device: the learner's device, ``cpu`` or ``cuda``.
-        enabled: False: store nothing.
     """
 
     def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
@@ -198,10 +198,9 @@ class StoredSteps:
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the step of the last :meth:`update` if it was measured; return the seconds of measuring and storing.
+        """Store the step of the last :meth:`update` if it was measured; return the seconds of both, 0 if not stored.
 
-        Args:
-            fields: result of :func:`sota_grpo.recording.step_rows.rollout_rows` for the batch.
+        ``fields`` are the :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
         """
         if self._before is None:
             return 0.0
@@ -228,7 +227,7 @@ class StoredSteps:
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read a file of :func:`stored_steps`, without executing code in it; raise UserError if it is damaged."""
+    """Read a file of :func:`stored_steps` without executing code in it; UserError if it is missing or damaged."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:

@@ -58,7 +58,7 @@ def write_report(
         on_left_out: called with an error message for each run, or part of a run, that cannot be shown.
 
     Raises:
-        UserError: there is no run, or a file cannot be read or written.
+        UserError: there is no run with metrics, plotly is not installed, or a file cannot be read or written.
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
@@ -111,7 +111,7 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """Return the page's data as JSON: all curves, then as many groups as fit into ``budget`` bytes, equal per run.
+    """Return the page's data as JSON: all curves, then groups up to ``budget`` bytes in all, equal bytes per run.
 
     Error messages about unreadable groups and replays are appended to ``left_out``.
     """
@@ -176,7 +176,7 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Group runs that differ only in their seed and in options that change no result; return lists of indices."""
+    """Group runs that differ only in seed and options that change no result; return lists of indices, also of one."""
     free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
@@ -227,7 +227,7 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class TrainingReport:
-    """Writes ``report.html`` to the directory of a run that has metrics."""
+    """Writes ``report.html`` to the directory of a run that has metrics; ``enabled`` False: never."""
 
     def __init__(
         self,
@@ -241,12 +241,12 @@ class TrainingReport:
         self._began, self._spent, self._last = clock(), 0.0, _FIRST_S
 
     def checkpoint(self) -> float:
-        """Write the report like :meth:`finish`, unless reports would then exceed 0.5% of the time since the start."""
+        """Write the report as :meth:`finish`, unless reports would then exceed 0.5 % of the time since the start."""
         due = self._spent + self._last <= _SHARE * (self._clock() - self._began)
         return self.finish() if due else 0.0
 
     def finish(self) -> float:
-        """Write the report; return the seconds that it took. After a failure (logged), no more reports are written."""
+        """Write the report; return its seconds, 0 without metrics. After a failure (logged) no more are written."""
         metrics = self._run_dir / METRICS_FILE
         if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
             return 0.0

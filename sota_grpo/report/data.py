@@ -117,7 +117,10 @@ class RunData:
 
 
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the run directories among ``paths`` and below them, in natural order, without duplicates."""
+    """Return the run directories among ``paths`` and below them, once each, in natural order below each path.
+
+    Folders are searched 4 levels deep. UserError for a path without a run.
+    """
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -133,7 +136,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
-    """Return the runs with a finished step, and an error message per other run; raise UserError if there are none."""
+    """Return the runs with metrics, and an error message per other run; UserError if no run has metrics."""
     runs, sentences = [], []
     for path in paths:
         try:
@@ -157,7 +160,7 @@ def _below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(path: Path) -> RunData:
-    """Read the run in ``path``; raise UserError if no step is finished. An incomplete last line is ignored."""
+    """Read the run in ``path``; UserError if it is damaged or has no metrics. An incomplete last line is ignored."""
     rows: dict[int, dict[str, Any]] = {}
     for row in read_rows(path / METRICS_FILE):
         rows.setdefault(row["step"], {}).update(row)
@@ -187,7 +190,7 @@ def safe_json(value: Any) -> str:
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
-    """Round a finite number to ``digits`` significant digits (integers stay exact); return None for anything else.
+    """Round a finite number to ``digits`` significant digits (integers below 2**53: exact); None for anything else.
 
     >>> number(0.1234567), number(40.0), number(123456789), number(float("nan")), number("1"), number(10**400)
     (0.12346, 40, 123456789, None, None, None)
@@ -254,7 +257,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the metrics that get a curve, in the order of METRICS, undeclared ones last.
+    """Return the names of the metrics that get a curve: those listed in METRICS in its order, then the others.
 
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']
@@ -383,7 +386,7 @@ def _declared(name: str) -> Metric | None:
 
 
 def phases(run: RunData) -> dict[str, Any]:
-    """Return a run's seconds: ``total`` of steps and evaluations, ``parts`` by phase, and the ``other`` rest.
+    """Return a run's seconds: ``total`` of steps and evaluations, ``parts`` by phase, ``other`` of no phase.
 
     >>> from pathlib import Path
     >>> row = {"step": 0, "time/learn_s": 2.0, "time/generate_s": 5.0, "time/step_s": 8.0, "time/eval_s": 1.0}

@@ -35,8 +35,8 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     """Return lists of values per token after the prompt, or None if the row has no tokens.
 
     ``pieces``: the text; ``said``: 1 for the policy's tokens (missing if all are); ``ratio``, ``kl``, ``entropy``:
-    missing if not stored, None for other tokens than the policy's; ``gap``: position and number of the tokens left out
-    of a very long response.
+    missing if not stored, None for other tokens than the policy's. Of more than 3,000 tokens the middle is left out;
+    ``gap`` is its position and number of tokens.
 
     >>> row = {"pieces": ["4", "2"], "assistant": [True, True], "log_probs": [-1.0, -2.0],
     ...        "policy_log_probs": [-1.0, -1.5], "ref_log_probs": None, "entropy": [0.5, 1.0]}
@@ -83,7 +83,10 @@ class Groups:
 
 
 def choose_groups(run: RunData, budget: int) -> Groups:
-    """Choose groups of at most ``budget`` bytes of JSON, from the last step, the first, then steps between them."""
+    """Choose groups of at most ``budget`` bytes of JSON in all, from the last step, the first, then steps between them.
+
+    Groups of stored steps, with tokens, come first; a stored step that cannot be read is skipped.
+    """
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3")).removesuffix("_unbiased")
@@ -102,10 +105,7 @@ def choose_groups(run: RunData, budget: int) -> Groups:
 
 
 def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
-    """Return the lines of each group in ``rollouts.jsonl``, and the number of responses by age of their policy.
-
-    Lines in the trainer's format are not parsed as JSON, only matched by a pattern.
-    """
+    """Return the lines of each group in ``rollouts.jsonl``, and the number of its responses by age of their policy."""
     lines: dict[GroupKey, list[Line]] = {}
     ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):

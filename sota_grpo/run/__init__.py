@@ -22,11 +22,11 @@ def launch(
     """Check the config, import torch, and train until the last step or ``eval.target``.
 
     Args:
-        inputs: objects passed to :func:`sota_grpo.train`.
+        inputs: objects passed to :func:`sota_grpo.train`; their ``run_dir`` is set.
         before: called after the checks and before torch is imported.
 
     Raises:
-        UserError: the run cannot start or continue.
+        UserError: the run cannot start, or cannot continue (``RunFailed``).
         KeyboardInterrupt: the run was interrupted; if a checkpoint was saved, the message says how to resume.
     """
     preflight(config, run_dir)

@@ -66,7 +66,7 @@ class Result:
 
     @property
     def metrics(self) -> DataFrame:
-        """One row per training step, index ``step``, one column per metric (docs/logging.md); NaN if not measured."""
+        """One row per training step, index ``step`` from 0, one column per metric (docs/logging.md); NaN if missing."""
         return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if EVALUATED not in row])
 
     @property
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All options of the run as nested dicts."""
+        """All options of the run as nested dicts; UserError if it has not begun to train."""
         self._file(CONFIG_FILE, "the run has not begun to train")
         return read_config(self.run_dir)
 
@@ -92,7 +92,7 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if there is none."""
+        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if there is none yet."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)
@@ -176,7 +176,6 @@ def train(
     workers are closed, and KeyboardInterrupt is raised; a second Ctrl-C stops immediately.
 
     Args:
-        config_name: name of a preset.
         reward: a reward function with verl's or TRL's signature (docs/tasks.md), a list of them, or a dict by name;
             they replace the task's reward, unless the list contains ``"builtin"``. They are pickled for grader
             processes; a function that cannot be pickled needs ``env.reward_workers=0``.
@@ -189,7 +188,7 @@ def train(
         objective: a surrogate function (docs/extending.md).
         transforms: TorchRL transforms of prompt groups, or their factories (docs/extending.md); they are copied.
         overrides: options as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
-        run_dir: the run directory; None: ``outputs/DATE/TIME``.
+        run_dir: the run directory; None: ``outputs/DATE/TIME``. A resumed run keeps its own.
 
     Raises:
         UserError: the run cannot start, or cannot continue (``RunFailed``).

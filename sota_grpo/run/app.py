@@ -67,7 +67,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
 
 
 def target_line(reached: Mapping[str, float]) -> str:
-    """Return a sentence on a run that has reached its target.
+    """Return a clause (without a period) on a run that has reached its target.
 
     >>> target_line({"step": 40, "accuracy": 0.3031, "target": 0.3})
     'eval.target=0.3 was reached after 40 steps: 30.3 %'
@@ -78,7 +78,7 @@ def target_line(reached: Mapping[str, float]) -> str:
 
 
 class Run:
-    """One training run of a validated config; the caller has locked its run directory."""
+    """One training run of a validated config, which the constructor builds; the caller has locked its directory."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
@@ -100,7 +100,7 @@ class Run:
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
-        """Run the start-up checks, train, evaluate and export; return the number of completed training steps."""
+        """Run the start-up checks, train, evaluate, export; return the completed steps, those before a resume too."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         self._find_best(first)
@@ -216,8 +216,7 @@ class Run:
     def _before(self, step: int) -> bool:
         """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run.
 
-        Returns:
-            Whether to train: False if ``eval.target`` is reached.
+        Return False if ``eval.target`` is reached.
         """
         if self.saves.saving is not None:
             self.saves.check()
@@ -361,18 +360,19 @@ class Run:
             )
 
     def close(self) -> None:
-        """Close engines, reference and workers; idempotent."""
+        """Close all components (:meth:`RunComponents.close`) and restore the garbage collector; idempotent."""
         gc.unfreeze()
         gc.set_threshold(*self.gc_thresholds)
         self.components.close()
 
 
 def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
-    """Validate the config, build the components, train and close; return the number of completed training steps.
+    """Validate the config, build the components, train and close; return the completed steps, as :meth:`Run.train`.
 
-    Number of threads, random states and transformers' progress bars are restored afterwards.
+    A finished run is not trained again. Number of threads, random states and transformers' progress bars are restored.
 
     Args:
+        config: its paths become absolute.
         run_dir: directory of a new run; with ``train.resume`` the run to continue may be in another one.
         inputs: objects passed to :func:`sota_grpo.train`; their ``run_dir`` is set to the directory of the run.
 

@@ -50,9 +50,10 @@ _sweep: list[DictConfig] = []  # config of the sweep that this process began
 
 
 def entry(mode: str, command: str | None = None) -> None:
-    """Run ``grpo.py`` (``mode="sync"``) or ``grpo-async.py`` (``"async"``); its help calls it ``command``.
+    """Run ``grpo.py`` (``mode="sync"``) or ``grpo-async.py`` (``"async"``) with ``sys.argv``, and exit.
 
-    A user's mistake prints one sentence and exits with code 2, an interrupt with 130.
+    A user's mistake prints one sentence and exits with code 2, a run that cannot continue with 1, an interrupt with
+    130. ``command`` is the name of the program in ``--help``.
     """
 
     def run() -> int:
@@ -170,7 +171,7 @@ def _run() -> int:
 
 
 def quiet_console() -> None:
-    """Print the messages of sota_grpo on stderr, and of other libraries only warnings; disable progress bars."""
+    """Print the messages of sota_grpo on stderr, of other libraries only warnings; disable the hub's progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
@@ -252,7 +253,10 @@ class Jobs:
         return max(self._codes)
 
     def run(self, composed: DictConfig) -> float | None:
-        """Execute one run; return a sweep's objective (accuracy, else reward), None for a failed or single run."""
+        """Execute one run; return a sweep's objective (accuracy, else reward), None for a failed or single run.
+
+        In another process of a launcher a failure is raised, else it is printed.
+        """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -352,11 +356,7 @@ class Jobs:
 
 
 def note_options(run_dir: Path, composed: DictConfig) -> None:
-    """Write Hydra's config files to ``run_dir/.hydra``, unless the run has begun before: it keeps its first ones.
-
-    Raises:
-        UserError: the files cannot be written.
-    """
+    """Write Hydra's config files to ``run_dir/.hydra``, unless the run has begun before; UserError if that fails."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
