@@ -53,9 +53,9 @@ def _linearised(counts: Sequence[Counts]) -> tuple[float, list[float]]:
     return ratio, [(hits - ratio * tried) / trials for hits, tried in counts]
 
 
-#: Fractions of the held-out problems, the first, after which an evaluation with a target ends if that is out of reach.
-SUBSETS = (1 / 16, 1 / 8, 1 / 4)
-#: Largest probability that one of the subsets ends an evaluation although all problems together reach the target.
+#: Fraction of the held-out problems, the first, after which an evaluation with a target ends if that is out of reach.
+SUBSET = 1 / 4
+#: Largest probability that the subset ends an evaluation although all problems together reach the target.
 MISSED = 0.1
 
 
@@ -74,17 +74,16 @@ def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float
     One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right. The
     hits among ``n`` of them are then hypergeometric, and the hypothesis is rejected if
 
-        P(X <= h) = sum over i <= h of C(K, i) C(N - K, n - i) / C(N, n) < MISSED / len(SUBSETS).
+        P(X <= h) = sum over i <= h of C(K, i) C(N - K, n - i) / C(N, n) < MISSED.
 
-    More right problems make few hits less probable, so the bound is for every accuracy from ``target`` on, and the
-    probability that any of the subsets is misleading is at most ``MISSED``.
+    More right problems make few hits less probable, so the bound is for every accuracy from ``target`` on.
 
-    >>> [is_out_of_reach(hits, 136, 541, 0.3) for hits in (31, 32, 33, 34)]  # 22.8, 23.5, 24.3 and 25.0 %
+    >>> [is_out_of_reach(hits, 136, 541, 0.3) for hits in (33, 34, 35, 36)]  # 24.3, 25.0, 25.7 and 26.5 %
     [True, True, False, False]
     """
     needed = num_needed(target, num_problems)
     ways = sum(math.comb(needed, i) * math.comb(num_problems - needed, num_subset - i) for i in range(hits + 1))
-    return ways / math.comb(num_problems, num_subset) < MISSED / len(SUBSETS)
+    return ways / math.comb(num_problems, num_subset) < MISSED
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,11 @@ class Evaluator:
         ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`) with its error,
         ``eval/grader_errors``, ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
 
-        With a ``target`` (a fraction) the first problems, :data:`SUBSETS` of all, are evaluated first; if the target
+        With a ``target`` (a fraction) the first problems, :data:`SUBSET` of all, are evaluated first; if the target
         :func:`is_out_of_reach`, no others are. ``eval/num_samples`` is the number of problems that were evaluated.
         """
         began, count, problems = time.perf_counter(), len(self.examples), list[list[Response]]()
-        for share in (1.0,) if target is None else (*SUBSETS, 1.0):
+        for share in (1.0,) if target is None else (SUBSET, 1.0):
             problems += self.responses(1, temperature=0.0, problems=range(len(problems), math.ceil(share * count)))
             hits = sum(one.score.success for (one,) in problems)
             if target is not None and is_out_of_reach(hits, len(problems), count, target):

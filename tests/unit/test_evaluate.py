@@ -20,7 +20,6 @@ from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import (
     MISSED,
-    SUBSETS,
     Evaluator,
     Response,
     accuracy,
@@ -110,14 +109,14 @@ def test_a_subset_rarely_misses_a_target_that_is_reached(target: float) -> None:
     for right in range(11):
         hits = [sum(problem < right for problem in subset) for subset in itertools.combinations(range(10), 5)]
         shares.append(statistics.fmean(is_out_of_reach(each, 5, 10, target) for each in hits))
-        assert right < needed or shares[-1] < MISSED / len(SUBSETS)
+        assert right < needed or shares[-1] < MISSED
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == 1
 
 
-@pytest.mark.parametrize(("num_right", "count"), [(0, 5), (2, 10), (10, 40), (40, 40)])
+@pytest.mark.parametrize(("num_right", "count"), [(0, 10), (2, 10), (3, 40), (40, 40)])
 def test_a_target_is_confirmed_on_all_problems_or_refuted_by_few(num_right: int, count: int) -> None:
-    """At half of 40, none of the first 5 is too few (p = 0.024), and 2 of 10; 2 of 5 and 10 of 10 are not."""
+    """At half of 40, 2 of the first 10 are too few (p = 0.032), 3 are not (p = 0.14)."""
     env, seen = make_env(), list[int]()
     examples = (list(env.task.heldout) * 2)[:40]
 
