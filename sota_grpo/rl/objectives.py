@@ -352,8 +352,7 @@ class GRPOLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Return the losses and diagnostics of a (micro-)batch; see the class."""
-        batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
-        tokens, stale = self._read(batch), None
+        tokens, stale = self._read(tensordict), None
         used = tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
@@ -463,6 +462,8 @@ class GRPOLoss(LossModule):
         """
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")
+        if self.batch_device is not None:
+            batch = batch.to(self.batch_device)
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
         fields = (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)

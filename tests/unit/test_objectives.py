@@ -360,6 +360,16 @@ def test_diagnostics_of_one_batch_are_means_over_trained_tokens() -> None:
     assert out.kl_to_ref.item() == pytest.approx(((-ref).exp() + ref - 1).mean().item())
 
 
+def test_loss_and_coefficients_move_the_batch_to_their_device() -> None:
+    batch, actor, seen = hand_batch(behaviour=[0.0, 0.1], advantage=1.0), Constant([0.0, 0.0]), []
+    actor.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].device))
+    loss = GRPOLoss(actor, device="cpu", entropy_bonus=False)
+    assert batch.device is None
+    loss(batch)
+    loss.coefficients(batch)
+    assert seen == [torch.device("cpu")] * 2
+
+
 def test_correction_above_the_cap_is_counted() -> None:
     """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
     batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)
