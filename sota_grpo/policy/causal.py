@@ -457,16 +457,15 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2]
 
 
-def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
+def fuse_layers(model: PreTrainedModel) -> None:
     """Compile the decoder layers of ``model`` in place; the first forward pass then takes half a minute.
 
     One compilation serves all layers and lengths. Copies of the model are not compiled. Results differ from eager mode
-    by rounding. With ``joined``, layers become joined layers if :func:`joins_products` allows.
+    by rounding. Layers become joined layers instead if :func:`joins_products` allows.
     """
-    if joined and joins_products(model):
-        return
-    for layer in decoder_layers(model):
-        layer.compile(**decoder_layer.compile_options())
+    if not joins_products(model):
+        for layer in decoder_layers(model):
+            layer.compile(**decoder_layer.compile_options())
 
 
 @torch.no_grad()
