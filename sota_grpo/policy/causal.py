@@ -414,11 +414,9 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer calls transformers' attention interface"
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
-        getattr(config, "sliding_window", None)
-    )
-    windowed = sum(window is not None for window in layout.windows)
-    if windowed < sum(kind == "sliding_attention" for kind in kinds):
+    sliding = ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    kinds = getattr(config, "layer_types", None) or sliding
+    if sum(window is not None for window in layout.windows) < list(kinds).count("sliding_attention"):
         return "its sliding-window layers do not pass their window to the attention"
     wide = next(model.parameters()).dtype in (torch.float32, torch.float64) and not autocast
     close = 1e-4 if wide else 5e-2
