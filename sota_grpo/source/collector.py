@@ -279,6 +279,7 @@ class PromptGroupCollector(BaseCollector):
 
         Raises:
             RuntimeError: there is no replay buffer, or the collector was started before.
+            ValueError: ``dispatch=False`` with another buffer.
         """
         if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before; call it once.")
