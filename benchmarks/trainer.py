@@ -46,7 +46,8 @@ from benchmarks.trainer_work import (
 )
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load, ModelShape, step_flops
-from sota_grpo.policy.causal import CausalPolicy, base_model, fuse_layers
+from sota_grpo.policy.causal import CausalPolicy, base_model, decoder_layers, fuse_layers
+from sota_grpo.policy.decoder_layer import compile_options
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training.learner import Learner
@@ -88,8 +89,11 @@ class Ours:
     def __init__(self, case: Case, rows: list[TensorDict], folder: Path, *, layers: str = "joined"):
         self.name = "ours" if layers == "joined" else f"ours, {layers} layers"
         policy = CausalPolicy(make_model(case))
-        if case.device == "cuda" and layers != "eager":
-            fuse_layers(base_model(policy.model), joined=layers == "joined")
+        if case.device == "cuda" and layers == "joined":
+            fuse_layers(base_model(policy.model))
+        elif case.device == "cuda" and layers != "eager":
+            for layer in decoder_layers(base_model(policy.model)):
+                layer.compile(**compile_options())
         loss = GRPOLoss(policy, entropy_bonus=False)
         settings = LearnerSettings(
             lr=1e-6,

@@ -223,6 +223,8 @@ def _centred(
 ) -> Tensor:
     """Return ``r - b`` ``[N]`` for the baseline."""
     if isinstance(baseline, Tensor):
+        if baseline.shape != values.shape:
+            raise ValueError(f"baseline has the shape {list(baseline.shape)}; pass a tensor {list(values.shape)}.")
         return baseline.double()
     if baseline == "group_mean":
         return values - _group_mean(values, index, counts)

@@ -93,6 +93,7 @@ def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Ten
     >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
     [True, False]
     """
+    _check_width("clip_high", clip_high)
     return (log_ratio > math.log1p(clip_high)) & (advantage != 0)
 
 

@@ -84,7 +84,7 @@ def scan(
     tile's ``2^z``, 0 at the target.
     """
     rows, columns = raw.shape
-    with _current(raw):
+    with on_device_of(raw):
         _scan_row[(rows,)](
             raw, index, top, target, mass, moment, raw if weights is None else weights, factor, columns,
             ENTROPY=with_entropy, WEIGHTS=weights is not None, BLOCK=_block(columns), num_warps=WARPS,
@@ -108,7 +108,7 @@ def pull(
     is contiguous, in any dtype; it may be ``raw`` itself.
     """
     rows, columns = raw.shape
-    with _current(raw):
+    with on_device_of(raw):
         _pull_row[(rows,)](
             raw, index, top, by_p, by_p if by_zp is None else by_zp, at_target, grad, factor, columns,
             ENTROPY=by_zp is not None, BLOCK=_block(columns), num_warps=WARPS,
@@ -121,6 +121,6 @@ def _block(columns: int) -> int:
     return triton.next_power_of_2(columns)
 
 
-def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Make the tensor's device current, because Triton launches kernels on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

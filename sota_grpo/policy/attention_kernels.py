@@ -13,7 +13,6 @@ additions: equal inputs give equal bits. :class:`~sota_grpo.policy.shared_prompt
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sota_grpo.functional.tile_kernels import on_device_of
 from sota_grpo.policy.shared_prompt import TILE, Tables
 
 LOWEST = tl.constexpr(-1e30)  # score of a masked key; finite, so that a row without any key yet gives no NaN
@@ -373,7 +373,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: S
     out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
     window, factor, cap, compiled = scores.numbers()
     blocks = _launch(query).forward
-    with _current(query):
+    with on_device_of(query):
         _forward_tile[(len(tiles) * (TILE // blocks.queries), heads)](
             query, key, value, out, lse, starts, tiles, query.stride(0), key.stride(0), value.stride(0), length, window,
             factor, cap, **_constants(query, key, blocks), **compiled,
@@ -402,7 +402,7 @@ def backward(
     )
     key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
     padded = _padded(width)
-    with _current(query):
+    with on_device_of(query):
         _delta_tile[(triton.cdiv(length, 32), heads)](
             grad, out, delta, length, WIDTH=width, PADDED=padded, ROWS=32, num_warps=4
         )
@@ -444,8 +444,3 @@ def _launch(query: Tensor) -> Launch:
         return Launch(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(16, 32, 4, 1))
     properties: Any = torch.cuda.get_device_properties(query.device)  # Any: the type stubs lack an attribute
     return launch_for(query.shape[2], properties.shared_memory_per_block_optin)
-
-
-def _current(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's device current, because Triton launches kernels on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

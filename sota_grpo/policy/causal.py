@@ -414,11 +414,9 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
         padded = padded_hidden(model, tokens, real)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer calls transformers' attention interface"
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * bool(
-        getattr(config, "sliding_window", None)
-    )
-    windowed = sum(window is not None for window in layout.windows)
-    if windowed < sum(kind == "sliding_attention" for kind in kinds):
+    sliding = ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    kinds = getattr(config, "layer_types", None) or sliding
+    if sum(window is not None for window in layout.windows) < list(kinds).count("sliding_attention"):
         return "its sliding-window layers do not pass their window to the attention"
     wide = next(model.parameters()).dtype in (torch.float32, torch.float64) and not autocast
     close = 1e-4 if wide else 5e-2
@@ -457,16 +455,15 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim == 2]
 
 
-def fuse_layers(model: PreTrainedModel, joined: bool = True) -> None:
+def fuse_layers(model: PreTrainedModel) -> None:
     """Compile the decoder layers of ``model`` in place; the first forward pass then takes half a minute.
 
     One compilation serves all layers and lengths. Copies of the model are not compiled. Results differ from eager mode
-    by rounding. With ``joined``, layers become joined layers if :func:`joins_products` allows.
+    by rounding. Layers become joined layers instead if :func:`joins_products` allows.
     """
-    if joined and joins_products(model):
-        return
-    for layer in decoder_layers(model):
-        layer.compile(**decoder_layer.compile_options())
+    if not joins_products(model):
+        for layer in decoder_layers(model):
+            layer.compile(**decoder_layer.compile_options())
 
 
 @torch.no_grad()

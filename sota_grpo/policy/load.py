@@ -331,10 +331,8 @@ def save_hf(
     try:
         if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
             raise ValueError(f"{target} is not empty and holds no exported model; use another folder or empty it")
-        saved, inner.generation_config = (
-            inner.generation_config,
-            GenerationConfig(),
-        )  # transformers refuses to write some
+        saved = inner.generation_config
+        inner.generation_config = GenerationConfig()  # transformers refuses to write some
         stored_dropout = getattr(inner, "stored_dropout", None)
         rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
@@ -343,8 +341,8 @@ def save_hf(
                 tokenizer.save_pretrained(partial)
                 ending = copy.deepcopy(saved) or GenerationConfig()  # its own end tokens come before training's
                 named = ending.eos_token_id if isinstance(ending.eos_token_id, list) else [ending.eos_token_id]
-                ends = list(dict.fromkeys([*named, *end_token_ids(tokenizer, ending)]))
-                ends = [end for end in ends if end is not None]
+                every = dict.fromkeys([*named, *end_token_ids(tokenizer, ending)])
+                ends = [end for end in every if end is not None]
                 ending.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
                 ending.to_json_file(partial / "generation_config.json")
         finally:

@@ -64,9 +64,7 @@ class Layout:
     predicting: Tensor  # int64 [M], index of each assistant token's predecessor in the sequence, row by row
     targets: Tensor  # int64 [M], ids of the assistant tokens
     slots: Tensor  # int64 [M], flat positions of the assistant tokens in [N, T]
-    packed_at: (
-        Tensor  # int64 [N, T] on the CPU, packed position of each real token; rows of a prompt share its positions
-    )
+    packed_at: Tensor  # int64 [N, T] on the CPU, packed position of each real token; shared by the rows of a prompt
     blocks: tuple[Block, ...]  # prompts and their responses, in the order of the packed sequence
     windows: list[int | None] = field(default_factory=list)  # sliding window of each layer, recorded by the layer
     support: SupportSets | None = None  # sampling supports of the M assistant tokens, if sampling was truncated
@@ -393,14 +391,16 @@ def shared_attention(
     """
     if layout is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = query.shape[-1]
+    scale = width**-0.5 if scaling is None else scaling
     if layout is not None:
         unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
         if dropout or unsupported or kwargs.get("is_causal") is False:
             what = unsupported or "dropout, or not causal"
             raise NotImplementedError(f"attention over packed rows does not support {what}")
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary positions make them float32
-    if layout is None or tables is None or not _takes_kernels(query, value):
+    equal_widths = width == value.shape[-1]
+    if layout is None or tables is None or not (equal_widths and takes_kernels(query.device, value.dtype, width)):
         out = _between_graphs(query, key, value, attention_mask, layout, scale, sliding_window, softcap)
         return out.transpose(1, 2), None
     if not torch.compiler.is_compiling():
@@ -497,11 +497,6 @@ def _cut(start: int, end: int, count: int = 1) -> View:
 def _like_rows(tensor: Tensor) -> Tensor:
     """Return an uninitialised ``[1, heads, L, width]`` with the memory layout ``[1, L, heads, width]``."""
     return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-
-
-def _takes_kernels(query: Tensor, value: Tensor) -> bool:
-    width = query.shape[-1]
-    return width == value.shape[-1] and takes_kernels(query.device, value.dtype, width)
 
 
 def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:

@@ -366,7 +366,7 @@ def micro_batches(
 
 
 def filled(
-    prompts: Sequence[Prompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
+    prompts: Sequence[RowPrompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
 ) -> list[list[int]]:
     """Return the row indices of each micro-batch, like :func:`micro_batches` for the rows ``chosen``."""
     if shared_prompt:
@@ -377,7 +377,7 @@ def filled(
     return [[index for piece in batch for index in piece.rows] for batch in batches]
 
 
-class Prompt(NamedTuple):
+class RowPrompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
     ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens of it, after it, trained on. Of a tree, it
@@ -394,8 +394,8 @@ class Prompt(NamedTuple):
         return self.length + self.response
 
 
-def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[Prompt]:
-    """Return the :class:`Prompt` of each row."""
+def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[RowPrompt]:
+    """Return the :class:`RowPrompt` of each row."""
     names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
     listed: Any = rows.rows(*names, keys.LOG_PROBS, keys.PARENTS) if isinstance(rows, RowTable) else rows
     prompts = []
@@ -410,11 +410,11 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
             computed = {branch.path[0]: branch.shared for branch in branches}  # the prompt of each root
             response = sum(computed.values()) - length + sum(len(branch.path) - branch.shared for branch in branches)
             tokens = tokens[branches[0].path]
-        prompts.append(Prompt(tokens[:length].tobytes(), length, response, sampled))
+        prompts.append(RowPrompt(tokens[:length].tobytes(), length, response, sampled))
     return prompts
 
 
-def groups_by_prompt(prompts: Sequence[Prompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
+def groups_by_prompt(prompts: Sequence[RowPrompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
     """Group the rows (or those ``chosen``) by prompt tokens; groups are in order of their first row."""
     members_of: dict[bytes, list[int]] = {}
     for index in range(len(prompts)) if chosen is None else chosen:

@@ -20,7 +20,7 @@ from sota_grpo import keys
 from sota_grpo.functional.advantages import distilled_advantages
 from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
 from sota_grpo.functional.micro_batches import loss_weights
-from sota_grpo.functional.surrogates import TENSORS, of_terms, sequence_log_ratio
+from sota_grpo.functional.surrogates import of_terms, sequence_log_ratio
 from sota_grpo.rl.collate import pad_rows, unpad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 
@@ -113,9 +113,6 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
         raise ValueError(f"dual_clip is {keywords['dual_clip']}, not read by the objective {objective!r}; drop it.")
-    for name, value in (keywords.get("surrogate_options") or {}).items():
-        if name in TENSORS or not chosen.reads(name):
-            raise ValueError(f"surrogate_options: {name}={value} is not read by the objective {objective!r}; drop it.")
     if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
         raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
@@ -221,11 +218,10 @@ class GRPOLoss(LossModule):
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
         samples_mc_entropy, gamma, clip_value, ref_log_prob_padding_*: only TorchRL's defaults are accepted.
         reduction: None or ``mean``; ``none`` is ``aggregation="none"``.
-        objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, or
-            ``FILE.py:FUNCTION`` (docs/extending.md).
+        objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, such
+            as ``functools.partial(sapo_surrogate, tau_positive=2.0)``, or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: upper bound of the ratio for negative advantages, and in ``kl_unbiased``; None: no bound.
-        surrogate_options: further options of the surrogate, by name: ``{"tau_positive": 1.0}`` for ``sapo``.
         off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; such tokens are masked in
             the surrogate, but not in KL and entropy.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
@@ -299,7 +295,6 @@ class GRPOLoss(LossModule):
         correction_mode: Literal["truncate", "mask", "reject"] = "truncate",
         correction_cap: float = 2.0,
         correction_floor: float = 0.0,
-        surrogate_options: Mapping[str, Any] | None = None,
         off_policy_threshold: float | None = None,
         kl_unbiased: bool = False,
         distill_coeff: float = 0.0,
@@ -327,7 +322,7 @@ class GRPOLoss(LossModule):
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
         self.optional_terms = {name for name in ("entropy", "ref_log_prob") if self.surrogate.reads(name)}
-        self.ratio, self.dual_clip, self.surrogate_options = ratio, dual_clip, dict(surrogate_options or {})
+        self.ratio, self.dual_clip = ratio, dual_clip
         self.kl_estimator, self.kl_unbiased, self.off_policy_threshold = kl_estimator, kl_unbiased, off_policy_threshold
         self.correction, self.correction_mode = correction, correction_mode
         self.correction_cap, self.correction_floor = correction_cap, correction_floor
@@ -352,8 +347,7 @@ class GRPOLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Return the losses and diagnostics of a (micro-)batch; see the class."""
-        batch = tensordict if self.batch_device is None else tensordict.to(self.batch_device)
-        tokens, stale = self._read(batch), None
+        tokens, stale = self._read(tensordict), None
         used = tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
@@ -426,7 +420,7 @@ class GRPOLoss(LossModule):
         terms = {
             **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": advantage},
             **{"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high},
-            **{"dual_clip": self.dual_clip, **self.surrogate_options},
+            "dual_clip": self.dual_clip,
         }
         chosen = self.surrogate
         if "entropy" in self.optional_terms:
@@ -463,6 +457,8 @@ class GRPOLoss(LossModule):
         """
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")
+        if self.batch_device is not None:
+            batch = batch.to(self.batch_device)
         wrapper_methods = ("get_dist", f"_get_{self.masking_strategy}_dist")
         is_wrapper = any(hasattr(self.actor_network, name) for name in wrapper_methods)
         fields = (keys.FULL_TOKENS, keys.ASSISTANT_MASK) if is_wrapper else getattr(self.actor_network, "in_keys", None)

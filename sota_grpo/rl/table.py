@@ -214,13 +214,13 @@ class RowTable(Sequence[Row]):
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Write an entry: a tensor ``[N, ..]``, or one value per row; None: not in that row (only None: no change)."""
+        """Replace an entry by a tensor ``[N, ..]``, or by one value per row; None: that row does not get the entry."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
-            return
-        rows = [index for index, value in enumerate(values) if value is not None]
-        if rows:
+        elif rows := [index for index, value in enumerate(values) if value is not None]:
             self.columns[key] = Column.of([values[row] for row in rows], rows if len(rows) < len(self) else None)
+        else:
+            self.columns.pop(key, None)
 
     def names(self, prefix: tuple[str, ...]) -> list[str]:
         """Return the last name of the entries directly below ``prefix``."""
@@ -355,25 +355,27 @@ def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., A
         known = dict(table.columns)
         write(table, *args, **by_name)
         if table is not rows:
-            for key in (key for key, column in table.columns.items() if known.get(key) is not column):
-                _put(rows, key, table.cells(key))  # type: ignore[arg-type]
+            for key in known | table.columns:
+                if (column := table.columns.get(key)) is not known.get(key):
+                    _put(rows, key, [None] * len(table) if column is None else table.cells(key))  # type: ignore[arg-type]
         return rows
 
     return written
 
 
 def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequence[Any]) -> None:
-    """Set an entry in each row; rows whose value is None are not changed."""
+    """Set an entry in each row, or delete it where the value is None."""
     if not isinstance(rows, TensorDictBase):
         for row, value in zip(rows, values, strict=True):
             _put(row, key, [value])
-    elif rows.batch_size == torch.Size([]):
-        if (value := values[0]) is not None:
-            rows.set(key, value if isinstance(value, Tensor) else NonTensorData(value))
     elif isinstance(rows, LazyStackedTensorDict) and rows.stack_dim == 0:
         ends = accumulate((piece.numel() for piece in rows.tensordicts), initial=0)
         for piece, (start, end) in zip(rows.tensordicts, pairwise(ends)):
             _put(piece, key, values[start:end])
+    elif all(value is None for value in values):
+        rows.exclude(key, inplace=True)
+    elif rows.batch_size == torch.Size([]):
+        rows.set(key, values[0] if isinstance(values[0], Tensor) else NonTensorData(values[0]))
     elif any(value is None for value in values):
         raise ValueError(_missing(key, sum(value is None for value in values), len(values)))
     elif isinstance(values[0], Tensor):

@@ -274,16 +274,20 @@ class PromptGroupCollector(BaseCollector):
         GroupReplayBuffer by the next request for a batch.
 
         Args:
-            dispatch: False starts no thread (for tests): :meth:`handle_events` and :meth:`next_batch` do the work.
+            dispatch: False starts no thread (for tests, with a GroupReplayBuffer): :meth:`handle_events` and
+                :meth:`next_batch` do the work.
 
         Raises:
             RuntimeError: there is no replay buffer, or the collector was started before.
+            ValueError: ``dispatch=False`` with another buffer.
         """
         if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before; call it once.")
         if self.replay_buffer is None:
             raise RuntimeError(f"{type(self).__name__}.start() fills a replay buffer; pass replay_buffer=.")
         if self.replay_buffer is not self._buffer:
+            if not dispatch:
+                raise ValueError("dispatch=False needs a GroupReplayBuffer; fill another buffer by iterating.")
             self._thread = threading.Thread(target=self._fill_plain_buffer, name="collector", daemon=True)
             self._thread.start()
             return

@@ -99,7 +99,7 @@ class OldestGroups(Sampler):
 
         Raises:
             RuntimeError: fewer than ``num_groups`` are finished.
-            RunFailed: ``sampler`` raised, or did not choose ``num_groups`` different ones.
+            RunFailed: ``sampler`` raised, or did not choose ``num_groups`` different finished groups.
         """
         if num_groups > len(self):
             holds = (
@@ -115,9 +115,11 @@ class OldestGroups(Sampler):
                 chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
             except Exception as error:  # of the user's program
                 raise RunFailed(f"{named} failed: {type(error).__name__}: {error}.") from error
-            if len(set(chosen)) != num_groups or len(chosen) != num_groups:
-                raise RunFailed(f"{named} chose the groups {chosen}; choose {num_groups} different ones.")
-            oldest = [oldest[index] for index in chosen]
+            picked = {index: oldest[int(index)] for index in chosen if index in range(len(oldest))}
+            if len(picked) != num_groups or len(chosen) != num_groups:
+                wanted = f"return {num_groups} different indices below {len(oldest)}"
+                raise RunFailed(f"{named} chose the groups {chosen}; {wanted}.")
+            oldest = list(picked.values())
         self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # by group id
         self.taken = {}
         for index in self._picked:

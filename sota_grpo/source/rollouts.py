@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,7 +153,4 @@ class Rollouts:
         If the iterator is dropped or raises, the groups that are not finished are cancelled.
         """
         loop = EventLoop(self.engine, self.poll)
-        return as_completed(loop, (partial(self._begin, loop, prompt, sampling) for prompt in prompts))
-
-    def _begin(self, loop: EventLoop, prompt: Prompt, sampling: Sampling) -> Future[Graded]:
-        return loop.start(self.group(prompt, sampling))
+        return as_completed(loop, (partial(loop.start, self.group(prompt, sampling)) for prompt in prompts))

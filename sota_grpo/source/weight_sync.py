@@ -142,8 +142,9 @@ class EngineWeightSync(WeightSyncScheme):
         """
         if (held := self.engine.weight_sums()) is None:
             return Compared(reported=False)
-        result = Compared()
-        owner, pairs = "the learner", (self.whole or self.policy_weights)() if weights is None else weights
+        if weights is None:
+            weights = (self.whole or self.policy_weights)()
+        result, owner, pairs = Compared(), "the learner", weights
         if isinstance(weights, WeightPack) and weights.scales:
             if len(held) == 1:  # nothing to compare with: the worker has merged the adapter itself
                 return Compared(reported=False)

@@ -25,7 +25,7 @@ from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.micro_batches import Aggregation, rank_shares, row_weights
 from sota_grpo.policy.optimizers import Rates
-from sota_grpo.rl.collate import Prompt, filled, groups_by_prompt, row_prompts
+from sota_grpo.rl.collate import RowPrompt, filled, groups_by_prompt, row_prompts
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 
@@ -149,7 +149,7 @@ class Planner:
         return shares
 
     def mini_batches(
-        self, rows: Sequence[Row], prompts: Sequence[Prompt], epoch: int, version: int
+        self, rows: Sequence[Row], prompts: Sequence[RowPrompt], epoch: int, version: int
     ) -> Iterator[list[int]]:
         """Yield the row indices of each optimizer step of ``epoch`` (from 0); later epochs shuffle whole groups.
 
@@ -174,7 +174,7 @@ class Planner:
         self,
         rows: Sequence[Row],
         batch: Sequence[int],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[RowPrompt],
         token_budget: int,
         *,
         keep_truncated: bool = False,
@@ -209,7 +209,7 @@ class Planner:
         return by_rank
 
     def micro_batches(
-        self, chosen: Sequence[int], prompts: Sequence[Prompt], token_budget: int
+        self, chosen: Sequence[int], prompts: Sequence[RowPrompt], token_budget: int
     ) -> list[list[tuple[list[int], bool]]]:
         """Return each rank's micro-batches of the rows ``chosen``, as (row indices, False for a filler).
 

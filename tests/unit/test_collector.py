@@ -106,6 +106,8 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
         make_collector(max_policy_age=1).next_batch()
     with pytest.raises(RuntimeError, match="replay_buffer="):
         make_collector().start()
+    with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):
+        make_collector(replay_buffer=ReplayBuffer(storage=LazyStackStorage(1000))).start(dispatch=False)
 
 
 def test_resumed_collector_continues_with_the_next_prompt() -> None:

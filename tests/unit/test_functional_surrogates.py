@@ -22,7 +22,7 @@ from sota_grpo.functional import (
     sequence_log_ratio,
     vespo_surrogate,
 )
-from sota_grpo.functional.surrogates import of_terms
+from sota_grpo.functional.surrogates import capped_tokens, of_terms
 
 ROWS, TOKENS = 6, 9
 
@@ -253,6 +253,8 @@ def test_meaningless_widths_are_refused() -> None:
         clipped_surrogate(x, x, -0.1, 0.2)
     with pytest.raises(ValueError, match="clip_high is nan"):
         cispo_surrogate(x, x, x, math.nan)
+    with pytest.raises(ValueError, match=r"clip_high is -0\.1"):
+        capped_tokens(x, x, -0.1)
     with pytest.raises(ValueError, match="tau_negative is 0; a temperature must be above 0"):
         sapo_surrogate(x, x, 1.0, 0)
     with pytest.raises(ValueError, match="k_negative is -1; it must be above 0"):

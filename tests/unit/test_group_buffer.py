@@ -130,12 +130,17 @@ def test_a_sampler_of_the_user_chooses_and_each_group_comes_once() -> None:
         rows.set(keys.REWARD, torch.full((2, 1), reward))
         buffer.extend(rows)
     assert [ids(buffer.sample()), ids(buffer.sample())] == [[1, 1, 3, 3], [0, 0, 2, 2]]
-    twice = GroupReplayBuffer(4, 2, sampler=BestGroups())
-    twice.sampler.sampler.sample = lambda storage, batch_size: (torch.tensor([0, 0]), {})
-    twice.extend(RowTable.cat([group(0), group(1)]))
-    with pytest.raises(RunFailed, match="2 different"):
-        twice.sample()
-    assert len(twice) == 2, "what a mistaken sampler chose stays"
+
+
+@pytest.mark.parametrize("chosen", [[0, 0], [2, 0], [-1, 1], [0.5, 1], [0]], ids=str)
+def test_a_mistaken_sampler_fails_the_run_and_every_group_stays(chosen) -> None:
+    sampler = BestGroups()
+    sampler.sample = lambda storage, batch_size: (torch.tensor(chosen), {})
+    buffer = GroupReplayBuffer(4, 2, sampler=sampler)
+    buffer.extend(RowTable.cat([group(0), group(1)]))
+    with pytest.raises(RunFailed, match=r"BestGroups chose the groups .*; return 2 different indices below 2"):
+        buffer.sample()
+    assert len(buffer) == len(buffer.sampler) == 2
 
 
 def test_torchrls_sampler_without_replacement_gives_each_group_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.surrogates import SURROGATES, sapo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
@@ -360,6 +361,16 @@ def test_diagnostics_of_one_batch_are_means_over_trained_tokens() -> None:
     assert out.kl_to_ref.item() == pytest.approx(((-ref).exp() + ref - 1).mean().item())
 
 
+def test_loss_and_coefficients_move_the_batch_to_their_device() -> None:
+    batch, actor, seen = hand_batch(behaviour=[0.0, 0.1], advantage=1.0), Constant([0.0, 0.0]), []
+    actor.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].device))
+    loss = GRPOLoss(actor, device="cpu", entropy_bonus=False)
+    assert batch.device is None
+    loss(batch)
+    loss.coefficients(batch)
+    assert seen == [torch.device("cpu")] * 2
+
+
 def test_correction_above_the_cap_is_counted() -> None:
     """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
     batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)
@@ -471,11 +482,6 @@ def test_a_keyword_without_effect_or_choice_is_refused_by_name(keyword, value) -
     [
         ({"objective": "dppo", "ratio": "sequence"}, "'dppo', which takes it per token"),
         ({"objective": "vespo", "correction": "token"}, "'vespo', which already weights whole rows"),
-        ({"surrogate_options": {"tau_positive": 2.0}}, "tau_positive=2.0 is not read by the objective 'clipped'"),
-        (
-            {"objective": "sapo", "surrogate_options": {"log_ratio": 2.0}},
-            "surrogate_options: log_ratio=2.0 is not read",
-        ),
         ({"kl_unbiased": True, "kl_estimator": "k2"}, "'k1' or 'k3'"),
         ({"aggregation": "prompt_mean", "loss_aggregation": "token"}, "give one"),
     ],
@@ -486,13 +492,14 @@ def test_terms_that_do_not_go_together_are_refused(options, sentence) -> None:
         GRPOLoss(nn.Identity(), **options)
 
 
-def test_a_surrogate_is_given_its_own_options() -> None:
-    rows, loss, _ = scene(objective="sapo", entropy_bonus=False)
-    batch = pad_rows(rows, pad_token_id=0)
-    options = {"tau_positive": 1.0, "tau_negative": 1.05}  # its defaults
-    named = GRPOLoss(loss.actor_network, objective="sapo", entropy_bonus=False, surrogate_options=options)
-    other = GRPOLoss(loss.actor_network, objective="sapo", entropy_bonus=False, surrogate_options={"tau_negative": 3.0})
-    assert named(batch).loss_objective == loss(batch).loss_objective != other(batch).loss_objective
+def test_a_partial_of_a_surrogate_sets_its_options() -> None:
+    batch, loss = padded_scene(objective="sapo")
+    default, other = (
+        GRPOLoss(loss.actor_network, objective=partial(sapo_surrogate, tau_negative=tau), entropy_bonus=False)(batch)
+        for tau in (1.05, 3.0)
+    )
+    assert default.loss_objective == loss(batch).loss_objective != other.loss_objective
+    assert default.clip_fraction == loss(batch).clip_fraction == 0
 
 
 @pytest.mark.parametrize(

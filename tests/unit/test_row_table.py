@@ -113,6 +113,22 @@ def test_what_is_written_to_a_table_is_written_to_the_rows_that_it_was_made_of()
         write(TensorDict({"x": torch.zeros(2, 1)}, [2]))
 
 
+@pytest.mark.parametrize("values", [[None, None], [None, torch.ones(1)]], ids=["no row", "one row"])
+def test_writing_replaces_the_values_of_rows_that_do_not_get_one(values: list) -> None:
+    @in_place
+    def write(table: RowTable) -> None:
+        table.set(("next", "y"), values)
+
+    rows = [TensorDict({"next": {"y": torch.zeros(1), "z": torch.zeros(1)}}) for _ in range(2)]
+    table = RowTable.of(rows)
+    for batch in (table, lazy_stack(rows)):
+        assert [row.get(("next", "y")) for row in RowTable.of(write(batch))] == values
+        assert RowTable.of(batch).has(("next", "z"))
+    if values == [None, None]:
+        dense = write(TensorDict({"next": {"y": torch.zeros(2, 1)}}, [2]))
+        assert not RowTable.of(dense).columns
+
+
 def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
     """A response without a token, one that its worker decoded, sampling supports, a record."""
     ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]

@@ -127,7 +127,7 @@ def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: 
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     calls = []
-    monkeypatch.setattr(module, "_takes_kernels", lambda query, value: True)
+    monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(module, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args))
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)

@@ -55,6 +55,13 @@ def test_the_scorer_sees_the_extra_json() -> None:
     assert rows[keys.SUCCESS].tolist() == [[True]]
 
 
+def test_scores_that_are_written_again_keep_no_term_of_the_first() -> None:
+    rows = lazy_stack([TensorDict({"group_id": torch.tensor(0)}) for _ in range(2)])
+    for term in (1.0, None):
+        write_scores(rows, [Score({"f": term, "g": 2.0}, False)] * 2, {"f": 1.0, "g": 1.0})
+    assert [sorted(row["next", "reward_terms"].keys()) for row in row_list(rows)] == [["g"], ["g"]]
+
+
 @pytest.mark.parametrize("bad", ["boom", "timeout", "nan"])
 def test_a_grader_failure_is_counted_and_ends_nothing(bad, caplog) -> None:
     scorer = ScoreResponse(grade, WEIGHTS)
