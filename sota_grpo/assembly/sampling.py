@@ -356,6 +356,8 @@ def engine_options(
         gpu_memory_utilization=inference.gpu_memory_utilization,
         tensor_parallel_size=inference.tensor_parallel_size,
         trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        load_kwargs=config.model.load_kwargs,
         seed=config.seed,
         stop=tuple(inference.stop),
         adapter_rank=config.train_model.lora.r if inference.serve_adapter else 0,

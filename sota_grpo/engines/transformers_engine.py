@@ -488,6 +488,7 @@ def transformers_engine(options: EngineOptions) -> TransformersEngine:
         dtype=options.dtype,  # type: ignore[arg-type]
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
+        load_kwargs=options.load_kwargs,
     )
     return TransformersEngine(
         model,
