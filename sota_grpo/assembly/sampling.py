@@ -373,13 +373,14 @@ def engine_options(
         refuse_arguments(options, on_cpu=device_type == "cpu")
     if not is_server(engine):
         return options
+    limit_s = config.ray.timeout_s
     return replace(
         options,
         url=config.engine.url,
         api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
-        deadlines=Deadlines(control=config.ray.timeout_s),
+        deadlines=Deadlines(control=limit_s, push=limit_s, start=limit_s),
     )
 
 

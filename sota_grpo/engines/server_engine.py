@@ -306,7 +306,7 @@ class ServerEngine(SteppingEngine):
                         if time.monotonic() > deadline:
                             raise ServerLate(
                                 f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
-                                f"see its output in {log_path}."
+                                f"see its output in {log_path}, or raise ray.timeout_s (deadlines.start)."
                             ) from error
                         time.sleep(_POLL_S)
                     else:
