@@ -59,42 +59,49 @@ class StatePack:
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
-    """Return (:func:`unpacked`, its arguments) to pickle ``group``; records, parents and ``prompt_ids`` are lost.
+    """Return (:func:`unpacked`, its arguments) to pickle ``group``.
 
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))
-    >>> parts[1].tolist(), make(*parts).samples[1].token_ids.tolist()
+    >>> parts[2].tolist(), make(*parts).samples[1].token_ids.tolist()
     ([5, 6, 5, 6], [5, 6])
     """
     samples = group.samples
     if not samples:
-        return GroupOutput, (group.group_id, ())
+        return GroupOutput, (group.group_id, (), group.prompt_ids)
     columns = ([getattr(one, name) for one in samples] for name in ("token_ids", "log_probs", "versions"))
     joined = [torch.cat(column).detach().cpu().numpy() for column in columns]
-    masks = [None if one.assistant_mask is None else one.assistant_mask.numpy() for one in samples]
     lengths = [len(one.token_ids) for one in samples]
-    supports = [None if one.support is None else tuple(array.numpy() for array in one.support) for one in samples]
-    plain = [one.truncated for one in samples], masks, supports, [one.text for one in samples]
-    return unpacked, (group.group_id, *joined, lengths, *plain)
+    others = ("truncated", "assistant_mask", "record", "support", "text", "parents")  # in the order of Sample
+    plain = [[_as_array(getattr(one, name)) for one in samples] for name in others]
+    return unpacked, (group.group_id, group.prompt_ids, *joined, lengths, *plain)
 
 
 def unpacked(
     group_id: int,
+    prompt_ids: tuple[int, ...] | None,
     token_ids: np.ndarray,
     log_probs: np.ndarray,
     versions: np.ndarray,
     lengths: Sequence[int],
-    truncated: Sequence[bool],
-    masks: Sequence[np.ndarray | None],
-    support_arrays: Sequence[tuple[np.ndarray, np.ndarray] | None],
-    texts: Sequence[str | None],
+    *others: Sequence[Any],
 ) -> GroupOutput:
     """Rebuild a group from the arguments that :func:`packed` returns; its samples are views of three tensors."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
-    mask_tensors = (None if mask is None else torch.tensor(mask) for mask in masks)
-    supports = (None if sets is None else SamplingSupport(*map(torch.tensor, sets)) for sets in support_arrays)
-    by_sample = zip(*columns, truncated, mask_tensors, [None] * len(lengths), supports, texts, strict=True)
-    return GroupOutput(group_id, tuple(Sample(*columns_of) for columns_of in by_sample))
+    by_sample = zip(*columns, *(map(_as_tensor, column) for column in others), strict=True)
+    return GroupOutput(group_id, tuple(Sample(*columns_of) for columns_of in by_sample), prompt_ids)
+
+
+def _as_array(value: Any) -> Any:
+    if isinstance(value, SamplingSupport):
+        return tuple(array.numpy() for array in value)
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return SamplingSupport(*map(torch.tensor, value))
+    return torch.tensor(value) if isinstance(value, np.ndarray) else value
 
 
 copyreg.pickle(GroupOutput, packed)  # type: ignore[arg-type]
