@@ -348,7 +348,7 @@ class Learner:
         """Change all trainable tensors in place, except those named in ``but``, until :meth:`restore`.
 
         The change is deterministic: about :data:`PROBE_SHARE` of each shard's elements, at least one, change sign
-        (zeros become 1). The originals take 3 to 5 % of the model's bytes. Call :meth:`restore` before a second call.
+        (zeros become 1). The originals take 3 to 5 % of the model's bytes.
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -368,7 +368,7 @@ class Learner:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the values that :meth:`perturb` changed, bit for bit; no-op if there are none."""
-        for tensor, indices, values in self.changed:
+        for tensor, indices, values in reversed(self.changed):  # a tensor may have been changed twice
             tensor.put_(indices, values)
         self.changed = []
 

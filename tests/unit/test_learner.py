@@ -91,6 +91,15 @@ def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, 
     assert largest_gap(whole, split) < 1e-5 * scale
 
 
+def test_two_perturbations_are_restored_together(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    before = weights(learner)
+    learner.perturb()
+    learner.perturb()
+    learner.restore()
+    assert largest_gap(weights(learner), before) == 0
+
+
 def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> None:
     learner, rows = make_learner(tmp_path), make_rows()
     one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
