@@ -479,7 +479,8 @@ class Learner:
         if self.settings.entropy_target is not None:
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
-        if not self.halved and state.get("halved_to") == self.half:  # another train.micro_batch_tokens was set
+        # not if another train.micro_batch_tokens was set; several ranks would split their rows among all ranks again
+        if self.ranks.size == 1 and not self.halved and state.get("halved_to") == self.half:
             self.halve()
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
