@@ -457,8 +457,3 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
             )
     success_above = config.reward.success_above if options.alone else None
     return JudgeRules(term, options.weight, rubric, options.reference, success_above)
-
-
-def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
-    """Return a function that returns the metrics of ``others``, and those of the judge if ``grader`` has one."""
-    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others
