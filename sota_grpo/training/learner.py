@@ -103,7 +103,7 @@ class Learner:
         self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # (tensor, changed positions, original values)
         #: Called before parameters or optimizer state change; waits for a checkpoint that is copying them.
         self.before_change: Callable[[], object] = lambda: None
-        self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
+        self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
@@ -134,7 +134,13 @@ class Learner:
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if tokens := share.scoring:
-            scores = self.within_memory(lambda: self._local(rows, self.fitting_scores(rows, tokens), self.log_probs))
+            scored = [index for micro, _ in tokens for index in micro]
+
+            def score() -> dict[int, Tensor]:  # micro-batches that were halved after they were planned are split again
+                micros = self._cut(rows, scored, self.settings.scoring_tokens) if self.halved else tokens
+                return self._local(rows, micros, self.log_probs)
+
+            scores = self.within_memory(score)
             if self.settings.recompute:
                 for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values
@@ -534,13 +540,6 @@ class Learner:
             micros = self._cut(rows, chosen, self.settings.micro_batch_tokens)
             planned += [Pass(micro, [weights[index] for index in micro], learns) for micro, _ in micros]
         return planned
-
-    def fitting_scores(
-        self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
-    ) -> Sequence[tuple[list[int], bool]]:
-        """Return ``scoring`` (forward-only micro-batches), split again if :meth:`halve` ran."""
-        chosen = [index for micro, _ in scoring for index in micro]
-        return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
 
     def _cut(self, rows: Sequence[Row], chosen: Sequence[int], token_budget: int) -> list[tuple[list[int], bool]]:
         return self.step_planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
