@@ -1,4 +1,4 @@
-"""Joins many tensors into few before they are pickled: learner states and sampled groups.
+"""Takes tensors out of learner states and sampled groups, and joins many into few before they are pickled.
 
 A group is pickled as three concatenated tensors instead of three per sample: unpickling a group of eight samples takes
 0.03 ms instead of 0.8 ms. Importing this module registers this for every pickle of a group, including Ray's.
@@ -7,23 +7,52 @@ A group is pickled as three concatenated tensors instead of three per sample: un
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, Sample, SamplingSupport
 
+_MARK = "stored_tensor"
 
-@dataclass(frozen=True)
-class _Tensor:
-    """Placeholder for the tensor ``name`` in a packed state."""
 
-    name: str
+def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a nested state into (state without tensors, {dotted name: tensor}); empty tensors stay, none is copied.
+
+    >>> emptied({"model": [torch.ones(1)], "step": 3})
+    ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def without(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel():
+            name = ".".join(path)
+            if name in tensors:
+                raise ValueError(f"two tensors of a state have the dotted name {name}; rename one of their keys")
+            tensors[name] = value
+            return {_MARK: name}
+        if isinstance(value, Mapping):
+            return {key: without(item, (*path, str(key))) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(without(item, (*path, str(index))) for index, item in enumerate(value))
+        return value
+
+    return without(state, ()), tensors
+
+
+def filled(rest: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo :func:`emptied`: replace each ``{"stored_tensor": name}`` in ``rest`` by ``tensors[name]``."""
+    if isinstance(rest, dict):
+        if rest.keys() == {_MARK}:
+            return tensors[rest[_MARK]]
+        return {key: filled(item, tensors) for key, item in rest.items()}
+    if isinstance(rest, (list, tuple)):
+        return type(rest)(filled(item, tensors) for item in rest)
+    return rest
 
 
 @dataclass(frozen=True)
@@ -40,22 +69,15 @@ class StatePack:
     @classmethod
     def of(cls, state: Any) -> StatePack:
         """Pack ``state``; its tensors are copied to the CPU."""
-        tensors: list[tuple[str, torch.Tensor]] = []
-
-        def emptied(value: torch.Tensor) -> _Tensor:
-            tensors.append((str(len(tensors)), value))
-            return _Tensor(tensors[-1][0])
-
-        rest = tree_map_only(torch.Tensor, emptied, state)
-        return cls(WeightPack.of(tensors), rest)
+        rest, tensors = emptied(state)
+        return cls(WeightPack.of(tensors.items()), rest)
 
     def state(self, *, views: bool = False) -> Any:
         """Return the packed state; its tensors are copies, or with ``views`` read-only views of the buffer.
 
         ``torch.save`` refuses views, because tensors of different dtypes share one storage.
         """
-        tensors = {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()}
-        return tree_map_only(_Tensor, lambda value: tensors[value.name], self.rest)
+        return filled(self.rest, {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()})
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
