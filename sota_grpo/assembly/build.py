@@ -282,6 +282,7 @@ def make_weight_sync(
     :class:`~sota_grpo.source.weight_sync.EngineWeightSync`.
     """
     weights: Callable[[], Any]
+    whole: Callable[..., Any]
     if isinstance(trained, RemoteLearner):
         weights = lambda: trained.weights(dtype=engine.weight_dtype)  # noqa: E731
         whole, adapter = trained.weights, trained.adapter
