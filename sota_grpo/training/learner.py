@@ -231,12 +231,6 @@ class Learner:
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
         """Run micro-batches without a GPU sync; return summed losses and diagnostics, gradients in ``.grad``."""
-        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
-            return self._run_passes(rows, passes)
-
-    def _run_passes(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """Do the work of :meth:`_run`, which has cast the weights."""
-        threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -248,18 +242,20 @@ class Learner:
                 totals[name] = totals.get(name, 0) + value.detach()
 
         largest: list[Tensor] = []
-        for index, (micro, weights, learns) in enumerate(passes, start=1):
-            if self.ranks.size > 1:
-                reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
-            batch = self.padded([rows[position] for position in micro], weights)
-            with self.autocast(), torch.set_grad_enabled(learns):
-                out = self.loss(batch)
-            terms = {name: value for name, value in out.items() if name.startswith("loss_")}
-            if learns:
-                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            add(losses, terms)
-            add(sums, dict(out.sums.items()))
-            largest.append(out.gradient_squared_max)
+        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
+            threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
+            for index, (micro, weights, learns) in enumerate(passes, start=1):
+                if self.ranks.size > 1:
+                    reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
+                batch = self.padded([rows[position] for position in micro], weights)
+                with self.autocast(), torch.set_grad_enabled(learns):
+                    out = self.loss(batch)
+                terms = {name: value for name, value in out.items() if name.startswith("loss_")}
+                if learns:
+                    self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+                add(losses, terms)
+                add(sums, dict(out.sums.items()))
+                largest.append(out.gradient_squared_max)
         top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
