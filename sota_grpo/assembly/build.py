@@ -47,7 +47,6 @@ from sota_grpo.assembly.sampling import (
     dialog_rules,
     engine_dtype,
     engine_options,
-    judge_metrics,
     make_sampling,
     max_model_len,
     open_env,
@@ -75,6 +74,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, task_grader
+from sota_grpo.rewards.judge.client import JudgedGrader
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
@@ -160,7 +160,9 @@ def build(
             as_table=True,
             **options,
         )
-        collector.metrics_extra = judge_metrics(env.grader, collector.metrics_extra)
+        if isinstance(judge := env.grader, JudgedGrader):
+            others = collector.metrics_extra
+            collector.metrics_extra = lambda: {**others(), **judge.metrics()}
         opened.callback(collector.close)
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
@@ -269,17 +271,27 @@ def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
 
 
 def make_weight_sync(
-    config: Config, model: nn.Module, engine: SteppingEngine, *, make_room: Callable[[], object] | None = None
+    config: Config,
+    trained: nn.Module | RemoteLearner,
+    engine: SteppingEngine | FleetEngine,
+    make_room: Callable[[], object] | None = None,
 ) -> EngineWeightSync:
-    """Return the weight sync of ``model`` to an engine in this process; ``make_room``: see EngineWeightSync."""
-    weights = lambda: model.state_dict().items()  # noqa: E731  # a tied head has its own name
-    return _synced(config, engine, make_room, weights, partial(engine_weights, model), partial(adapter_pack, model))
+    """Return the sync of a model's weights (of a RemoteLearner: in its ranks) to ``engine``, in packs to workers.
 
-
-def _synced(
-    config: Config, engine: SteppingEngine | FleetEngine, make_room: Any, weights: Any, whole: Any, adapter: Any
-) -> EngineWeightSync:
-    """Return the sync of ``weights``; under LoRA of the ``adapter`` alone if supported, else of merged weights."""
+    Under LoRA only the adapter is sent if the engine supports that, else merged weights. ``make_room``: see
+    :class:`~sota_grpo.source.weight_sync.EngineWeightSync`.
+    """
+    weights: Callable[[], Any]
+    whole: Callable[..., Any]
+    if isinstance(trained, RemoteLearner):
+        weights = lambda: trained.weights(dtype=engine.weight_dtype)  # noqa: E731
+        whole, adapter = trained.weights, trained.adapter
+    elif isinstance(engine, FleetEngine):
+        weights = lambda: WeightPack.of(trained.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
+        whole, adapter = partial(packed_weights, trained), partial(adapter_pack, trained)
+    else:
+        weights = lambda: trained.state_dict().items()  # noqa: E731  # a tied head has its own name
+        whole, adapter = partial(engine_weights, trained), partial(adapter_pack, trained)
     if not config.train_model.lora.enabled:
         return EngineWeightSync(weights, engine, make_room)
     if not (engine.takes_adapters or config.inference_model.serve_adapter):
@@ -306,7 +318,7 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
         opened.callback(reference.close)
     transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type)
     make_room = learner.give_back if share_device else None
-    weight_sync = make_weight_sync(config, learner.policy.model, engine, make_room=make_room)
+    weight_sync = make_weight_sync(config, learner.policy.model, engine, make_room)
     return engine, learner, weight_sync, transforms, {"sleep_engine": share_device, "postproc": timed(transforms)}
 
 
@@ -377,7 +389,9 @@ def _make_in_workers(
             "group_transforms": [transform for _, transform in make_overlong(config)],
             "reference": reference.submit if reference else None,
         }
-    return engine, learner, _weight_sync(config, plan, engine, learner), transforms, options
+    trained = learner if isinstance(learner, RemoteLearner) else learner.policy.model
+    weight_sync = make_weight_sync(config, trained, engine, learner.give_back if plan.shared else None)
+    return engine, learner, weight_sync, transforms, options
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
@@ -413,14 +427,3 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         start_silence_s=config.ray.timeout_s,
     )
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
-
-
-def _weight_sync(config: Config, plan: Plan, engine: FleetEngine, learner: Learner | RemoteLearner) -> EngineWeightSync:
-    """Return the weight sync from the learner, in this process or in rank processes, to engines in workers."""
-    make_room = learner.give_back if plan.shared else None
-    if isinstance(learner, RemoteLearner):
-        weights = lambda: learner.weights(dtype=engine.weight_dtype)  # noqa: E731
-        return _synced(config, engine, make_room, weights, learner.weights, learner.adapter)
-    model = learner.policy.model
-    packed = lambda: WeightPack.of(model.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
-    return _synced(config, engine, make_room, packed, partial(packed_weights, model), partial(adapter_pack, model))

@@ -356,6 +356,8 @@ def engine_options(
         gpu_memory_utilization=inference.gpu_memory_utilization,
         tensor_parallel_size=inference.tensor_parallel_size,
         trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        load_kwargs=config.model.load_kwargs,
         seed=config.seed,
         stop=tuple(inference.stop),
         adapter_rank=config.train_model.lora.r if inference.serve_adapter else 0,
@@ -371,13 +373,14 @@ def engine_options(
         refuse_arguments(options, on_cpu=device_type == "cpu")
     if not is_server(engine):
         return options
+    limit_s = config.ray.timeout_s
     return replace(
         options,
         url=config.engine.url,
         api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
-        deadlines=Deadlines(control=config.ray.timeout_s),
+        deadlines=Deadlines(control=limit_s, push=limit_s, start=limit_s),
     )
 
 
@@ -454,8 +457,3 @@ def _rules_of(config: Config, term: str) -> JudgeRules:
             )
     success_above = config.reward.success_above if options.alone else None
     return JudgeRules(term, options.weight, rubric, options.reference, success_above)
-
-
-def judge_metrics(grader: Grader, others: Callable[[], Mapping[str, float]]) -> Callable[[], Mapping[str, float]]:
-    """Return a function that returns the metrics of ``others``, and those of the judge if ``grader`` has one."""
-    return (lambda: {**others(), **grader.metrics()}) if isinstance(grader, JudgedGrader) else others

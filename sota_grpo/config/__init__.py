@@ -262,7 +262,7 @@ class ModelConfig:
     )
     size: str = opt("1.5B", "parameters of the Qwen model, if model.name is null", SIZES)
     attn_implementation: str | None = opt(None, "sdpa, eager, ..: with padded rows; null: packed rows, if supported")
-    load_kwargs: Any = opt(None, "further from_pretrained arguments, not of the engine, as {use_safetensors: true}")
+    load_kwargs: Any = opt(None, "further from_pretrained arguments, not of vLLM or SGLang, as {use_safetensors: true}")
     trust_remote_code: bool = opt(False, "run the Python code in the model's folder")
     quantization: str | None = opt(None, "QLoRA: quantise frozen weights to 4 bits (bitsandbytes)", ("nf4", "fp4"))
 

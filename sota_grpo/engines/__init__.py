@@ -75,7 +75,7 @@ class EngineOptions:
         max_model_len: context in tokens; None: the maximum of the model or the server.
         max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, a server refuses it.
         trust_remote_code: run Python code from the model's repository.
-        attn_implementation: attention implementation of the transformers engine's model.
+        attn_implementation, load_kwargs: see :func:`sota_grpo.policy.load.load_model` (transformers).
         gpu_memory_utilization: fraction of GPU memory for weights and KV cache (vLLM and servers; unused on a CPU).
         tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). vLLM spawns a process per GPU,
             which imports the main module again: a script needs ``if __name__ == "__main__":``.
@@ -106,6 +106,7 @@ class EngineOptions:
     max_rows: int = 256
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+    load_kwargs: Mapping[str, Any] | None = None
     gpu_memory_utilization: float = 0.5
     tensor_parallel_size: int = 1
     seed: int = 0

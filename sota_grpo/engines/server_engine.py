@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
-from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,8 +35,8 @@ from sota_grpo.engines.vllm_server import (
     KEY_VARIABLE,
     RequireKey,
     WeightSums,
+    command_line,
     engine_arguments,
-    flag,
     sampling_parameters,
 )
 from sota_grpo.errors import RunFailed, UserError
@@ -253,7 +252,7 @@ class ServerEngine(SteppingEngine):
             *("--served-model-name", "policy", "--tokens-only", "--disable-uvicorn-access-log"),
             *("--model", options.model_path, "--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"),
             *("--worker-extension-cls", f"{WeightSums.__module__}.{WeightSums.__name__}"),
-            *chain.from_iterable(starmap(flag, engine_arguments(options, on_cpu=on_cpu).items())),
+            *command_line(engine_arguments(options, on_cpu=on_cpu)),
         ]
 
     @staticmethod
@@ -306,7 +305,7 @@ class ServerEngine(SteppingEngine):
                         if time.monotonic() > deadline:
                             raise ServerLate(
                                 f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
-                                f"see its output in {log_path}."
+                                f"see its output in {log_path}, or raise ray.timeout_s (deadlines.start)."
                             ) from error
                         time.sleep(_POLL_S)
                     else:

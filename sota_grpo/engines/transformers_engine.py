@@ -452,11 +452,11 @@ class TransformersEngine(SteppingEngine):
         """
         model = self._model  # before the check: another thread may close this at any time
         self._require_open()
-        tensors = model.state_dict()
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         pushed = checked_weights(self.whole(weights), shapes, self._tied, tied_required=False)
         with self._between_steps():
             self._require_open()
+            tensors = model.state_dict()  # sleep and wake replace them
             for name, tensor in pushed.items():
                 if name not in self._tied:
                     tensors[name].copy_(tensor)
@@ -464,8 +464,8 @@ class TransformersEngine(SteppingEngine):
 
     def weight_sums(self) -> dict[str, dict[str, Checksum]]:
         """Return ``{"transformers": {weight's name: checksum}}`` of every weight."""
-        self._require_open()
         with self._between_steps():
+            self._require_open()
             return {self.name: {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}}
 
     def _free_memory(self) -> None:
@@ -488,6 +488,7 @@ def transformers_engine(options: EngineOptions) -> TransformersEngine:
         dtype=options.dtype,  # type: ignore[arg-type]
         trust_remote_code=options.trust_remote_code,
         attn_implementation=options.attn_implementation,
+        load_kwargs=options.load_kwargs,
     )
     return TransformersEngine(
         model,

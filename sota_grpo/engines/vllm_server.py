@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -188,22 +188,22 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
             raise UserError(f"vLLM has no argument {name} (inference_model.engine_kwargs); {hint}")
 
 
-def flag(name: str, value: Any) -> tuple[str, ...]:
-    """Return an argument of vLLM's ``LLM`` as command-line arguments of the server.
+def command_line(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield arguments of vLLM's ``LLM`` as command-line arguments of the server.
 
-    >>> flag("block_size", 32), flag("enforce_eager", False), flag("max_model_len", None)
-    (('--block-size', '32'), ('--no-enforce-eager',), ())
-    >>> flag("compilation_config", {"level": 0}), flag("ignore_patterns", ["a", "b"])
-    (('--compilation-config', '{"level": 0}'), ('--ignore-patterns', 'a', 'b'))
+    >>> list(command_line({"block_size": 32, "enforce_eager": False, "max_model_len": None}))
+    ['--block-size', '32', '--no-enforce-eager']
+    >>> list(command_line({"compilation_config": {"level": 0}, "ignore_patterns": ["a", "b"]}))
+    ['--compilation-config', '{"level": 0}', '--ignore-patterns', 'a', 'b']
     """
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return (f"--{flag}" if value else f"--no-{flag}",)
-    if isinstance(value, Mapping):
-        return (f"--{flag}", json.dumps(value))
-    if isinstance(value, (list, tuple)):
-        return (f"--{flag}", *map(str, value))
-    return () if value is None else (f"--{flag}", str(value))
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        yield f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        if isinstance(value, (list, tuple)):
+            yield from map(str, value)
+        elif not isinstance(value, bool):
+            yield json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 def sampling_parameters(

@@ -26,10 +26,10 @@ class Rates:
     """Options of ``optimizer`` in the config from which an optimizer is built."""
 
     lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.95  # of Muon, for matrices
 
     @property
     def adamw(self) -> dict[str, Any]:

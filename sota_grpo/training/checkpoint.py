@@ -45,6 +45,7 @@ from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFil
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
+from sota_grpo.workers.packing import emptied, filled
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -361,9 +362,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-_MARK = "stored_tensor"
-
-
 @dataclass(frozen=True)
 class Shards:
     """The files that the learner's ranks are writing for one checkpoint, in ``folder``.
@@ -380,41 +378,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
     return copy
-
-
-def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a nested state into (state without tensors, {dotted name: tensor}); empty tensors stay, none is copied.
-
-    >>> emptied({"model": [torch.ones(1)], "step": 3})
-    ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
-    """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def without(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel():
-            name = ".".join(path)
-            if name in tensors:
-                raise ValueError(f"two tensors of a state have the dotted name {name}; rename one of their keys")
-            tensors[name] = value
-            return {_MARK: name}
-        if isinstance(value, Mapping):
-            return {key: without(item, (*path, str(key))) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(without(item, (*path, str(index))) for index, item in enumerate(value))
-        return value
-
-    return without(state, ()), tensors
-
-
-def filled(rest: Any, tensors: Mapping[str, StoredTensor]) -> Any:
-    """Undo :func:`emptied`: replace each ``{"stored_tensor": name}`` in ``rest`` by ``tensors[name]``."""
-    if isinstance(rest, dict):
-        if rest.keys() == {_MARK}:
-            return tensors[rest[_MARK]]
-        return {key: filled(item, tensors) for key, item in rest.items()}
-    if isinstance(rest, (list, tuple)):
-        return type(rest)(filled(item, tensors) for item in rest)
-    return rest
 
 
 class ShardWriter:

@@ -103,7 +103,7 @@ class Learner:
         self.changed: list[tuple[Tensor, Tensor, Tensor]] = []  # (tensor, changed positions, original values)
         #: Called before parameters or optimizer state change; waits for a checkpoint that is copying them.
         self.before_change: Callable[[], object] = lambda: None
-        self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings.rates)
+        self.optimizer = make_optimizer(settings.optimizer, self.parameters, layer_matrices(policy), settings)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, settings)
         )
@@ -134,7 +134,13 @@ class Learner:
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if tokens := share.scoring:
-            scores = self.within_memory(lambda: self._local(rows, self.fitting_scores(rows, tokens), self.log_probs))
+            scored = [index for micro, _ in tokens for index in micro]
+
+            def score() -> dict[int, Tensor]:  # micro-batches that were halved after they were planned are split again
+                micros = self._cut(rows, scored, self.settings.scoring_tokens) if self.halved else tokens
+                return self._local(rows, micros, self.log_probs)
+
+            scores = self.within_memory(score)
             if self.settings.recompute:
                 for row, values in zip(rows, self._whole(scores, share.positions, share.lengths), strict=True):
                     row[keys.PROXIMAL_LOG_PROBS] = values
@@ -225,12 +231,6 @@ class Learner:
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
         """Run micro-batches without a GPU sync; return summed losses and diagnostics, gradients in ``.grad``."""
-        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
-            return self._run_passes(rows, passes)
-
-    def _run_passes(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """Do the work of :meth:`_run`, which has cast the weights."""
-        threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -242,18 +242,20 @@ class Learner:
                 totals[name] = totals.get(name, 0) + value.detach()
 
         largest: list[Tensor] = []
-        for index, (micro, weights, learns) in enumerate(passes, start=1):
-            if self.ranks.size > 1:
-                reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
-            batch = self.padded([rows[position] for position in micro], weights)
-            with self.autocast(), torch.set_grad_enabled(learns):
-                out = self.loss(batch)
-            terms = {name: value for name, value in out.items() if name.startswith("loss_")}
-            if learns:
-                self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            add(losses, terms)
-            add(sums, dict(out.sums.items()))
-            largest.append(out.gradient_squared_max)
+        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
+            threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
+            for index, (micro, weights, learns) in enumerate(passes, start=1):
+                if self.ranks.size > 1:
+                    reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
+                batch = self.padded([rows[position] for position in micro], weights)
+                with self.autocast(), torch.set_grad_enabled(learns):
+                    out = self.loss(batch)
+                terms = {name: value for name, value in out.items() if name.startswith("loss_")}
+                if learns:
+                    self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+                add(losses, terms)
+                add(sums, dict(out.sums.items()))
+                largest.append(out.gradient_squared_max)
         top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
@@ -348,7 +350,7 @@ class Learner:
         """Change all trainable tensors in place, except those named in ``but``, until :meth:`restore`.
 
         The change is deterministic: about :data:`PROBE_SHARE` of each shard's elements, at least one, change sign
-        (zeros become 1). The originals take 3 to 5 % of the model's bytes. Call :meth:`restore` before a second call.
+        (zeros become 1). The originals take 3 to 5 % of the model's bytes.
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -368,7 +370,7 @@ class Learner:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the values that :meth:`perturb` changed, bit for bit; no-op if there are none."""
-        for tensor, indices, values in self.changed:
+        for tensor, indices, values in reversed(self.changed):  # a tensor may have been changed twice
             tensor.put_(indices, values)
         self.changed = []
 
@@ -479,7 +481,8 @@ class Learner:
         if self.settings.entropy_target is not None:
             self.entropy_coef, applied = state["entropy_coef"]
             self._apply_entropy_coef(applied)
-        if not self.halved and state.get("halved_to") == self.half:  # another train.micro_batch_tokens was set
+        # not if another train.micro_batch_tokens was set; several ranks would split their rows among all ranks again
+        if self.ranks.size == 1 and not self.halved and state.get("halved_to") == self.half:
             self.halve()
         self.version = state["version"]
         self.optimizer_steps = state["optimizer_steps"]
@@ -533,13 +536,6 @@ class Learner:
             micros = self._cut(rows, chosen, self.settings.micro_batch_tokens)
             planned += [Pass(micro, [weights[index] for index in micro], learns) for micro, _ in micros]
         return planned
-
-    def fitting_scores(
-        self, rows: Sequence[Row], scoring: Sequence[tuple[list[int], bool]]
-    ) -> Sequence[tuple[list[int], bool]]:
-        """Return ``scoring`` (forward-only micro-batches), split again if :meth:`halve` ran."""
-        chosen = [index for micro, _ in scoring for index in micro]
-        return self._cut(rows, chosen, self.settings.scoring_tokens) if self.halved else scoring
 
     def _cut(self, rows: Sequence[Row], chosen: Sequence[int], token_budget: int) -> list[tuple[list[int], bool]]:
         return self.step_planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]

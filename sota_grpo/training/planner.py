@@ -30,12 +30,11 @@ from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 
 
-@dataclass(frozen=True)
-class LearnerSettings:
-    """Settings of optimizer steps; most are options of the config (``optimizer``, ``train``).
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings(Rates):
+    """Settings of optimizer steps, rates included; most are options of the config (``optimizer``, ``train``).
 
     Args:
-        lr, weight_decay, betas, eps: options of AdamW; Muon uses ``momentum`` for matrices.
         clip_grad_norm: largest gradient norm; 0 disables clipping.
         schedule: ``constant``, or ``linear`` or ``cosine`` decay to 0 at optimizer step ``total_steps``; each after a
             linear rise over ``warmup_steps`` optimizer steps.
@@ -52,15 +51,10 @@ class LearnerSettings:
         precision: ``fp32``, or ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """
 
-    lr: float
     total_steps: int
     optim_batch_size: int
     optim_groups: int | None = None
     optimizer: str = "adamw"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.95
     clip_grad_norm: float = 1.0
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -80,10 +74,6 @@ class LearnerSettings:
     @property
     def scoring_tokens(self) -> int:
         return self.forward_tokens or self.micro_batch_tokens
-
-    @property
-    def rates(self) -> Rates:
-        return Rates(self.lr, self.weight_decay, self.betas, self.eps, self.momentum)
 
 
 def learning_rate_factor(step: int, settings: LearnerSettings) -> float:

@@ -443,14 +443,13 @@ class Start:
 
     limit_s: float
     began_s: float
-    is_pinged: bool = False
 
     def __post_init__(self) -> None:
         self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
         """Record for :meth:`verdict` that the worker answered at ``now_s`` and was idle for ``idle_s``."""
-        self.is_pinged, self.answered_s, self.worked_s = False, now_s, max(self.worked_s, now_s - idle_s)
+        self.answered_s, self.worked_s = now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
         """Return why the start has failed; None if the caller should keep waiting.

@@ -12,7 +12,7 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.text import one_line, sentence
-from sota_grpo.workers.base import WorkerSpec, pending_future, starter
+from sota_grpo.workers.base import WorkerDied, WorkerSpec, pending_future, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
 from sota_grpo.workers.processes import ProcessLauncher
 
@@ -141,8 +141,10 @@ class Instances:
         """
         key = next(self._keys)
         with self._lock:
+            if self._is_closed:
+                return _failed(WorkerDied("the environments were closed"))
             loads = Counter([*self._worker_of.values()])
-            if not self._is_closed and all(loads[worker] >= self._per_worker for worker in self.workers):
+            if all(loads[worker] >= self._per_worker for worker in self.workers):
                 self._add_worker()
             worker = self._worker_of[key] = min(self.workers, key=loads.__getitem__)
 
@@ -205,9 +207,7 @@ class Instances:
         worker = self._worker_of.get(key)
         if worker is not None:
             return worker.start(request(worker))
-        lost = pending_future()
-        lost.set_exception(InstanceLost("it was finished or dropped, or its worker process died"))
-        return lost
+        return _failed(InstanceLost("it was finished or dropped, or its worker process died"))
 
     async def _request(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
         try:
@@ -217,6 +217,12 @@ class Instances:
                 raise
             self.drop(key)
             raise InstanceLost(_loss(error, self._timeout_s)) from None
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future = pending_future()
+    future.set_exception(error)
+    return future
 
 
 def _loss(error: BaseException, timeout_s: float) -> str:

@@ -332,6 +332,25 @@ def test_an_engine_that_is_closed_while_weights_arrive_says_so():
     assert engine.version == 0
 
 
+def test_weights_reach_an_engine_that_sleeps_while_they_arrive():
+    model = tiny_model()
+    engine, weights = hf_engine(model), changed_weights(model)
+
+    def moved() -> None:  # as between devices: the tensors are others
+        for parameter in engine._model.parameters():
+            parameter.data = parameter.data.clone()
+
+    engine._can_sleep, engine._free_memory = True, moved
+
+    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights.items()
+        engine.sleep()
+
+    engine.update_weights(arriving(), 1)
+    actual = engine._model.state_dict()
+    assert all(torch.equal(actual[name], value) for name, value in weights.items())
+
+
 def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
     engine = hf_engine(tiny_model())
     waiting = engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from copy import copy
 from dataclasses import fields
 
 import cloudpickle
@@ -26,10 +27,12 @@ def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:
             torch.randint(-1, 1 << 40, (length,)),
             bool(length % 3),
             mask(length),
+            record={"replies": [length]} if dialogs else None,
+            parents=torch.arange(length) if dialogs and length > 1 else None,
         )
         for length in lengths
     ]
-    return GroupOutput(1 << 50, tuple(samples))
+    return GroupOutput(1 << 50, tuple(samples), (5, 6) if dialogs else None)
 
 
 def through_a_pipe(group: GroupOutput) -> GroupOutput:
@@ -40,13 +43,13 @@ def through_a_pipe(group: GroupOutput) -> GroupOutput:
 @pytest.mark.parametrize("dialogs", [False, True])
 @pytest.mark.parametrize(
     "travel",
-    [through_a_pipe, lambda group: pickle.loads(pickle.dumps(group)), lambda g: pickle.loads(cloudpickle.dumps(g))],
-    ids=["pipe", "pickle", "cloudpickle"],
+    [through_a_pipe, lambda g: pickle.loads(pickle.dumps(g)), lambda g: pickle.loads(cloudpickle.dumps(g)), copy],
+    ids=["pipe", "pickle", "cloudpickle", "copy"],
 )
 def test_a_group_arrives_as_it_was_sent(travel, dialogs: bool):
     group = some_group(1, 7, 3, 4, dialogs=dialogs)
     actual = travel(group)
-    assert actual.group_id == group.group_id
+    assert (actual.group_id, actual.prompt_ids) == (group.group_id, group.prompt_ids)
     assert actual.samples[0].truncated is group.samples[0].truncated
     for sample, expected in zip(actual.samples, group.samples, strict=True):
         for name in (field.name for field in fields(Sample)):

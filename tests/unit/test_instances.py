@@ -290,6 +290,12 @@ def test_closing_ends_everything_at_once(make: Callable[..., Instances], tmp_pat
     instances.drop(keys[0])
 
 
+def test_instances_that_never_started_open_nothing_once_they_are_closed(make: Callable[..., Instances]) -> None:
+    instances = make()
+    instances.close()
+    assert isinstance(instances.open({}).exception(), WorkerDied)
+
+
 def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances], tmp_path: Path) -> None:
     make().close()  # for the variable
     script, note = tmp_path / "trainer.py", tmp_path / "pid"

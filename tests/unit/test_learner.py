@@ -18,6 +18,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
+from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.table import RowTable, row_list
@@ -89,6 +90,15 @@ def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, 
     whole, split = (learner.gradient(rows, token_budget=size) for size in (1 << 20, budget))
     scale = max(float(grad.abs().max()) for grad in whole.values())
     assert largest_gap(whole, split) < 1e-5 * scale
+
+
+def test_two_perturbations_are_restored_together(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path)
+    before = weights(learner)
+    learner.perturb()
+    learner.perturb()
+    learner.restore()
+    assert largest_gap(weights(learner), before) == 0
 
 
 def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> None:
@@ -214,13 +224,16 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
     assert largest_gap(before, weights(learner)) == 0
 
 
-@pytest.mark.parametrize(("budget", "expected"), [(26, 13), (20, 20)])
-def test_a_resumed_run_has_the_micro_batches_that_were_halved(budget: int, expected: int, tmp_path: Path) -> None:
-    """Unless it was given others."""
+@pytest.mark.parametrize(("budget", "ranks", "expected"), [(26, 1, 13), (20, 1, 20), (26, 2, 26)])
+def test_a_resumed_run_has_the_micro_batches_that_were_halved(
+    budget: int, ranks: int, expected: int, tmp_path: Path
+) -> None:
+    """Unless it has others, or several ranks, which would split their own rows among all ranks again."""
     halved = make_learner(tmp_path, micro_batch_tokens=26)
     out_of_memory_at({0}, halved)
     halved.update(lazy_stack(siblings()))
     resumed = make_learner(tmp_path, micro_batch_tokens=budget)
+    resumed.ranks = Ranks(size=ranks)
     resumed.load_state_dict(halved.state_dict())
     assert (resumed.settings.micro_batch_tokens, resumed.halved) == (expected, expected == 13)
 

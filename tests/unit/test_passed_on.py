@@ -23,6 +23,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.migration.verl import Facts, verl_options, verl_script
 from sota_grpo.policy.load import TINY, load_tokenizer
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.workers.rollout import rollout_worker
 from tests.config.test_config import composed
 
 THINKS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
@@ -171,6 +172,31 @@ def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPa
     make_model(config, torch.device("cpu"))
     assert calls == [True]
     assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
+
+
+def test_an_engine_in_a_worker_loads_its_model_as_the_learner_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    seen: list[Any] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        model, info = load(*args, **options)
+        seen.append((options["use_safetensors"], model.config._attn_implementation))
+        return model, info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}", "model.attn_implementation=eager")
+    rollout_worker(engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)).close()
+    assert seen == [(True, "eager")]
+
+
+def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers(tmp_path: Path) -> None:
+    config = composed("grpo_cpu", "engine=vllm_server", "ray.timeout_s=1800")
+    limits = engine_options(config, "vllm_server", "cpu", load_tokenizer(TINY), tmp_path).deadlines
+    assert (limits.start, limits.push, limits.control) == (1800.0, 1800.0, 1800.0)
 
 
 def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:

@@ -25,9 +25,10 @@ from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Piece, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
-from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter, filled
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.base import WorkerDied, WorkerThread
+from sota_grpo.workers.packing import filled
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
