@@ -150,8 +150,6 @@ _DECLARED = (
     Metric("time/wait_s", "sum", "Time in which the learner waited for a batch; other phases run concurrently.", "s"),
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
-    Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
-    Metric("time/store_s", "sum", "Time to measure and write the steps that are stored whole in steps/.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
     Metric("system/memory_gib", "last", "Resident memory of the run's own process.", "GiB"),
     Metric("system/host_memory", "last", "Fraction of this machine's memory in use.", "fraction"),
