@@ -10,9 +10,9 @@ import difflib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Reduction = Literal["mean", "max", "sum", "last"]
 
@@ -223,6 +223,11 @@ def is_number(value: object) -> bool:
     (True, True, False, False)
     """
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def responses_trained(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of responses trained on in the steps of ``rows`` of ``metrics.jsonl``; 0 if none has it."""
+    return int(max((row["dialog_turns"] for row in rows if is_number(row.get("dialog_turns"))), default=0))
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

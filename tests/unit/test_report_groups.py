@@ -252,13 +252,14 @@ def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
 
 
 def test_errors_by_hand() -> None:
-    """64 responses per step: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
-    row = {"step": 3, "dialog_turns": 256, "reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0}
-    actual = curves(run_of(row | {"eval/accuracy": 0.5, "eval/stderr": 0.03}))["errors"]
-    assert actual["reward"]["v"] == [0.05]
-    assert actual["success"]["v"] == [round(math.sqrt(0.1875 / 64), 6)]
-    assert actual["truncated"]["v"] == [0]
-    assert actual["eval/accuracy"]["v"] == [0.03]
+    """A step of 16 responses: 0.4 / 4; then one of 64: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
+    row = {"reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0, "eval/accuracy": 0.5}
+    rows = [row | {"step": step, "dialog_turns": count, "eval/stderr": 0.03} for step, count in ((2, 16), (3, 80))]
+    actual = curves(run_of(*rows))["errors"]
+    assert actual["reward"]["v"] == [0.1, 0.05]
+    assert actual["success"]["v"][1] == round(math.sqrt(0.1875 / 64), 6)
+    assert actual["truncated"]["v"] == [0, 0]
+    assert actual["eval/accuracy"]["v"] == [0.03, 0.03]
     assert "eval/avg_at_k" not in actual
 
 

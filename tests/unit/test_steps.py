@@ -312,8 +312,8 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
     watch = ZeroAdvantageWatch(total)
     with caplog.at_level(logging.WARNING):
         for step, advantage in enumerate(advantages):
-            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
-            watch.look(step, row)
+            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed}
+            watch.look(step, row, responses=8)
     return [record.getMessage() for record in caplog.records]
 
 
