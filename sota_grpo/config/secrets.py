@@ -40,9 +40,12 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
             if token.lower() not in ("", "null"):
                 os.environ[TOKENS[match[1]]] = _checked(TOKENS[match[1]], token)
         elif elsewhere := _ELSEWHERE.search(override):
-            option = next(option for option in TOKENS if option.endswith(elsewhere[1]))
-            variable = TOKENS[option]
-            raise UserError(f"Give {WHAT[variable]} only as {option}=TOKEN, or set the variable {variable}.")
+            if elsewhere[1] == "hub_token":
+                raise UserError(f"Give {WHAT[VARIABLE]} only as model.hub_token=TOKEN, or set the variable {VARIABLE}.")
+            raise UserError(
+                f"An api_key in this option would be saved; give {WHAT[API_KEY]} as engine.api_key=TOKEN or in "
+                f"{API_KEY}, {WHAT[JUDGE_KEY]} in {JUDGE_KEY}."
+            )
         else:
             others.append(override)
     require_tokens()
