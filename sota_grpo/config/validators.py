@@ -216,7 +216,7 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
         yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
-    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment or env.agent):
+    if env.max_steps > 1 and not (env.reasoning or replies(env.dataset) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
 
@@ -240,7 +240,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} is no FILE.py:NAME; give a file, a colon and a name defined in it{servers}."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, but env.max_steps=1 leaves no turn for their results; use 4."
-    if env.reasoning or replies(config):
+    if env.reasoning or replies(env.dataset):
         other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
 
