@@ -7,9 +7,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
+from sota_grpo.recording.machine import installed_versions
 from sota_grpo.recording.metrics import responses_trained
 from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, INPUTS, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
@@ -194,13 +194,7 @@ _AMOUNTS = (
 _PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = (
-    "env.",
-    "reward.",
-    "seed",
-    "eval.num_samples",
-    "eval.avg_at_k",
-    "inference_model.max_tokens",
-    "eval.max_tokens",
+    *("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "eval.max_tokens", "inference_model.max_tokens"),
 )
 _NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
@@ -371,8 +365,5 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
 
 def _versions() -> dict[str, str]:
     """Return the versions of the installed packages that trained the model."""
-    versions = {"sota_grpo": "(not installed)"}  # run from its source folder
-    for name in ("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    here = {"sota_grpo": "(not installed)"}  # run from its source folder
+    return here | installed_versions(("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"))
