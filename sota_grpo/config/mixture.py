@@ -137,10 +137,8 @@ def replies(task: str) -> bool:
 
 def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[str, int]:
     """Return {task: ``value(entry)``} of a mixture, sorted by name; without a mixture, of an empty entry."""
-    mixture = config.env.mixture
-    return (
-        {config.env.dataset: value({})} if mixture is None else {name: value(mixture[name]) for name in sorted(mixture)}
-    )
+    entries = {config.env.dataset: {}} if config.env.mixture is None else config.env.mixture
+    return {name: value(entries[name]) for name in sorted(entries)}
 
 
 def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:

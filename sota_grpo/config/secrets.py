@@ -39,13 +39,10 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
             token = match[2].strip().strip("'\"")
             if token.lower() not in ("", "null"):
                 os.environ[TOKENS[match[1]]] = _checked(TOKENS[match[1]], token)
-        elif elsewhere := _ELSEWHERE.search(override):
-            if elsewhere[1] == "hub_token":
-                raise UserError(f"Give {WHAT[VARIABLE]} only as model.hub_token=TOKEN, or set the variable {VARIABLE}.")
-            raise UserError(
-                f"An api_key in this option would be saved; give {WHAT[API_KEY]} as engine.api_key=TOKEN or in "
-                f"{API_KEY}, {WHAT[JUDGE_KEY]} in {JUDGE_KEY}."
-            )
+        elif _ELSEWHERE.search(override):
+            given = [f"{WHAT[variable]} as {option}=TOKEN or in {variable}" for option, variable in TOKENS.items()]
+            ways = ", ".join([*given, f"{WHAT[JUDGE_KEY]} in {JUDGE_KEY}"])
+            raise UserError(f"This option would save a token or key; give {ways}.")
         else:
             others.append(override)
     require_tokens()

@@ -64,10 +64,7 @@ REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accura
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
 #: The standard error of a metric: a description, and a function of the step's row and number of responses.
 BANDS: dict[str, tuple[str, Callable[[Row, float], float | None]]] = {
-    "reward": (
-        "reward/std over the root of the number of responses",
-        lambda row, n: _of_mean(row.get("reward/std"), n),
-    ),
+    "reward": ("reward/std over the root of the number of responses", lambda row, n: _stderr(row.get("reward/std"), n)),
     "success": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("success"), n)),
     "truncated": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("truncated"), n)),
     "eval/accuracy": ("eval/stderr, over problems", lambda row, _: row.get("eval/stderr")),
@@ -411,11 +408,11 @@ def _number(row: Row, name: str) -> float:
     return number(row.get(name), digits=15) or 0.0
 
 
-def _of_mean(std: Any, count: float) -> float | None:
+def _stderr(std: Any, count: float) -> float | None:
     spread = number(std, digits=15)
     return None if spread is None or count <= 0 else spread / math.sqrt(count)
 
 
 def _of_share(share: Any, count: float) -> float | None:
     mean = number(share, digits=15)
-    return None if mean is None or not 0 <= mean <= 1 else _of_mean(math.sqrt(mean * (1 - mean)), count)
+    return None if mean is None or not 0 <= mean <= 1 else _stderr(math.sqrt(mean * (1 - mean)), count)

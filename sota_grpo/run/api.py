@@ -201,9 +201,8 @@ def train(
 
         result = sota_grpo.train("grpo_cpu", reward=brevity, dataset=[{"prompt": "2 + 2?", "answer": "4"}, ...])
     """
-    objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
-    objects |= {"tools": tools, "environment": environment, "objective": objective}
-    objects |= {"transforms": transforms}
+    objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset, "tools": tools}
+    objects |= {"environment": environment, "objective": objective, "transforms": transforms}
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
