@@ -92,14 +92,12 @@ def in_words(start: Mapping[str, Any]) -> str:
     """
     versions = start.get("versions")
     numbers = [f"{name} {number}" for name, number in versions.items()] if isinstance(versions, dict) else []
-    words = {"command": "{}", "commit": "commit {}", "working_tree": "working tree {}"}
-    after = {"host": "{}", "gpus": "{}", "cpus": "{} cores"}
-    if start.get("working_tree") == start.get("commit"):
-        del words["working_tree"]
-    before, last = (
-        [text.format(start[name]) for name, text in texts.items() if name in start] for texts in (words, after)
-    )
-    return " · ".join([*before, *numbers, *last])
+    facts = {**start, "versions": " · ".join(numbers)}
+    if facts.get("working_tree") == facts.get("commit"):
+        facts["working_tree"] = None
+    texts = {"command": "{}", "commit": "commit {}", "working_tree": "working tree {}", "versions": "{}"}
+    texts |= {"host": "{}", "gpus": "{}", "cpus": "{} cores"}
+    return " · ".join(text.format(facts[name]) for name, text in texts.items() if facts.get(name))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

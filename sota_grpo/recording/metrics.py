@@ -27,8 +27,6 @@ class Metric:
     unit: str = ""  # empty for a pure number; a fraction is in [0, 1]
 
 
-#: Metrics per task of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
-OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 _TASK = r"[A-Za-z_][\w-]*"
 #: Patterns of the placeholders in names; in a mixture the task's name precedes the name of a term or number.
 _PLACEHOLDERS = {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
 from sota_grpo.assembly.python_inputs import take
 from sota_grpo.errors import UserError
+from sota_grpo.recording.progress import in_notebook
 from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     EVALUATED,
@@ -240,8 +241,6 @@ def _fresh_dir() -> Path:
 @contextmanager
 def _own_console() -> Iterator[None]:
     """Show the messages of sota_grpo, unless the caller has set a log handler; leave other loggers alone."""
-    from sota_grpo.recording.progress import in_notebook
-
     logger = logging.getLogger("sota_grpo")
     before, level = list(logger.handlers), logger.level
     if not logger.hasHandlers():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
-from sota_grpo.recording.metrics import METRICS, OF_TASK
+from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.report import data as module
 from sota_grpo.report.data import RunData, charts, curves, family, names, read_run, stride_for
@@ -28,6 +28,8 @@ from sota_grpo.report.groups import (
     token_columns,
 )
 from tests.report_rigs import WORDS, write_run
+
+OF_TASK = [name.rpartition("/")[2] for name in METRICS if name.startswith("task/")]
 
 
 def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
