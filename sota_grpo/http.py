@@ -127,8 +127,8 @@ class HttpClient:
                         raise ServerError(f"{sent} was answered with more than {self._max_bytes} bytes.")
                     if time.monotonic() > deadline:
                         raise ServerSilent(late, is_late=True)
-                    if response.connection is not None and response.connection.sock is not None:  # else it is closing
-                        response.connection.sock.settimeout(left())
+                    if (socket := getattr(response.connection, "sock", None)) is not None:  # None: the server closes it
+                        socket.settimeout(left())
             except BaseException:
                 response.close()
                 raise
