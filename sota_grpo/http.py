@@ -100,19 +100,26 @@ class HttpClient:
         options: dict[str, Any] = {
             "body": body,
             "headers": self._headers,
-            "timeout": urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             "retries": False,
             "redirect": False,
             "preload_content": False,
         }
         deadline, content = time.monotonic() + timeout_s, bytearray()
+
+        def left() -> float:
+            return max(0.001, deadline - time.monotonic())
+
+        def urlopen() -> urllib3.BaseHTTPResponse:
+            timeout = urllib3.Timeout(connect=_CONNECT_S, total=left())
+            return self._pool.urlopen(method, self._prefix + path, timeout=timeout, **options)
+
         try:
             try:
-                response = self._pool.urlopen(method, self._prefix + path, **options)
+                response = urlopen()
             except urllib3.exceptions.ProtocolError:
                 # A server may close an idle connection as it is used again. Requests may be repeated: generation is
                 # seeded, pausing or pushing twice ends in the same state; a judge may charge twice.
-                response = self._pool.urlopen(method, self._prefix + path, **options)
+                response = urlopen()
             try:
                 while piece := response.read1(1 << 16):  # returns what has come: the deadline is for the whole
                     content += piece
@@ -120,6 +127,8 @@ class HttpClient:
                         raise ServerError(f"{sent} was answered with more than {self._max_bytes} bytes.")
                     if time.monotonic() > deadline:
                         raise ServerSilent(late, is_late=True)
+                    if (socket := getattr(response.connection, "sock", None)) is not None:  # None: the server closes it
+                        socket.settimeout(left())
             except BaseException:
                 response.close()
                 raise

@@ -71,7 +71,7 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler or signal.SIG_DFL)  # type: ignore[arg-type]  # None: set by C code
         self.step_is_over()
 
     def step_is_over(self) -> None:

@@ -108,6 +108,7 @@ def find_target(
             raise UserError(f"{no_run_or_model(name)}.") from error
         of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
         preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
+        _require_unset(overrides, name, "model.name", "model.size")
         config = compose(preset, [*([] if task is None else [f"env.dataset={task}"]), *overrides])
         config.model.name, config.model.size = name, ModelConfig().size
         if config.device == "auto" and not torch.cuda.is_available() and not is_here:
@@ -140,11 +141,18 @@ def _run_target(
         config = task_configs(config)[task]
     exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
+        _require_unset(overrides, f"that of {name}", "model.name", "model.size", "model.quantization")
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
         config.model.quantization = None  # it was exported dequantised
         return Target(name, config, steps=exported)
     steps, checkpoint = find_checkpoint(run_dir, step)
     return Target(name, config, checkpoint, steps)
+
+
+def _require_unset(overrides: Sequence[str], model: str, *options: str) -> None:
+    for override in overrides:
+        if override.lstrip("+~").partition("=")[0] in options:
+            raise UserError(f"{override} has no effect: the evaluated model is {model}; leave it out.")
 
 
 def exported_steps(run_dir: Path, config: Config) -> int | None:

@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import socket
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 from sota_grpo.cli import add_parser
 from sota_grpo.errors import CRASHED, UserError
+from sota_grpo.recording.machine import installed_versions
 from sota_grpo.text import one_line, sentence
 
 OK, WARNING, FAILED, GIB = "ok", "warning", "FAILED", 2**30
@@ -83,10 +83,7 @@ def examine(folder: str, mark: str | None = None) -> Node:
         why = f"{folder} is not shared with the driver; checkpoints of ranks need a shared file system: mount one."
         looked = (OK, f"{folder} is shared with the driver.") if os.path.exists(mark) else (WARNING, why)
         findings.append(Finding("run directory", *looked))
-    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])} | installed_versions(_PACKAGES)
     return Node(socket.gethostname(), findings, versions)
 
 

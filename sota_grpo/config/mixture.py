@@ -130,17 +130,15 @@ def tasks_named(config: Config) -> str:
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))
 
 
-def replies(config: Config) -> bool:
-    """Return whether the task of ``config`` itself answers responses (its scores may contain a reply)."""
-    return getattr(task_class(config.env.dataset), "replies", False)
+def replies(task: str) -> bool:
+    """Return whether the task (a value of ``env.dataset``) answers responses: its scores may contain a reply."""
+    return getattr(task_class(task), "replies", False)
 
 
 def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[str, int]:
     """Return {task: ``value(entry)``} of a mixture, sorted by name; without a mixture, of an empty entry."""
-    mixture = config.env.mixture
-    return (
-        {config.env.dataset: value({})} if mixture is None else {name: value(mixture[name]) for name in sorted(mixture)}
-    )
+    entries = {config.env.dataset: {}} if config.env.mixture is None else config.env.mixture
+    return {name: value(entries[name]) for name in sorted(entries)}
 
 
 def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
@@ -153,8 +151,8 @@ def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
 
 
 def _turns(config: Config, entry: Mapping[str, Any]) -> int:
-    replier = getattr(task_class(entry.get("dataset", config.env.dataset)), "replies", False)
-    answers = replier or any(_value(config, entry, name) for name in (*_OFFERS, "env.reasoning"))
+    answers = replies(entry.get("dataset", config.env.dataset))
+    answers = answers or any(_value(config, entry, name) for name in (*_OFFERS, "env.reasoning"))
     return _value(config, entry, "env.max_steps") if answers or "max_steps" in entry else 1
 
 

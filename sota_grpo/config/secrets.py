@@ -39,10 +39,10 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
             token = match[2].strip().strip("'\"")
             if token.lower() not in ("", "null"):
                 os.environ[TOKENS[match[1]]] = _checked(TOKENS[match[1]], token)
-        elif elsewhere := _ELSEWHERE.search(override):
-            option = next(option for option in TOKENS if option.endswith(elsewhere[1]))
-            variable = TOKENS[option]
-            raise UserError(f"Give {WHAT[variable]} only as {option}=TOKEN, or set the variable {variable}.")
+        elif _ELSEWHERE.search(override):
+            given = [f"{WHAT[variable]} as {option}=TOKEN or in {variable}" for option, variable in TOKENS.items()]
+            ways = ", ".join([*given, f"{WHAT[JUDGE_KEY]} in {JUDGE_KEY}"])
+            raise UserError(f"This option would save a token or key; give {ways}.")
         else:
             others.append(override)
     require_tokens()

@@ -221,25 +221,21 @@ the engine batches an evaluation by itself < per_device_eval_batch_size
 every dropout of the model is off < disable_dropout
 logits are always computed in chunks, with the loss's softmax < use_liger_kernel use_liger_loss log_probs
 the head multiplies in the dtype of train.precision, and all that follows is float32 < cast_lm_head_to_fp32
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_pos
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < sapo_temperature_neg
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < tau_pos tau_neg
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < vespo_k_pos vespo_k_neg
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < vespo_lambda_pos
-it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own < vespo_lambda_neg
+it is that of the paper; algorithm.objective=FILE.py:FUNCTION is a surrogate of your own
+  < sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg
 algorithm.entropy_target adapts the coefficient between 0 and 1, by 0.005 a step < entropy_coef_min entropy_coef_max
 algorithm.entropy_target adapts the coefficient between 0 and 1, by 0.005 a step < entropy_coef_delta
 mixtures of experts are not trained < router_aux_loss_coef
 ports are chosen by themselves < vllm_group_port
-engine=transformers batches and caches by itself < cache_implementation pad_to_multiple_of use_transformers_paged
-engine=transformers batches and caches by itself < use_transformers_continuous_batching
-engine=transformers batches and caches by itself < transformers_continuous_batching_config
+engine=transformers batches and caches by itself
+  < cache_implementation pad_to_multiple_of use_transformers_paged
+  < use_transformers_continuous_batching transformers_continuous_batching_config
 """
 
 
 def _by_name(table: str) -> dict[str, str]:
-    lines = [line.partition(" < ") for line in table.strip().splitlines()]
-    return {name: ours for ours, _, names in lines for name in names.split()}
+    rows = [row.split("<") for row in re.split(r"\n(?! )", table.strip())]
+    return {name: ours.strip() for ours, *others in rows for names in others for name in names.split()}
 
 
 THEIRS, THEIR_VALUES, NOT_HERE = _by_name(_THEIRS), _by_name(_THEIR_VALUES), _by_name(_NOT_HERE)

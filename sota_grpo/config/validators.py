@@ -32,12 +32,14 @@ from sota_grpo.config.mixture import (
     turns_of_tasks,
     unread_options,
 )
+from sota_grpo.config.secrets import API_KEY, JUDGE_KEY
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference
 from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
+from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import TASKS, parameters, task_class
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
@@ -214,7 +216,7 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
         yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
-    if env.max_steps > 1 and not (env.reasoning or replies(config) or env.tools or env.environment or env.agent):
+    if env.max_steps > 1 and not (env.reasoning or replies(env.dataset) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
 
@@ -238,7 +240,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         yield f"{option}={value} is no FILE.py:NAME; give a file, a colon and a name defined in it{servers}."
     if env.max_steps < 2:
         yield f"{option}={value} offers tools, but env.max_steps=1 leaves no turn for their results; use 4."
-    if env.reasoning or replies(config):
+    if env.reasoning or replies(env.dataset):
         other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
 
@@ -311,7 +313,7 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
     if judge.url is None:
         yield f"reward.judge.kind={judge.kind} needs a server; give reward.judge.url=http://HOST:PORT."
     else:
-        yield from _url_faults(judge.url)
+        yield from _url_faults("reward.judge.url", judge.url, f"set its key in the variable {JUDGE_KEY}")
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 leaves the judge without effect; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
@@ -321,18 +323,24 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
         yield f"reward.judge.alone=true replaces the functions {names} of reward.path; leave one of them out."
 
 
-def _url_faults(url: str) -> Iterator[str]:
+def addresses_of_servers_have_no_secrets(config: Config) -> Iterator[str]:
+    if config.engine.url is not None:
+        yield from _url_faults("engine.url", config.engine.url, f"set the server's key in the variable {API_KEY}")
+    if is_url(config.env.sandbox):
+        yield from _url_faults("env.sandbox", config.env.sandbox, "leave them out")
+
+
+def _url_faults(option: str, url: str, fix: str) -> Iterator[str]:
     try:
         address = urlsplit(url)
         host, _ = address.hostname, address.port
     except ValueError as error:
-        yield f"reward.judge.url={one_line(url)} is no address ({error}); write http://HOST:PORT."
+        yield f"{option}={one_line(url)} is no address ({error}); write http://HOST:PORT."
         return
-    if address.scheme not in ("http", "https") or not host:
-        yield f"reward.judge.url={one_line(url)} is no address of a server; write http://HOST:PORT."
     if address.username is not None or address.password is not None or address.query:
-        text = "reward.judge.url has a user name, a password or a query in it, which the run would save"
-        yield f"{text}; set the judge's key in the environment variable SOTA_GRPO_JUDGE_KEY."
+        yield f"{option} has a user name, a password or a query in it, which the run would save; {fix}."
+    elif address.scheme not in ("http", "https") or not host:
+        yield f"{option}={one_line(url)} is no address of a server; write http://HOST:PORT."
 
 
 _OF_TEMPLATES = (  # arguments of apply_chat_template that sota_grpo sets, or that change what is returned

@@ -7,9 +7,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,9 @@ from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
-from sota_grpo.recording.run_files import CONFIG_FILE, EXPORTED, INPUTS, read_evaluations
+from sota_grpo.recording.machine import installed_versions
+from sota_grpo.recording.metrics import responses_trained
+from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, INPUTS, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.tasks import task_class
 from sota_grpo.text import one_line
@@ -91,7 +92,7 @@ def write_hf(
             else:
                 folder.rmdir()  # save_hf creates it
                 save_hf(model, tokenizer, folder, dtype=dtype)
-        card = model_card(config, steps, read_evaluations(run_dir), is_adapter=adapter)
+        card = model_card(config, steps, read_rows(run_dir / METRICS_FILE), is_adapter=adapter)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return steps
 
@@ -193,13 +194,7 @@ _AMOUNTS = (
 _PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
 _OF_MEASURING = (
-    "env.",
-    "reward.",
-    "seed",
-    "eval.num_samples",
-    "eval.avg_at_k",
-    "inference_model.max_tokens",
-    "eval.max_tokens",
+    *("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "eval.max_tokens", "inference_model.max_tokens"),
 )
 _NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
@@ -210,7 +205,7 @@ _TEXT = """---
 
 # {title}
 
-{base} after {steps} steps of {algorithm} on {task} ({responses:,} responses), trained with sota_grpo {version}.
+{base} after {steps} steps of {algorithm} on {task}{responses}, trained with sota_grpo {version}.
 
 ## Results
 
@@ -252,19 +247,18 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_map="auto")"""
 
 
-def model_card(
-    config: Config, steps: int, evaluations: Sequence[Mapping[str, Any]], *, is_adapter: bool = False
-) -> str:
+def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]], *, is_adapter: bool = False) -> str:
     """Return the model card, ``README.md`` of the Hugging Face hub: YAML front matter, then text.
 
-    It has file names without folders, no keys or addresses, and those ``evaluations`` (rows of ``metrics.jsonl``) that
-    were made within the first ``steps`` training steps.
+    It has file names without folders, no keys or addresses, and of ``metrics`` (the rows of ``metrics.jsonl``) those
+    of the first ``steps`` training steps and their evaluations.
     """
     from omegaconf import OmegaConf
 
     public = published(config)
     base, data = public.model.name or model_name(public), public.env.dataset_path
     named = {*_AMOUNTS, *(name for name in changed_options(public) if name.startswith("reward."))}
+    responses = responses_trained(row for row in metrics if row["step"] < steps)
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
         front="\n".join(_front(config, is_adapter)),
@@ -274,9 +268,9 @@ def model_card(
         algorithm=config.algorithm.name,
         task=tasks_named(config) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
         measuring=_measuring(config),
-        responses=steps * config.train.dialog_turns_per_batch,
+        responses=f" ({responses:,} responses)" if responses else "",
         version=_versions()["sota_grpo"],
-        results="\n".join(_results(config, [row for row in evaluations if row["step"] <= steps])),
+        results="\n".join(_results(config, [row for row in metrics if EVALUATED in row and row["step"] <= steps])),
         loading=_ADAPTER if is_adapter else _MERGED,
         serving="needs the merged model (`sota-grpo export --to hf`)" if is_adapter else "serves it",
         options="\n".join(f"| `{name}` | {value} |" for name, value in shown),
@@ -371,8 +365,5 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
 
 def _versions() -> dict[str, str]:
     """Return the versions of the installed packages that trained the model."""
-    versions = {"sota_grpo": "(not installed)"}  # run from its source folder
-    for name in ("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    here = {"sota_grpo": "(not installed)"}  # run from its source folder
+    return here | installed_versions(("sota_grpo", "torch", "transformers", "torchrl", "peft", "vllm"))

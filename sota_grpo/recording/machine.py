@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
-_SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
+SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
 _GIT_S = 5.0  # time limit of git, for slow disks
 _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CUDA to read them
 
@@ -38,10 +38,6 @@ def this_start() -> dict[str, Any]:
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None  # not only below another tree
     described = ("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     commits = {"commit": _git(package, *described) if tracked else None, "working_tree": _git(Path.cwd(), *described)}
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
     lines = [line.partition(":") for path in _GPUS.glob("*/information") for line in path.read_text().splitlines()]
     models = sorted({value.strip() for name, _, value in lines if name == "Model"})
     count = torch.cuda.device_count()
@@ -49,11 +45,20 @@ def this_start() -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(without_secrets(sys.orig_argv)),
         **{name: commit for name, commit in commits.items() if commit},
-        "versions": versions,
+        "versions": {"python": platform.python_version()} | installed_versions(_PACKAGES),
         "host": platform.node(),
         "cpus": os.cpu_count(),
         **({"gpus": " ".join([f"{count} x", ", ".join(models) or "GPU"])} if count else {}),
     }
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return {package: version} of those of ``packages`` that are installed."""
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -65,9 +70,9 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     hidden = []
     for before, argument in zip(["", *arguments], arguments):
         name, is_pair, value = argument.partition("=")
-        if before.startswith("-") and "=" not in before and _SECRET.search(before):
+        if before.startswith("-") and "=" not in before and SECRET.search(before):
             argument = "***"
-        elif is_pair and _SECRET.search(name) and value not in ("", "null"):
+        elif is_pair and SECRET.search(name) and value not in ("", "null"):
             argument = f"{name}=***"
         hidden.append(argument)
     return hidden
@@ -87,14 +92,12 @@ def in_words(start: Mapping[str, Any]) -> str:
     """
     versions = start.get("versions")
     numbers = [f"{name} {number}" for name, number in versions.items()] if isinstance(versions, dict) else []
-    words = {"command": "{}", "commit": "commit {}", "working_tree": "working tree {}"}
-    after = {"host": "{}", "gpus": "{}", "cpus": "{} cores"}
-    if start.get("working_tree") == start.get("commit"):
-        del words["working_tree"]
-    before, last = (
-        [text.format(start[name]) for name, text in texts.items() if name in start] for texts in (words, after)
-    )
-    return " · ".join([*before, *numbers, *last])
+    facts = {**start, "versions": " · ".join(numbers)}
+    if facts.get("working_tree") == facts.get("commit"):
+        facts["working_tree"] = None
+    texts = {"command": "{}", "commit": "commit {}", "working_tree": "working tree {}", "versions": "{}"}
+    texts |= {"host": "{}", "gpus": "{}", "cpus": "{} cores"}
+    return " · ".join(text.format(facts[name]) for name, text in texts.items() if facts.get(name))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

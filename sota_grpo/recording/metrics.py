@@ -10,9 +10,9 @@ import difflib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Reduction = Literal["mean", "max", "sum", "last"]
 
@@ -27,8 +27,6 @@ class Metric:
     unit: str = ""  # empty for a pure number; a fraction is in [0, 1]
 
 
-#: Metrics per task of a mixture, of reasoning-gym, or of reasoning-gym within an entry of a mixture.
-OF_TASK = ("reward", "success", "truncated", "response_tokens", "responses")
 _TASK = r"[A-Za-z_][\w-]*"
 #: Patterns of the placeholders in names; in a mixture the task's name precedes the name of a term or number.
 _PLACEHOLDERS = {
@@ -150,8 +148,6 @@ _DECLARED = (
     Metric("time/wait_s", "sum", "Time in which the learner waited for a batch; other phases run concurrently.", "s"),
     Metric("time/learn_s", "sum", "Time of forward, backward and optimizer steps.", "s"),
     Metric("time/publish_s", "sum", "Time until every engine served the new weights.", "s"),
-    Metric("time/checkpoint_s", "sum", "Time to write a checkpoint.", "s"),
-    Metric("time/store_s", "sum", "Time to measure and write the steps that are stored whole in steps/.", "s"),
     Metric("time/eval_s", "sum", "Time of a held-out evaluation.", "s"),
     Metric("system/memory_gib", "last", "Resident memory of the run's own process.", "GiB"),
     Metric("system/host_memory", "last", "Fraction of this machine's memory in use.", "fraction"),
@@ -225,6 +221,11 @@ def is_number(value: object) -> bool:
     (True, True, False, False)
     """
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def responses_trained(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of responses trained on in the steps of ``rows`` of ``metrics.jsonl``; 0 if none has it."""
+    return int(max((row["dialog_turns"] for row in rows if is_number(row.get("dialog_turns"))), default=0))
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

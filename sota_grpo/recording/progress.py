@@ -184,9 +184,11 @@ class ZeroAdvantageWatch:
         self.num_steps = 0  # steps in a row, up to the last, without a group whose rewards differ
         self._warned_equal = self._warned_failed = False
 
-    def look(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Warn if all gradings of ``step`` failed or, without a teacher, all advantages were 0 in 3 steps in a row."""
-        responses = (metrics.get("dialog_turns") or 0) / (step + 1)
+    def look(self, step: int, metrics: Mapping[str, float | None], responses: int) -> None:
+        """Warn if all gradings of a step failed or, without a teacher, all advantages were 0 in 3 steps in a row.
+
+        ``responses``: number of responses of ``step``.
+        """
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
         self.num_steps = 0 if learns else self.num_steps + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import hashlib
@@ -155,7 +156,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """Return the nested options in ``config.yaml``; empty if the file is missing, UserError if it is not valid."""
     path = run_dir / CONFIG_FILE
     try:
-        return _parsed_config(path, path.stat().st_mtime_ns)
+        return copy.deepcopy(_parsed_config(path, path.stat().st_mtime_ns))
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -26,9 +26,9 @@ import psutil
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
-from sota_grpo.recording.metrics import declared
+from sota_grpo.recording.metrics import declared, responses_trained
 from sota_grpo.recording.progress import Progress, ZeroAdvantageWatch
-from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, whole_lines
+from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, read_rows, whole_lines
 from sota_grpo.recording.sinks import CopySink
 from sota_grpo.recording.step_rows import batch_metrics, rollout_rows
 from sota_grpo.recording.stored_steps import StoredSteps, drop_steps
@@ -269,6 +269,8 @@ def system_metrics() -> dict[str, float]:
 class StepLog:
     """The training loop's ``log``: logs each step and shows the progress line.
 
+    ``dialog_turns`` continues from the rows in ``metrics.jsonl``, so a resumed run calls :meth:`RunLog.rewind` before.
+
     Args:
         task: its ``messages`` are the prompts of dialogs.
         publish_seconds: returns the duration of the last weight sync.
@@ -286,6 +288,7 @@ class StepLog:
         self._run_log, self._progress, self._stored = run_log, progress, stored
         self._tokenizer, self._task, self._publish_seconds = tokenizer, task, publish_seconds
         self._watch = ZeroAdvantageWatch(progress.total)
+        self._responses = responses_trained(read_rows(stored.run_dir / METRICS_FILE))
         self.begin()
 
     def begin(self) -> None:
@@ -300,7 +303,8 @@ class StepLog:
         metrics |= {"version": step + 1, "time/publish_s": self._publish_seconds(), "time/step_s": seconds}
         metrics["tokens_per_s"] = metrics["response_tokens/mean"] * len(batch) / seconds
         metrics["groups/trained"] = len(batch.get(keys.GROUP_ID).unique())
-        metrics["dialog_turns"] = (step + 1) * len(batch)
+        self._responses += len(batch)
+        metrics["dialog_turns"] = self._responses
         metrics |= system_metrics()
         for name, value in metrics.items():
             if name.startswith("time/"):
@@ -311,7 +315,7 @@ class StepLog:
         if stored_s := self._stored.write(step, metrics, batch, rows):
             self._run_log.phase_seconds["time/store_s"] += stored_s
         self._progress.update(step + 1, metrics)
-        self._watch.look(step, metrics)
+        self._watch.look(step, metrics, len(batch))
 
 
 def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file, drop_leftovers
-from sota_grpo.recording.run_files import STEPS_FOLDER
+from sota_grpo.recording.run_files import STEPS_FOLDER, unreadable
 from sota_grpo.rl.table import Key, RowTable
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
@@ -90,9 +90,17 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a run's stored steps, in order of the steps; empty if there is no folder ``steps/``."""
+    """Return the files of a run's stored steps, in order of the steps; empty if there is no folder ``steps/``.
+
+    UserError if the folder cannot be read.
+    """
     folder = Path(run_dir) / STEPS_FOLDER
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    try:
+        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
     return sorted(paths, key=step_of)
 
 

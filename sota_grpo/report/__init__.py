@@ -21,6 +21,7 @@ from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import write_text
+from sota_grpo.recording.machine import SECRET
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
 from sota_grpo.report.data import RunData, charts, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import Groups, choose_groups
@@ -165,7 +166,7 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows = []
     for name in ordered:
         help_line, default = schema.get(name, ("", None))
-        secret = name.endswith(("_token", "_secret", "password", "api_key"))  # options of another program
+        secret = SECRET.search(name)  # an option of another program, or within a mapping
         values = [
             None if name not in config else _HIDDEN if secret and config[name] is not None else shown(config[name])
             for config in configs
@@ -229,20 +230,13 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
 class TrainingReport:
     """Writes ``report.html`` to the directory of a run that has metrics; ``enabled`` False: never."""
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        *,
-        enabled: bool = True,
-        write: Callable[[Sequence[Path], Path], Any] = write_report,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._run_dir, self._enabled, self._write, self._clock = Path(run_dir), enabled, write, clock
-        self._began, self._spent, self._last = clock(), 0.0, _FIRST_S
+    def __init__(self, run_dir: str | os.PathLike[str], *, enabled: bool = True) -> None:
+        self._run_dir, self._enabled = Path(run_dir), enabled
+        self._began, self._spent, self._last = time.perf_counter(), 0.0, _FIRST_S
 
     def checkpoint(self) -> float:
         """Write the report as :meth:`finish`, unless reports would then exceed 0.5 % of the time since the start."""
-        due = self._spent + self._last <= _SHARE * (self._clock() - self._began)
+        due = self._spent + self._last <= _SHARE * (time.perf_counter() - self._began)
         return self.finish() if due else 0.0
 
     def finish(self) -> float:
@@ -250,15 +244,15 @@ class TrainingReport:
         metrics = self._run_dir / METRICS_FILE
         if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
             return 0.0
-        began = self._clock()
+        began = time.perf_counter()
         try:
-            self._write([self._run_dir], self._run_dir / REPORT_FILE)
+            write_report([self._run_dir], self._run_dir / REPORT_FILE)
         except Exception as error:  # a failed report must not end a run
             self._enabled = False
             logger.warning(
                 "The report could not be written (%s); training continues. Write it later with: sota-grpo report %s",
                 *(sentence(error), self._run_dir),
             )
-        self._last = self._clock() - began
+        self._last = time.perf_counter() - began
         self._spent += self._last
         return self._last

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,14 @@ _NO_CURVE = frozenset(
 #: {beginning of metric names: metric whose chart shows them too if they are equal in all runs}.
 REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accuracy", "turn_": "response_tokens/mean"}
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
-#: The standard error of a metric: a description, and a function of the step's row.
-BANDS: dict[str, tuple[str, Callable[[Row], float | None]]] = {
-    "reward": ("reward/std over the root of the number of responses", lambda row: _of_mean(row.get("reward/std"), row)),
-    "success": ("of a fraction of independent responses", lambda row: _of_share(row.get("success"), row)),
-    "truncated": ("of a fraction of independent responses", lambda row: _of_share(row.get("truncated"), row)),
-    "eval/accuracy": ("eval/stderr, over problems", lambda row: row.get("eval/stderr")),
-    "eval/reward": ("eval/reward_stderr, over problems", lambda row: row.get("eval/reward_stderr")),
-    "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row: row.get("eval/avg_at_k_stderr")),
+#: The standard error of a metric: a description, and a function of the step's row and number of responses.
+BANDS: dict[str, tuple[str, Callable[[Row, float], float | None]]] = {
+    "reward": ("reward/std over the root of the number of responses", lambda row, n: _stderr(row.get("reward/std"), n)),
+    "success": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("success"), n)),
+    "truncated": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("truncated"), n)),
+    "eval/accuracy": ("eval/stderr, over problems", lambda row, _: row.get("eval/stderr")),
+    "eval/reward": ("eval/reward_stderr, over problems", lambda row, _: row.get("eval/reward_stderr")),
+    "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row, _: row.get("eval/avg_at_k_stderr")),
 }
 #: Titles of charts whose metric name is not clear enough.
 TITLES = {
@@ -78,9 +78,6 @@ TITLES = {
     "grader/tool_calls": "Tool calls per dialog",
     "grader/tool_errors": "Tool errors per dialog",
     "grader/ended_by_turns": "Dialogs ended by the limit of turns",
-    "grader/ended_by_calls": "Dialogs ended by the limit of calls",
-    "grader/ended_by_seconds": "Dialogs ended by the time limit",
-    "grader/ended_by_observation": "Dialogs ended by a long observation",
     "task/*/reward": "Reward",
     "task/*/success": "Success",
     "task/*/truncated": "Truncated responses",
@@ -235,22 +232,22 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     ``steps``, ``responses`` and ``seconds`` are the three x-axes. ``columns`` (values) and ``errors`` (standard errors)
     have by metric either ``{"v": values}``, one per step, or ``{"i": positions, "v": values}`` if most steps lack it.
     """
-    seconds, points = 0.0, []
+    seconds, responses, points = 0.0, 0.0, []
     last = len(run.rows) - 1
     for index, row in enumerate(run.rows):
         seconds += _number(row, "time/step_s") + _number(row, "time/eval_s")
+        before, responses = responses, _number(row, "dialog_turns") or responses  # an evaluation has no count
         if index % stride == 0 or index == last or "eval/accuracy" in row:
-            points.append((row, seconds))
-    rows = [row for row, _ in points]
-    responses = [number(row.get("dialog_turns")) or 0 for row in rows]
+            points.append((row, seconds, responses, responses - before))
+    rows = [row for row, *_ in points]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
     tasks = {name: name.replace(EVAL_TASK, EVAL_TASK_ERROR) for name in columns if name.startswith(EVAL_TASK)}
     errors = {name: _column([row.get(error) for row in rows]) for name, error in tasks.items()}
-    errors |= {name: _column([error(row) for row in rows]) for name, (_, error) in BANDS.items()}
+    errors |= {name: _column([error(row, n) for row, _, _, n in points]) for name, (_, error) in BANDS.items()}
     return {
         "steps": [row["step"] for row in rows],
-        "responses": list(accumulate(responses, max)),  # an evaluation has no count
-        "seconds": [number(spent) for _, spent in points],
+        "responses": [number(count) for _, _, count, _ in points],
+        "seconds": [number(spent) for _, spent, _, _ in points],
         "columns": {name: column for name, column in columns.items() if column},
         "errors": {name: column for name, column in errors.items() if column},
     }
@@ -411,12 +408,11 @@ def _number(row: Row, name: str) -> float:
     return number(row.get(name), digits=15) or 0.0
 
 
-def _of_mean(std: Any, row: Row) -> float | None:
-    """Return the standard error of a mean over a step's responses; ``dialog_turns`` counts those of all steps."""
-    spread, count = number(std, digits=15), _number(row, "dialog_turns") / (row["step"] + 1)
+def _stderr(std: Any, count: float) -> float | None:
+    spread = number(std, digits=15)
     return None if spread is None or count <= 0 else spread / math.sqrt(count)
 
 
-def _of_share(share: Any, row: Row) -> float | None:
+def _of_share(share: Any, count: float) -> float | None:
     mean = number(share, digits=15)
-    return None if mean is None or not 0 <= mean <= 1 else _of_mean(math.sqrt(mean * (1 - mean)), row)
+    return None if mean is None or not 0 <= mean <= 1 else _stderr(math.sqrt(mean * (1 - mean)), count)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
 from sota_grpo.assembly.python_inputs import take
 from sota_grpo.errors import UserError
+from sota_grpo.recording.progress import in_notebook
 from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     EVALUATED,
@@ -201,9 +202,8 @@ def train(
 
         result = sota_grpo.train("grpo_cpu", reward=brevity, dataset=[{"prompt": "2 + 2?", "answer": "4"}, ...])
     """
-    objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset}
-    objects |= {"tools": tools, "environment": environment, "objective": objective}
-    objects |= {"transforms": transforms}
+    objects = {"reward": reward, "dataset": dataset, "eval_dataset": eval_dataset, "tools": tools}
+    objects |= {"environment": environment, "objective": objective, "transforms": transforms}
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the scripts do: read by torch here and in the workers
     _require_overrides(overrides)
     config = resumed_config(compose(config_name, list(overrides)), list(overrides))
@@ -241,8 +241,6 @@ def _fresh_dir() -> Path:
 @contextmanager
 def _own_console() -> Iterator[None]:
     """Show the messages of sota_grpo, unless the caller has set a log handler; leave other loggers alone."""
-    from sota_grpo.recording.progress import in_notebook
-
     logger = logging.getLogger("sota_grpo")
     before, level = list(logger.handlers), logger.level
     if not logger.hasHandlers():

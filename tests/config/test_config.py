@@ -315,6 +315,15 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("\"env.mixture={a: {tools: 't.py:f', max_steps: 2}, b: {}}\" env.max_steps=3", "on any task of env.mixture"),
         ("'env.mixture={a: {tools: null}}' env.tools=t.py:f", "has no effect on any task of env.mixture"),
     ],
+    "addresses_of_servers_have_no_secrets": [
+        (
+            "engine=vllm_server \"engine.url='http://a:b@h:1'\"",
+            "engine.url has a user name, a password or a query in it, which the run would save; set the server's key",
+        ),
+        ("engine=vllm_server \"engine.url='http://h:1?key=b'\"", "a user name, a password or a query"),
+        ("engine=vllm_server engine.url=http://h:x", "is no address"),
+        ("env.dataset=code env.dataset_path=a.jsonl \"env.sandbox='https://a@h:1'\"", "env.sandbox has a user name"),
+    ],
     "a_judge_has_a_server_and_a_weight": [
         ("reward.judge.weight=2", "leave it at 1.0, or give reward.judge.kind"),
         ("reward.judge.kind=chat", "give reward.judge.url=http://HOST:PORT"),

@@ -103,6 +103,7 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
     for other, sentence in (
         (("--num-samples", "8"), "other problems"),
         (("inference_model.max_tokens=40",), "not 40"),
+        (("model.quantization=nf4",), "model.quantization=nf4 has no effect: the evaluated model is that of"),
         (("--step", "7"), "has no checkpoint after 7 steps; choose from 2."),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -128,6 +129,7 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
     [
         (["nowhere/at/all"], "There is neither a run (config.yaml) nor a model (config.json) in nowhere/at/all"),
         (["tiny", "--step", "3"], "needs a run, and tiny is not one"),
+        (["tiny", "model.name=smollm2"], "model.name=smollm2 has no effect: the evaluated model is tiny; leave it out"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
         (["tiny", "--config-name", "grpo_cpus"], "There is no config grpo_cpus"),
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),

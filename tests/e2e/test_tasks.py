@@ -160,8 +160,11 @@ def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> N
     (tmp_path / "tools.py").write_text(TOOLS)
     options = (*overrides_of({"env.mixture": mixture}), "env.max_samples=30", "train.checkpoint_frequency=1")
     steps, rollouts = run(tmp_path, "grpo_cpu", *options)
+    trained = 0
     for row in steps:
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
+        trained += sum(responses.values())
+        assert row["dialog_turns"] == trained
         assert responses["sums"] in (0, 6)
         assert sum(responses.values()) == 16 + 2 * (responses["sums"] > 0)
         assert responses["maths"] in (4, 8)  # two fifths of four groups

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sota_grpo.policy.load import load_model
+from sota_grpo.recording.metrics import METRICS
 from sota_grpo.run.app import train
 from tests.config.test_config import ALGORITHMS, composed
 from tests.e2e.conftest import SMALL, final_weights, metrics
@@ -99,6 +100,8 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
         share = row["eval/accuracy"]
         assert row["eval/stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 7))
         assert 0 <= row["eval/avg_at_k"] <= 1
+    clocks = {name for name in METRICS if name.startswith("time/")} - {"time/wait_s"}  # which is of mode=async
+    assert clocks <= set().union(*rows)
     lines = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
     stages = [sentence.strip() for _, ours, sentence in lines if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import urllib3
 
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 
@@ -68,6 +70,30 @@ def test_an_answer_that_comes_byte_by_byte_has_one_deadline(client: HttpClient) 
         client.get("/drip", timeout_s=0.2)
     assert raised.value.is_late
     assert Odd.drops < 500, "the client has waited for the end"
+
+
+def test_a_repeated_request_and_each_read_have_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 s the broken connection took 4 s, and the first bytes of the second answer 3 s."""
+    now, given = [0.0], []
+    monkeypatch.setattr("sota_grpo.http.time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = HttpClient("http://127.0.0.1:1")
+
+    def read1(size: int) -> bytes:
+        now[0] += 3
+        return b"" if now[0] > 7 else b"[]"
+
+    def urlopen(*_: object, timeout: urllib3.Timeout, **__: object) -> SimpleNamespace:
+        given.append(timeout.total)
+        if len(given) == 1:
+            now[0] += 4
+            raise urllib3.exceptions.ProtocolError("closed")
+        connection = SimpleNamespace(sock=SimpleNamespace(settimeout=given.append))
+        of_response = {"status": 200, "headers": {}, "release_conn": lambda: None, "close": lambda: None}
+        return SimpleNamespace(read1=read1, connection=connection, **of_response)
+
+    monkeypatch.setattr(client._pool, "urlopen", urlopen)
+    assert client.get("/", timeout_s=10.0) == []
+    assert given == [10, 6, 3]
 
 
 def test_an_answer_is_no_longer_than_is_read(client: HttpClient) -> None:

@@ -300,7 +300,9 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     functions = ("reward.path=/home/me/mine.py", "reward.name=[near,brief]", "reward.weights=[1.0,0.5]", "seed=3")
     config = composed("grpo_cpu", *overrides, *functions, "env.num_envs=16", "env.repeats=4")
     measured = {"eval/accuracy": 0.0, "eval/stderr": 0.0, "eval/reward": -2.5, "eval/reward_stderr": 0.25}
-    card = model_card(config, 1, [{"step": 0, **measured}])
+    trained = [{"step": step, "dialog_turns": count} for step, count in ((0, 24), (1, 64))]
+    card = model_card(config, 1, [{"step": 0, **measured}, *trained])
+    assert "(24 responses)" in card
     assert "| reward |" in card
     assert "-2.5 ± 0.25" in card
     assert "| `reward.name` | ['near', 'brief'] |" in card

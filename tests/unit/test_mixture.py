@@ -25,7 +25,7 @@ from sota_grpo.envs import PromptStream, TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.metrics import OF_TASK, declared
+from sota_grpo.recording.metrics import METRICS, declared
 from sota_grpo.recording.step_rows import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader, guarded_scores
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
@@ -39,6 +39,7 @@ from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import signature
 
+OF_TASK = [name.rpartition("/")[2] for name in METRICS if name.startswith("task/")]
 SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
 

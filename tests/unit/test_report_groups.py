@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
-from sota_grpo.recording.metrics import METRICS, OF_TASK
+from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.report import data as module
 from sota_grpo.report.data import RunData, charts, curves, family, names, read_run, stride_for
@@ -28,6 +28,8 @@ from sota_grpo.report.groups import (
     token_columns,
 )
 from tests.report_rigs import WORDS, write_run
+
+OF_TASK = [name.rpartition("/")[2] for name in METRICS if name.startswith("task/")]
 
 
 def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
@@ -252,13 +254,14 @@ def test_metrics_of_tools_have_titles_and_sentences_in_a_mixture_too() -> None:
 
 
 def test_errors_by_hand() -> None:
-    """64 responses per step: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
-    row = {"step": 3, "dialog_turns": 256, "reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0}
-    actual = curves(run_of(row | {"eval/accuracy": 0.5, "eval/stderr": 0.03}))["errors"]
-    assert actual["reward"]["v"] == [0.05]
-    assert actual["success"]["v"] == [round(math.sqrt(0.1875 / 64), 6)]
-    assert actual["truncated"]["v"] == [0]
-    assert actual["eval/accuracy"]["v"] == [0.03]
+    """A step of 16 responses: 0.4 / 4; then one of 64: 0.4 / 8, and sqrt(0.25 * 0.75 / 64)."""
+    row = {"reward": 0.5, "reward/std": 0.4, "success": 0.25, "truncated": 0.0, "eval/accuracy": 0.5}
+    rows = [row | {"step": step, "dialog_turns": count, "eval/stderr": 0.03} for step, count in ((2, 16), (3, 80))]
+    actual = curves(run_of(*rows))["errors"]
+    assert actual["reward"]["v"] == [0.1, 0.05]
+    assert actual["success"]["v"][1] == round(math.sqrt(0.1875 / 64), 6)
+    assert actual["truncated"]["v"] == [0, 0]
+    assert actual["eval/accuracy"]["v"] == [0.03, 0.03]
     assert "eval/avg_at_k" not in actual
 
 

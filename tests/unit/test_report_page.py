@@ -8,6 +8,7 @@ import json
 import os
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert message.count("\n") == 1
 
 
-def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> None:
+def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = 0.0, []
 
     def write(*_: object) -> None:
@@ -147,7 +148,9 @@ def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path) -> Non
         now += 0.3
 
     (tmp_path / METRICS_FILE).write_text("one line\n")
-    report = TrainingReport(tmp_path, write=write, clock=lambda: now)
+    monkeypatch.setattr("sota_grpo.report.write_report", write)
+    monkeypatch.setattr("sota_grpo.report.time", SimpleNamespace(perf_counter=lambda: now))
+    report = TrainingReport(tmp_path)
     for step in range(200):
         now = max(now, 10.0 * step)
         report.checkpoint()

@@ -80,6 +80,13 @@ def test_the_model_is_the_exported_one_and_loaded_once(run_dir: Path) -> None:
     )
 
 
+def test_a_change_of_the_config_is_the_readers_own(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("train:\n  epochs: 1\n")
+    result = Result(run_dir)
+    result.config["train"]["epochs"] = 99
+    assert result.config == {"train": {"epochs": 1}}
+
+
 def test_what_is_missing_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no run in .*nowhere \(metrics\.jsonl is missing\); give a run"):
         Result(tmp_path / "nowhere")

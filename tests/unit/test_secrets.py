@@ -50,6 +50,13 @@ def test_another_form_is_refused_without_repeating_it(override: str) -> None:
     assert ("server's key" if "api_key" in override else "hub's token") in str(refused.value)
 
 
+def test_a_key_of_the_judge_is_sent_to_the_judges_variable() -> None:
+    for override in (f"reward.judge.api_key={TOKEN}", f"reward.judge.extra_body={{api_key: {TOKEN}}}"):
+        with pytest.raises(UserError, match=f"judge's key in {JUDGE_KEY}") as refused:
+            without_tokens([override])
+        assert TOKEN not in str(refused.value)
+
+
 @pytest.mark.parametrize("value", [f"{TOKEN}\nx", f'"{TOKEN}"', f"Bearer {TOKEN}"])
 def test_what_no_client_could_send_is_reported_without_repeating_it(
     value: str, monkeypatch: pytest.MonkeyPatch

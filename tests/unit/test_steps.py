@@ -13,7 +13,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording import stored_steps as stored_steps_module
 from sota_grpo.recording.metrics import declared
@@ -136,6 +136,16 @@ def test_steps_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
     drop_steps(tmp_path, 2)
     assert [step_of(path) for path in stored_steps(tmp_path)] == [0]
     assert not torn.exists()
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    (tmp_path / STEPS_FOLDER).mkdir()
+    with pytest.raises(UserError, match=r"steps cannot be read \(Permission denied\)"):
+        stored_steps(tmp_path)
 
 
 def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
@@ -312,8 +322,8 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
     watch = ZeroAdvantageWatch(total)
     with caplog.at_level(logging.WARNING):
         for step, advantage in enumerate(advantages):
-            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed, "dialog_turns": 8.0 * (step + 1)}
-            watch.look(step, row)
+            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed}
+            watch.look(step, row, responses=8)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from sota_grpo.stopping import StopRequest
 
 PROGRAM = """
 import signal, sys, time
@@ -62,6 +65,21 @@ except KeyboardInterrupt:
     signal.raise_signal(signal.SIGINT)
     print("closed", flush=True)
 """
+
+
+def test_a_handler_of_c_code_gives_way_to_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python cannot name such a handler: it is None."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", lambda number, handler: None)
+        stop.__enter__()
+    stop._before = {signal.SIGTERM: stop._before[signal.SIGTERM]}
+    try:
+        stop.__exit__(None, None, None)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_further_interrupts_do_not_disturb_what_is_being_closed_until_they_are_meant() -> None:
