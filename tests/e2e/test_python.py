@@ -1,19 +1,15 @@
-"""``sota_grpo.train`` as people use it: in a script, in a notebook, with workers, and stopped in the middle."""
+"""``sota_grpo.train`` as people use it: in a script and in a notebook. Stopped midway: tests/unit/test_api.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from sota_grpo import Result
-from tests.e2e.conftest import ROOT, SMALL, metrics, wait_for, without_clock
-from tests.e2e.processes import require_gone, workers
-from tests.forked import ForkServer
+from tests.e2e.conftest import ROOT, SMALL, metrics, without_clock
 
 NOTEBOOK = ROOT / "docs" / "python.ipynb"
 HAS_JUPYTER = all(importlib.util.find_spec(name) is not None for name in ("nbclient", "ipykernel"))
@@ -60,22 +56,6 @@ def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path
     result = Result(tmp_path / "run")
     assert (result.metrics["reward_errors"] == 0).all()
     assert all(row["reward"] == float(len(row["response"]) < 10) for _, row in result.rollouts.iterrows())
-
-
-def test_an_interrupt_saves_the_run_and_leaves_no_process_behind(tmp_path: Path, fork_server: ForkServer) -> None:
-    process = fork_server.start(script(tmp_path, "train.total_dialog_turns=6400"), cwd=tmp_path)
-    saved = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: saved.is_dir() and any(saved.glob("checkpoint_*.pt")))
-    started = workers(process)
-    os.kill(process, signal.SIGINT)
-    done = fork_server.finish()
-    assert done.code != 0
-    sentence = "KeyboardInterrupt: train.resume=auto continues from the last checkpoint; sota_grpo.Result("
-    assert sentence in done.stderr
-    assert started
-    require_gone(set(started))
-    newest = max(saved.glob("checkpoint_*.pt"))
-    assert newest.stem == f"checkpoint_{len(Result(tmp_path / 'run').metrics):06d}"
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def running(run_dir: Path, *options: str, script: str) -> Iterator[Running]:
 
 
 def test_a_run_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: Path) -> None:
-    run_dir, num_prompts = tmp_path / "run", 64
+    run_dir, num_prompts = tmp_path / "run", 40
     amount = (f"env.max_samples={num_prompts}", f"train.total_dialog_turns={4 * num_prompts}")
     with running(run_dir, *amount, script="grpo-async.py") as run:
         run.wait_for(lambda: run.steps() >= 3)

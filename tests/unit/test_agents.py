@@ -79,7 +79,6 @@ class Counter:
     def get_reward(self):
         return float(self.total)
 '''
-_FOLDERS = itertools.count()
 
 
 @pytest.fixture(scope="module")

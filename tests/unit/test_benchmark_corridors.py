@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_no_stored_seed_leaves_the_corridor_of_the_others(name: str) -> None:
     values = values_of(name)
     assert {rows.shape for rows in values.values()} == {(8, RUNS[name].num_steps)}
     assert left_out(values) == [[]] * 8
+
+
+@pytest.mark.parametrize(
+    ("metric", "moved"),
+    [
+        ("kl", lambda kl: 9 * kl),  # three times the learning rate
+        ("mismatch_kl", lambda kl: kl + 2e-5),  # log-probs 2 % too large: half the square of 0.02 x 0.3 and more
+        ("advantage_order", lambda share: share - 1 / 16),  # one group of a step
+    ],
+)
+def test_what_a_fault_moves_leaves_the_corridor_of_the_demonstration(metric: str, moved: Callable) -> None:
+    values = values_of("demonstration")
+    run = {name: METRICS[name].plain(METRICS[name].scaled(rows).mean(0)) for name, rows in values.items()}
+    assert departures(run, corridors(values)) == []
+    run[metric] = moved(run[metric])
+    assert all(f": {metric} is " in sentence for sentence in departures(run, corridors(values)))
+    assert departures(run, corridors(values))
 
 
 def test_quantiles_of_student_are_those_of_the_tables() -> None:

@@ -49,14 +49,6 @@ def test_the_mode_is_the_commands_and_the_rest_is_hydras(command, arguments: tup
     assert (config.mode, config.seed, config.model.name) == (mode, 3, "tiny")
 
 
-def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "env.repeat=3"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("sota-grpo: There is no option env.repeat; did you mean env.repeats?")
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -76,7 +76,6 @@ HALF = {
     "bf16 both": {"engine_dtype": torch.bfloat16, "precision": "bf16"},
     "fp16 both": {"engine_dtype": torch.float16, "precision": "fp16"},
 }
-FIRST = pytest.param(0, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("half", ["bf16 engine", "fp16 both"])
@@ -84,7 +83,7 @@ def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> Non
     assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
-@pytest.mark.parametrize("layer", [None, FIRST, 3])
+@pytest.mark.parametrize("layer", [None, 3])
 def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.61 of what is allowed, others to 2.03 and more."""
     seed = random.randrange(1 << 30)
@@ -125,13 +124,12 @@ def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
     assert float(check.sentence.split()[1]) == pytest.approx(0.9, abs=0.03)
 
 
-@pytest.mark.parametrize("layer", [FIRST, 3])
-def test_one_layer_of_other_weights_is_found_in_half_precision(layer: int, tmp_path: Path) -> None:
+def test_one_layer_of_other_weights_is_found_in_half_precision(tmp_path: Path) -> None:
     """The policy is sure of most tokens: the mean gap is 0.01, a fifth of what SmolLM2's rounding alone makes."""
     components = make_components(tmp_path, max_tokens=96, **HALF["bf16 both"])
     components.rows = components.sample()
     learner = components.learner
-    learner.perturb([name for name in learner.trainable_names() if f"layers.{layer}." not in name])
+    learner.perturb([name for name in learner.trainable_names() if "layers.3." not in name])
     assert not gate.engine_and_trainer_agree(components).passed
 
 

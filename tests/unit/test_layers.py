@@ -80,3 +80,18 @@ def test_core_imports_no_heavy_packages(first: str, ours: str, then: str) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
     assert "kernels-community" not in done.stderr
+
+
+def test_what_is_offered_graders_and_faults_of_a_config_need_nothing_heavy() -> None:
+    light = (
+        "import sota_grpo; sota_grpo.train, sota_grpo.Result, sota_grpo.UserError",
+        "from sota_grpo.rewards.maths import math_equal; math_equal('2\\\\pi', '\\\\sqrt2')",
+        "import sota_grpo.rl.tool_schemas",
+        "from sota_grpo.tasks.reasoning_gym import task_faults; assert list(task_faults({'codeio': 1}))",
+    )
+    heavy = ("torch", "ray", "transformers", "datasets", "pandas", "hydra", "sympy", "reasoning_gym")
+    code = "import sys\n" + "".join(
+        f"{line}\nprint([name for name in {heavy!r} if name in sys.modules])\n" for line in light
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[]"] * len(light)

@@ -272,25 +272,24 @@ def test_an_export_that_is_written_weight_by_weight_is_what_transformers_writes(
     assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("own", [False, True], ids=["weight by weight", "transformers' own"])
 @pytest.mark.parametrize(
-    ("stored", "trained", "asked", "written"),
+    ("stored", "trained", "asked", "written", "merged"),  # each with an adapter once, by one of both ways
     [
-        ("bfloat16", "float32", None, "bfloat16"),
-        ("bfloat16", "float32", "float32", "float32"),
-        ("bfloat16", "float32", "float16", "float16"),
-        ("float32", "bfloat16", None, "bfloat16"),
-        ("float16", "bfloat16", None, "bfloat16"),
+        ("bfloat16", "float32", None, "bfloat16", False),
+        ("bfloat16", "float32", "float32", "float32", True),
+        ("bfloat16", "float32", "float16", "float16", False),
+        ("float32", "bfloat16", None, "bfloat16", True),
+        ("float16", "bfloat16", None, "bfloat16", False),
     ],
 )
 def test_an_export_has_the_dtype_of_the_model_that_was_trained(
-    stored: str, trained: str, asked: Any, written: str, own: bool, adapter: bool, tmp_path: Path
+    stored: str, trained: str, asked: Any, written: str, merged: bool, own: bool, tmp_path: Path
 ) -> None:
     load_model("tiny").to(getattr(torch, stored)).save_pretrained(tmp_path / "base")
     model = load_model(str(tmp_path / "base"), dtype=trained)
     model._weight_conversions = None if own else []
-    policy = trained_adapter(model) if adapter else model
+    policy = trained_adapter(model) if merged != own else model
     save_hf(policy, load_tokenizer("tiny"), tmp_path / "hf", dtype=asked)
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == getattr(torch, written)
     learned = dict(engine_weights(policy))

@@ -23,7 +23,7 @@ from sota_grpo.rl.records import SUBTASK, Example
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks import make_scorer, make_task
 from sota_grpo.tasks.dataset import DatasetError, normalised
-from sota_grpo.tasks.reasoning_gym import REFUSED, ReasoningGymTask, task_faults
+from sota_grpo.tasks.reasoning_gym import REFUSED, ReasoningGymTask
 
 factory = pytest.importorskip("reasoning_gym.factory", reason="the extra reasoning-gym is not installed")
 
@@ -260,15 +260,6 @@ def test_a_task_with_too_few_problems_is_reported() -> None:
 def test_rows_that_are_no_items_are_refused(row: dict, sentence: str) -> None:
     with pytest.raises(DatasetError, match=f"here: .*{sentence}"):
         TASK.read_row(row, "here")
-
-
-def test_faults_of_the_config_need_no_package() -> None:
-    code = (
-        "import sys; from sota_grpo.tasks.reasoning_gym import task_faults;"
-        "print(list(task_faults({'codeio': 1})), 'reasoning_gym' in sys.modules, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == f"{list(task_faults({'codeio': 1}))} False False"
 
 
 def test_several_levels_of_a_task_are_drawn_and_scored_each_by_its_own_options() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -19,7 +17,7 @@ from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.workers.base import WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
+from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer
@@ -154,24 +152,3 @@ def test_what_is_wrong_with_rows_or_weights_reaches_the_waiting_thread(saved, in
         service.submit(good := groups_of_rows(1)[0]).result(60)
     assert not good.has(keys.REF_LOG_PROBS)
     service.close()
-
-
-@pytest.mark.slow
-def test_a_reference_process_that_stops_is_replaced_and_its_rows_answered(saved) -> None:
-    path, model = saved
-    launcher = ProcessLauncher()
-    service = service_of(launcher, path, 1, timeout_s=3.0, placements=[{"threads": 1}])
-    service.fleet.wait_ready()
-    groups = groups_of_rows(12)
-    expected = written_here(model, groups)
-    (stopped,) = service.fleet.pids
-    os.kill(stopped, signal.SIGSTOP)
-    for future in [service.submit(rows) for rows in groups]:
-        future.result(120)
-    assert_equal_rows([row for rows in groups for row in rows], expected)
-    assert service.fleet.restarts >= 1
-    assert stopped not in service.fleet.pids
-    rows = make_rows([9, 4])
-    torch.testing.assert_close(service(rows), FrozenReference(deepcopy(model), temperature=0.7)(rows))
-    service.close()
-    launcher.close()
