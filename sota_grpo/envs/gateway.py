@@ -47,7 +47,7 @@ from sota_grpo.envs.token_tree import TokenTree
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
-from sota_grpo.rl.tool_schemas import call_id
+from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.text import one_line, sentence
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.instances import Answer, InstanceLost, Opened
@@ -88,19 +88,17 @@ class ChatForm:
     def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
         """Parse a sampled response; a call without an id gets one from its number, counted from ``num_calls``.
 
-        If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls. Text
-        of a reply without calls ends before the first of the ``stop`` strings.
+        If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls; a call
+        whose arguments do not fit is returned as it is. The text ends before the first of the ``stop`` strings.
         """
-        text, size = self.turns.text(sample.token_ids), len(sample.token_ids)
+        text, calls = self.turns.text(sample.token_ids), tuple[ToolCall, ...]()
+        turn = None if self._reader is None else self._reader.read(sample.token_ids.tolist())
+        if turn is not None and turn.calls and all(call.error is None or call.is_misfit for call in turn.calls):
+            text = turn.content
+            calls = tuple(replace(call, id=call.id or call_id(at)) for at, call in enumerate(turn.calls, num_calls))
         for string in stop:
             text = text.partition(string)[0]
-        if self._reader is None:
-            return Reply(text, (), sample.truncated, size)
-        turn = self._reader.read(sample.token_ids.tolist())
-        if any(call.error is not None and not call.arguments for call in turn.calls) or not turn.calls:
-            return Reply(text, (), sample.truncated, size)
-        calls = (replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, num_calls))
-        return Reply(turn.content, tuple(calls), sample.truncated, size)
+        return Reply(text, calls, sample.truncated, len(sample.token_ids))
 
 
 class Session:

@@ -230,6 +230,23 @@ def test_a_call_of_no_known_tool_is_text(rig) -> None:
     assert '"a": 4' in said["content"]
 
 
+def test_a_call_whose_arguments_do_not_fit_is_a_call(rig) -> None:
+    session = rig.session()
+    needs = {**TOOL["function"]["parameters"], "required": ["a", "b"]}
+    tool = {**TOOL, "function": {**TOOL["function"], "parameters": needs}}
+    for arguments in ({}, {"a": "four"}):
+        rig.texts = [f'<tool_call>{{"name": "add", "arguments": {json.dumps(arguments)}}}</tool_call>']
+        said = rig.post(session, {"messages": [QUESTION], "tools": [tool]}).json()["choices"][0]["message"]
+        assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [arguments]
+
+
+def test_the_text_beside_a_call_ends_before_a_stop_string(rig) -> None:
+    session = rig.session()
+    rig.texts = [f"I add. {CALL} STOP"]
+    said = rig.post(session, {"messages": [QUESTION], "tools": [TOOL]}).json()["choices"][0]["message"]
+    assert (said["content"].strip(), len(said["tool_calls"])) == ("I add.", 1)
+
+
 def test_only_the_key_of_an_open_session_is_answered(rig) -> None:
     session, other = rig.session(), rig.session()
     assert rig.post(session, {"messages": [QUESTION]}, Authorization="Bearer no").status == 401
