@@ -74,7 +74,7 @@ def openai_request(body: Any) -> ChatRequest:
     choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
-    messages = [_openai_message(message) for message in _list(body.get("messages"), "messages")]
+    messages = [_openai_message(message) for message in _messages(body)]
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     usage = _object(body.get("stream_options") or {}, "stream_options").get("include_usage")
     return ChatRequest(
@@ -95,7 +95,7 @@ def _openai_message(message: Any) -> dict[str, Any]:
         raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use system, user, assistant or tool.")
     parsed: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
     calls = []
-    for call in _list(message.get("tool_calls") or [], "tools"):
+    for call in _list(message.get("tool_calls") or [], "tool_calls"):
         function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
         calls.append(_call(call.get("id"), function.get("name"), _arguments(function.get("arguments"))))
     return parsed | ({"tool_calls": calls} if calls else {}) | _id_of(message.get("tool_call_id"))
@@ -117,7 +117,7 @@ def anthropic_request(body: Any) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
-    for message in _list(body.get("messages"), "messages"):
+    for message in _messages(body):
         messages += _anthropic_messages(_object(message, "a message"))
     tools = []
     for tool in _list(body.get("tools") or [], "tools") if choice == "auto" else []:
@@ -262,9 +262,15 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list) or (not value and what != "tools"):
-        raise BadRequest(f"{what} must be a JSON array with at least one entry.")
+    if not isinstance(value, list):
+        raise BadRequest(f"{what} is a {type(value).__name__}, not a JSON array.")
     return value
+
+
+def _messages(body: Mapping[str, Any]) -> list[Any]:
+    if not (messages := _list(body.get("messages"), "messages")):
+        raise BadRequest("messages has no entry; send at least one message.")
+    return messages
 
 
 def _strings(value: Any, name: str) -> tuple[str, ...]:
@@ -285,7 +291,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return (content or "").encode("utf-8", "replace").decode()
     texts = []
-    for part in _list(content, "content") if content else []:
+    for part in _list(content, "content"):
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise BadRequest(f"content of the type {one_line(str(kind), 40)!r} is not supported; send text.")
