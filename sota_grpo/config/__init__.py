@@ -104,7 +104,9 @@ class EnvConfig:
     dataset_path: str | None = opt(
         None, "local .jsonl/.json/.parquet/.csv with the task's columns, or a hub name; null: the task's hub data"
     )
-    eval_path: str | None = opt(None, "file of held-out problems; null: the hub's test split, or a part of the data")
+    eval_path: str | None = opt(
+        None, "file or hub name of held-out problems; null: the hub's test split, or a part of the data"
+    )
     prompt_column: str = opt("prompt", "table: column of the prompts, text or chat lists")
     answer_column: str = opt("ground_truth", "table: column of the right answers")
     num_envs: int = opt(64, "responses generated concurrently, over all prompts; vLLM on a GPU: 256 or more", above=0)

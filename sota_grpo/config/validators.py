@@ -41,6 +41,7 @@ from sota_grpo.rewards.functions import PASSED, PICKLED
 from sota_grpo.rewards.judge.questions import CHAT
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import TASKS, parameters, task_class
+from sota_grpo.tasks.dataset import is_file
 from sota_grpo.tasks.reasoning_gym import task_faults
 from sota_grpo.tasks.servers import FORMS, server_of
 from sota_grpo.tasks.wrappers import naming_faults
@@ -168,8 +169,9 @@ def reward_functions_replace_the_tasks_own_terms(config: Config) -> Iterator[str
 
 def an_evaluation_has_problems(config: Config) -> Iterator[str]:
     for env in (task.env for task in task_configs(config).values()):
-        has_test_split = env.dataset_path is None and "num_train" not in parameters(env.dataset)  # one on the hub
-        mode = config.eval.mode
+        path, mode = env.dataset_path, config.eval.mode
+        is_on_hub = "num_train" not in parameters(env.dataset) and not (path and (path == PASSED or is_file(path)))
+        has_test_split = is_on_hub and getattr(task_class(env.dataset), "has_test_split", path is None)
         if mode != "off" and env.num_heldout == 0 and env.eval_path is None and not has_test_split:
             problem = f"env.num_heldout=0 leaves eval.mode={mode} nothing to measure"
             yield f"{problem}; use eval.mode=off, or give env.eval_path."

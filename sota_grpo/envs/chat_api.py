@@ -74,7 +74,7 @@ def openai_request(body: Any) -> ChatRequest:
     choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
-    messages = [_openai_message(message) for message in _list(body.get("messages"), "messages")]
+    messages = [_openai_message(message) for message in _messages(body)]
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     usage = _object(body.get("stream_options") or {}, "stream_options").get("include_usage")
     return ChatRequest(
@@ -95,7 +95,7 @@ def _openai_message(message: Any) -> dict[str, Any]:
         raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use system, user, assistant or tool.")
     parsed: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
     calls = []
-    for call in _list(message.get("tool_calls") or [], "tools"):
+    for call in _list(message.get("tool_calls") or [], "tool_calls"):
         function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
         calls.append(_call(call.get("id"), function.get("name"), _arguments(function.get("arguments"))))
     return parsed | ({"tool_calls": calls} if calls else {}) | _id_of(message.get("tool_call_id"))
@@ -117,19 +117,14 @@ def anthropic_request(body: Any) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
-    for message in _list(body.get("messages"), "messages"):
+    for message in _messages(body):
         messages += _anthropic_messages(_object(message, "a message"))
-    tools = []
-    for tool in _list(body.get("tools") or [], "tools") if choice == "auto" else []:
-        names = {"input_schema": "parameters"}
-        left_out = ("type", "cache_control")
-        function = {
-            names.get(name, name): value for name, value in _object(tool, "a tool").items() if name not in left_out
-        }
-        tools.append({"function": function})
+    tools = [_object(tool, "a tool") for tool in _list(body.get("tools") or [], "tools")] if choice == "auto" else []
+    names, left_out = {"input_schema": "parameters"}, ("type", "cache_control")
+    functions = [{names.get(name, name): tool[name] for name in tool if name not in left_out} for tool in tools]
     return ChatRequest(
         _named(messages),
-        tuple(_tool(tool) for tool in tools),
+        tuple(_tool({"function": function}) for function in functions),
         _count(body.get("max_tokens"), "max_tokens"),
         stop=_strings(body.get("stop_sequences"), "stop_sequences"),
         stream=bool(body.get("stream")),
@@ -156,38 +151,31 @@ def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": text}
 
 
-def openai_reply(request: ChatRequest, replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
+def openai_reply(replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
     """Return the body of the response to ``/v1/chat/completions``."""
-    num_tokens = sum(reply.num_tokens for reply in replies)
-    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens}
+    num, num_tokens = num_prompt_tokens, sum(reply.num_tokens for reply in replies)
     choices = [
-        {"index": index, "message": openai_message(reply), "logprobs": None, "finish_reason": _finish(reply)}
+        {"index": index, "message": _openai_reply(reply), "logprobs": None, "finish_reason": _finish(reply)}
         for index, reply in enumerate(replies)
     ]
-    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time())}
     return {
-        **head,
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
         "model": MODEL,
         "choices": choices,
-        "usage": usage | {"total_tokens": num_prompt_tokens + num_tokens},
+        "usage": {"prompt_tokens": num, "completion_tokens": num_tokens, "total_tokens": num + num_tokens},
     }
 
 
-def openai_message(reply: Reply) -> dict[str, Any]:
+def _openai_reply(reply: Reply) -> dict[str, Any]:
     """Return a reply as OpenAI's assistant message; ``content`` is None if the reply has only calls."""
-    made = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-        }
-        for call in reply.calls
+    functions = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in reply.calls]
+    calls = [
+        {"id": call.id, "type": "function", "function": function} for call, function in zip(reply.calls, functions)
     ]
-    return {
-        "role": "assistant",
-        "content": reply.content or (None if made else ""),
-        **({"tool_calls": made} if made else {}),
-    }
+    content = reply.content or (None if calls else "")
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _finish(reply: Reply) -> str:
@@ -240,14 +228,11 @@ def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
     begun = {**body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
     yield event("message_start", message=begun)
     for index, block in enumerate(body["content"]):
-        empty: dict[str, Any] = {**block, "text": ""}
+        empty: dict[str, Any] = {"text": ""}
         delta: dict[str, Any] = {"type": "text_delta", "text": block.get("text")}
         if block["type"] == "tool_use":
-            empty, delta = (
-                {**block, "input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
-        yield event("content_block_start", index=index, content_block=empty)
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield event("content_block_start", index=index, content_block=block | empty)
         yield event("content_block_delta", index=index, delta=delta)
         yield event("content_block_stop", index=index)
     ended = {"stop_reason": body["stop_reason"], "stop_sequence": None}
@@ -262,9 +247,15 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list) or (not value and what != "tools"):
-        raise BadRequest(f"{what} must be a JSON array with at least one entry.")
+    if not isinstance(value, list):
+        raise BadRequest(f"{what} is a {type(value).__name__}, not a JSON array.")
     return value
+
+
+def _messages(body: Mapping[str, Any]) -> list[Any]:
+    if not (messages := _list(body.get("messages"), "messages")):
+        raise BadRequest("messages has no entry; send at least one message.")
+    return messages
 
 
 def _strings(value: Any, name: str) -> tuple[str, ...]:
@@ -285,7 +276,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return (content or "").encode("utf-8", "replace").decode()
     texts = []
-    for part in _list(content, "content") if content else []:
+    for part in _list(content, "content"):
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise BadRequest(f"content of the type {one_line(str(kind), 40)!r} is not supported; send text.")

@@ -322,7 +322,7 @@ class Dialog:
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Add tokens that were inserted between two turns of the policy."""
-        self._parts.append(_parse(token_ids))
+        self._parts.append(_inserted(token_ids))
         self.ids += token_ids
 
     def sample(self, common: int) -> Sample:
@@ -333,17 +333,16 @@ class Dialog:
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
             return replace(self._parts[0], truncated=self.truncated, assistant_mask=None, record=self.record)
-        turns = [_parse(own), *self._parts] if own else self._parts
+        turns = [_inserted(own), *self._parts] if own else self._parts
         fields = ("token_ids", "log_probs", "versions", "assistant_mask")
         ids, log_probs, versions, mask = (torch.cat([getattr(turn, name) for turn in turns]) for name in fields)
         return Sample(ids, log_probs, versions, self.truncated, mask, self.record, _joined(turns), turns[-1].text)
 
 
-def _parse(token_ids: Sequence[int]) -> Sample:
+def _inserted(token_ids: Sequence[int]) -> Sample:
     """Return inserted tokens, which the policy did not sample, as a :class:`Sample` that is masked everywhere."""
-    count = len(token_ids)
-    heard, nothing = torch.tensor(token_ids, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    return Sample(heard, torch.zeros(count), torch.full((count,), -1), False, nothing)
+    ids, count = torch.tensor(token_ids, dtype=torch.int64), len(token_ids)
+    return Sample(ids, torch.zeros(count), torch.full((count,), -1), False, torch.zeros(count, dtype=torch.bool))
 
 
 def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:

@@ -47,7 +47,7 @@ from sota_grpo.envs.token_tree import TokenTree
 from sota_grpo.envs.tool_calls import ToolCallReader, message_of
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
-from sota_grpo.rl.tool_schemas import call_id
+from sota_grpo.rl.tool_schemas import ToolCall, call_id
 from sota_grpo.text import one_line, sentence
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.instances import Answer, InstanceLost, Opened
@@ -88,19 +88,17 @@ class ChatForm:
     def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
         """Parse a sampled response; a call without an id gets one from its number, counted from ``num_calls``.
 
-        If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls. Text
-        of a reply without calls ends before the first of the ``stop`` strings.
+        If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls; a call
+        whose arguments do not fit is returned as it is. The text ends before the first of the ``stop`` strings.
         """
-        text, size = self.turns.text(sample.token_ids), len(sample.token_ids)
+        text, calls = self.turns.text(sample.token_ids), tuple[ToolCall, ...]()
+        turn = None if self._reader is None else self._reader.read(sample.token_ids.tolist())
+        if turn is not None and turn.calls and all(call.error is None or call.is_misfit for call in turn.calls):
+            text = turn.content
+            calls = tuple(replace(call, id=call.id or call_id(at)) for at, call in enumerate(turn.calls, num_calls))
         for string in stop:
             text = text.partition(string)[0]
-        if self._reader is None:
-            return Reply(text, (), sample.truncated, size)
-        turn = self._reader.read(sample.token_ids.tolist())
-        if any(call.error is not None and not call.arguments for call in turn.calls) or not turn.calls:
-            return Reply(text, (), sample.truncated, size)
-        calls = (replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, num_calls))
-        return Reply(turn.content, tuple(calls), sample.truncated, size)
+        return Reply(text, calls, sample.truncated, len(sample.token_ids))
 
 
 class Session:
@@ -163,11 +161,10 @@ class Session:
             )
         with self._lock:
             prompt_ids = self._prompt_ids(form, chat, digests)
-            room = self._gateway.max_model_len - len(prompt_ids)
-            if room < 1:
+            if len(prompt_ids) >= limit:
                 raise BadRequest(
-                    f"the messages have {len(prompt_ids)} tokens, but the policy's context has "
-                    f"{self._gateway.max_model_len} (inference_model.max_model_len); send fewer.",
+                    f"the messages have {len(prompt_ids)} tokens, but the policy's context has {limit} "
+                    "(inference_model.max_model_len); send fewer.",
                     code="context_length_exceeded",
                 )
             if self.num_turns + chat.n > self._max_turns:
@@ -295,8 +292,7 @@ class SessionQueue:
 
     def take(self) -> Mapping[str, Any] | None:
         """Dequeue the next episode; return its ``row``, ``base_url`` and ``api_key``, or None if the queue is empty."""
-        key = next(iter([*self._waiting]), None)
-        episode, ended = self._waiting.pop(key, ({}, None)) if key is not None else ({}, None)
+        episode, ended = self._waiting.pop(next(iter([*self._waiting]), -1), ({}, None))
         if ended is None:
             return None
         self._given[episode["api_key"]] = ended
@@ -355,12 +351,7 @@ class Gateway:
         self.engine, self.max_model_len, self.stop = engine, engine.max_model_len, tuple(stop)
         self.sessions: dict[str, Session] = {}
         kwargs = dict(template_kwargs or {})
-
-        @lru_cache(maxsize=_MOST_FORMS)
-        def form(tools: str) -> ChatForm:
-            return ChatForm(tokenizer, json.loads(tools), kwargs)
-
-        self._form = form
+        self._form = lru_cache(maxsize=_MOST_FORMS)(lambda tools: ChatForm(tokenizer, json.loads(tools), kwargs))
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._ready: Future[str] = Future()
@@ -429,17 +420,15 @@ class Gateway:
         finally:
             await runner.cleanup()
 
-    def _handler(self, web: Any, answer: Callable[[Any, Any, Callable[[], bool]], Any]) -> Callable[[Any], Any]:
+    def _handler(self, web: Any, answer: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
         """Return an aiohttp handler that checks the API key and responds with JSON, server-sent events or an error."""
 
         def failed(request: Any, error: BadRequest) -> Any:
-            kinds = {
-                401: "authentication_error",
-                500: "server_error" if request.path != "/v1/messages" else "api_error",
-            }
+            is_anthropics = request.path == "/v1/messages"
+            kinds = {401: "authentication_error", 500: "api_error" if is_anthropics else "server_error"}
             kind = kinds.get(error.status, "invalid_request_error")
-            made: dict[str, Any] = {"message": str(error), "type": kind, "code": error.code, "param": None}
-            body = {"type": "error", "error": made} if request.path == "/v1/messages" else {"error": made}
+            made = {"message": str(error), "type": kind, "code": error.code, "param": None}
+            body = {"type": "error", "error": made} if is_anthropics else {"error": made}
             return web.json_response(body, status=error.status)
 
         async def handle(request: Any) -> Any:
@@ -460,8 +449,7 @@ class Gateway:
                         raise BadRequest(f"the request has more than {LARGEST_REQUEST} bytes.", 413) from None
                     except (ValueError, RecursionError, LookupError) as error:
                         raise BadRequest(f"the request is not JSON ({one_line(str(error), 200)}).") from error
-                gone = request.transport is None or request.transport.is_closing
-                made = await answer(session, body, gone if callable(gone) else lambda: True)
+                made = await answer(session, body, request)
             except BadRequest as error:
                 return failed(request, error)
             except asyncio.CancelledError:  # the session ended, or the run
@@ -477,39 +465,39 @@ class Gateway:
 
         return handle
 
-    async def _openai(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
+    async def _openai(self, session: Session, body: Any, request: Any) -> Any:
         chat = openai_request(body)
         self._warn(session, body)
         replies, size = await session.complete(chat)
-        made = openai_reply(chat, replies, size)
+        made = openai_reply(replies, size)
         return openai_events(chat, made) if chat.stream else made
 
-    async def _anthropic(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
+    async def _anthropic(self, session: Session, body: Any, request: Any) -> Any:
         chat = anthropic_request(body)
         self._warn(session, body)
         (reply,), size = await session.complete(chat)
         made = anthropic_reply(reply, size)
         return anthropic_events(made) if chat.stream else made
 
-    async def _next_session(self, queue: SessionQueue, body: Any, is_gone: Callable[[], bool]) -> Any:
+    async def _next_session(self, queue: SessionQueue, body: Any, request: Any) -> Any:
         """Respond with the next episode, as JSON; with an empty object if none was queued for 20 s."""
         if queue is not self._queue:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
         ends = self._loop.time() + _LONG_POLL_S
-        while self._loop.time() < ends and not is_gone():
+        while self._loop.time() < ends and request.transport is not None and not request.transport.is_closing():
             if (episode := queue.take()) is not None:
                 self._loop.call_later(queue.timeout_s, queue.expire, episode["api_key"])
                 return dict(episode)
             await asyncio.sleep(_POLL_S)
         return {}
 
-    async def _end_session(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
+    async def _end_session(self, session: Session, body: Any, request: Any) -> Any:
         if self._queue is None:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
         self._queue.end(session.key, body)
         return {}
 
-    async def _models(self, session: Session, body: Any, is_gone: Callable[[], bool]) -> Any:
+    async def _models(self, session: Session, body: Any, request: Any) -> Any:
         return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}
 
     def _warn(self, session: Session, body: Mapping[str, Any]) -> None:

@@ -42,8 +42,9 @@ class PromptStream:
     >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
     [(0, '0 + 1?'), (1, '1 + 1?'), (2, '2 + 1?'), (3, '0 + 1?')]
-    >>> stream.state_dict()
-    {'seed': 0, 'num_examples': 3, 'prompts': 31706315251783947, 'epoch': 1, 'position': 1, 'next_group_id': 4}
+    >>> state = stream.state_dict()
+    >>> state["epoch"], state["position"], state["next_group_id"]
+    (1, 1, 4)
     >>> stream.example_of(2).query
     '2 + 1?'
     """
@@ -97,7 +98,7 @@ class PromptStream:
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed, number and hash of the prompts, and position; for a mixture each task's size and weight too."""
+        """Return seed, shuffle, number and hash of the prompts, position; of a mixture each task's size and weight."""
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 
@@ -106,13 +107,14 @@ class PromptStream:
 
         Raises:
             ValueError: the state was saved with other examples (judged by up to 64 prompts of each task), another
-                seed or another mixture. ``shuffle`` is not compared.
+                seed, another ``shuffle`` (unless it is an older state without it) or another mixture.
         """
+        saved = {"mixture": None, "shuffle": self.shuffle} | dict(state_dict)
         for name, value in ({"mixture": None} | self._identity()).items():
-            if state_dict.get(name) != value:
+            if saved.get(name) != value:
                 raise ValueError(
-                    f"the saved prompt stream has {name}={state_dict.get(name)}, but this stream has {name}={value}; "
-                    "resume with the dataset and the seed of the saved run."
+                    f"the saved prompt stream has {name}={saved.get(name)}, but this stream has {name}={value}; "
+                    "resume with the dataset, the seed and the shuffle of the saved run."
                 )
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
@@ -134,7 +136,8 @@ class PromptStream:
 
     def _identity(self) -> dict[str, Any]:
         """Return the state entries that must be equal when a state is loaded."""
-        own = {"seed": self.seed, "num_examples": len(self.examples), "prompts": self._prompts}
+        size = len(self.examples)
+        own = {"seed": self.seed, "shuffle": self.shuffle, "num_examples": size, "prompts": self._prompts}
         if not isinstance(self.examples, MixedExamples):
             return own
         weights = self.examples.weights

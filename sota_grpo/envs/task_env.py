@@ -399,22 +399,20 @@ class DialogRows:
 
         Args:
             steps: any batch shape in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a collector,
-                also flattened. Steps that follow the end of their dialog in the same batch are ignored.
+                also flattened. Steps that follow the end of their dialog are ignored until its rows are returned.
 
         Raises:
             ValueError: the first steps of a dialog are missing, or a prompt does not begin with the dialog so far.
         """
-        ended: set[tuple[int, int]] = set()
         complete: list[int] = []
         for step in _each(steps):
             group_id, sample_id = int(step[keys.GROUP_ID]), int(step[keys.SAMPLE_ID])
-            if (group_id, sample_id) in ended:
-                continue
             group = self._groups.setdefault(group_id, {})
+            if sample_id in group and group[sample_id].last is not None:
+                continue
             opened = self._added(group, sample_id, step)
             if step[keys.DONE].any():
                 opened.last = step
-                ended.add((group_id, sample_id))
                 if sum(dialog.last is not None for dialog in group.values()) == self._group_size:
                     complete.append(group_id)
         return [row for group_id in complete for row in self._finished(self._groups.pop(group_id))]
@@ -424,7 +422,7 @@ class DialogRows:
         if turn == 0:
             group[sample_id] = _OpenDialog(Dialog(None, prompt))
         opened = group.get(sample_id)
-        if opened is None or opened.dialog.num_turns != turn or opened.last is not None:
+        if opened is None or opened.dialog.num_turns != turn:
             raise ValueError(
                 f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow the turn that "
                 "was added last; add all steps of a dialog, in order."

@@ -283,7 +283,7 @@ def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> Tool
         except BadCall as bad:
             return ToolCall(name, {}, str(bad), identity)
     reason = argument_error(tools[name], arguments)
-    return ToolCall(name, arguments, None if reason is None else one_line(reason), identity)
+    return ToolCall(name, arguments, None if reason is None else one_line(reason), identity, reason is not None)
 
 
 def _typed(value: Any, schema: Any) -> Any:

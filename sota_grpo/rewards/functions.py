@@ -280,11 +280,8 @@ def _results(function: RewardFunction, calls: Sequence[Mapping[str, Any]]) -> li
     """Return the result or exception of each call; keywords that the function does not accept are left out."""
     results: list[Any] = []
     for keywords in calls:
-        taken = (
-            keywords
-            if function.taken is None
-            else {name: keywords[name] for name in keywords if name in function.taken}
-        )
+        names = keywords if function.taken is None else function.taken
+        taken = {name: value for name, value in keywords.items() if name in names}
         try:
             results.append(function.call(**taken))
         except BaseException as error:  # model text may make a user's function do anything

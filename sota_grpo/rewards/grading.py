@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from sota_grpo.rl.records import LARGEST, TASK, Example, Score
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
@@ -309,13 +309,6 @@ class GradingPool:
                 self._grade(pairs[:at]), self._grade([pairs[at]], is_suspect=True), self._grade(pairs[at + 1 :])
             )
         return [*before, *guilty, *after]
-
-
-def done(value: Any) -> Future[Any]:
-    """Return a future that already has the result ``value``."""
-    future = pending_future()
-    future.set_result(value)
-    return future
 
 
 def task_grader(grader: Grader) -> Grader:

@@ -39,12 +39,14 @@ class ToolCall:
         arguments: JSON-serialisable arguments by name; empty if they could not be parsed.
         error: one line that says why the call cannot be executed; None for a valid call.
         id: the call id that the policy wrote, if it is nine letters and digits; else empty.
+        is_misfit: the tool is known and the arguments were parsed, but they do not fit its schema.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     id: str = field(default="", compare=False)
+    is_misfit: bool = field(default=False, compare=False)
 
 
 def call_id(number: int) -> str:

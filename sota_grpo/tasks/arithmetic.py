@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from sota_grpo.rl.records import Example
 from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
@@ -110,17 +111,10 @@ def _parse_row(row: str) -> Template:
     return Template(name, question, bounds, parsed)
 
 
-TEMPLATES: Mapping[str, Template] = {
-    template.name: template for template in map(_parse_row, _TABLE.strip().splitlines())
-}
+TEMPLATES: Mapping[str, Template] = {row.name: row for row in map(_parse_row, _TABLE.strip().splitlines())}
 
 
-_OPERATIONS: Mapping[str, Callable[[int, int], int | Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": Fraction,
-}
+_OPERATIONS: dict[str, Any] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": Fraction}
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:

@@ -11,8 +11,10 @@ import decimal
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +25,7 @@ from sota_grpo.rl.task import chat
 from sota_grpo.text import first_line, sentence
 
 Row = Mapping[str, Any]
+HELDOUT_SPLITS = ("test", "validation", "train")  # of a hub dataset for evaluation, the first that it has
 _ENCODING = "utf-8-sig"  # UTF-8, with or without a byte order mark
 _PARQUET_ROWS = 64  # per batch
 _MOST_HELD_OUT = 512
@@ -36,33 +39,56 @@ class DatasetError(UserError, ValueError):
     """The dataset cannot be used; the message says why and what to change."""
 
 
-def load_rows(name: str, *, split: str = "train", config: str | None = None) -> list[dict[str, Any]]:
+class NoSplit(DatasetError):
+    """A hub dataset has none of the requested splits."""
+
+
+def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None = None) -> list[dict[str, Any]]:
     """Return the rows of a local file or a hub dataset, in order, as dicts; NaN and NaT become None.
+
+    Args:
+        splits: of a hub dataset, the first one that it has is read.
+        config: of a hub dataset; if it has no such configuration, its only or default one is read.
 
     Raises:
         DatasetError: the file is missing, empty or of unknown format, a line (named) cannot be parsed, or the hub
             request fails.
+        NoSplit: the hub dataset has none of ``splits``.
     """
+    path = os.path.expanduser(name)
     if is_file(name):
-        file = Path(name)
+        file = Path(path)
         require_file(file)
         try:
             rows = _READERS[file.suffix](file)
         except UnicodeDecodeError as error:
             raise DatasetError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
     else:
-        import datasets
-
-        try:
-            rows = datasets.load_dataset(name, config, split=split).to_list()
-        except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
-            raise DatasetError(
-                f"the dataset {name} (config {config}, split {split}) could not be loaded from the hub "
-                f"({sentence(error)}); give a local file with env.dataset_path=FILE or env.eval_path=FILE."
-            ) from error
+        rows = _from_hub(path, splits, config)
     if not rows:
         raise DatasetError(f"{name} has no rows; give a file with at least one problem.")
     return [{column: present(value) for column, value in row.items()} for row in rows]
+
+
+def _from_hub(name: str, splits: Sequence[str], config: str | None) -> list[dict[str, Any]]:
+    import datasets
+
+    try:
+        try:
+            of_split = datasets.load_dataset(name, config)
+        except ValueError:  # it has no such configuration
+            of_split = datasets.load_dataset(name)
+        if found := [split for split in splits if split in of_split]:
+            return of_split[found[0]].to_list()
+    except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
+        raise DatasetError(
+            f"the dataset {name} (config {config}) could not be loaded from the hub ({sentence(error)}); give a local "
+            "file with env.dataset_path=FILE or env.eval_path=FILE."
+        ) from error
+    raise NoSplit(
+        f"the hub dataset {name} has no split {' or '.join(splits)}; its splits are {', '.join(of_split)}: give a "
+        "local file with env.dataset_path=FILE or env.eval_path=FILE."
+    )
 
 
 def present(value: Any) -> Any:
@@ -77,7 +103,7 @@ def is_file(name: str) -> bool:
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)
     """
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     is_path = name.startswith(("/", "./", "../", "~")) and not path.is_dir()  # datasets.load_dataset reads folders
     return is_path or path.suffix in SUFFIXES or path.is_file()
 
@@ -337,9 +363,9 @@ class FileTask(BaseTask):
     """Base class of tasks whose rows are in a file or in a hub dataset.
 
     A subclass sets ``name`` and defines ``score`` and ``read_row``. The question is in the first of
-    ``question_columns`` that has a value. ``hub_name``: the default dataset. ``hub_config``: config of every hub
-    dataset. ``has_test_split``: the split ``test`` of a hub dataset is held out. ``max_broken``: fraction of the rows
-    of a hub dataset that may be unreadable; these are skipped.
+    ``question_columns`` that has a value. ``hub_name``: the default dataset. ``hub_config``: config of hub datasets
+    that have one of this name. ``has_test_split``: the split ``test`` of a hub dataset is held out, if it has one.
+    ``max_broken``: fraction of the rows of a hub dataset that may be unreadable; these are skipped.
     """
 
     hub_name: str
@@ -355,9 +381,9 @@ class FileTask(BaseTask):
             raise DatasetError(f"{location}: the question is empty; mend or remove the row.")
         return replace(self.read_row(row, location), query=question, place=location)
 
-    def read(self, name: str, split: str = "train") -> list[Example]:
+    def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
         """Return a dataset's examples; ``DatasetError`` for a bad row (on the hub: for more than ``max_broken``)."""
-        rows, examples, broken = load_rows(name, split=split, config=self.hub_config), [], []
+        rows, examples, broken = load_rows(name, splits, self.hub_config), [], []
         for number, row in enumerate(rows, start=1):
             try:
                 examples.append(self._problem(row, f"{name}, row {number}"))
@@ -375,8 +401,11 @@ class FileTask(BaseTask):
         """Return the examples of ``name``, and those of a separate held-out file or split (None without one)."""
         train = self.read(name)
         if eval_path is not None:
-            return train, self.read(eval_path)
-        return train, self.read(name, "test") if self.has_test_split and not is_file(name) else None
+            return train, self.read(eval_path, HELDOUT_SPLITS)
+        if self.has_test_split and not is_file(name):
+            with suppress(NoSplit):
+                return train, self.read(name, ["test"])
+        return train, None
 
     @classmethod
     def load(
@@ -395,8 +424,9 @@ class FileTask(BaseTask):
 
         Args:
             path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default dataset.
-            eval_path: file or hub name (its split ``train``) of the held-out problems; None holds out the test split
-                of a hub dataset if the class has ``has_test_split``, else ``num_heldout`` rows of ``path``.
+            eval_path: file or hub name (its split ``test``, ``validation`` or ``train``) of the held-out problems;
+                None holds out the split ``test`` of a hub dataset if there is one and the class has
+                ``has_test_split``, else ``num_heldout`` rows of ``path``.
             num_heldout: number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
             max_samples: train on the first ``max_samples`` examples only.
             data_seed: seed of the choice and order of the held-out rows.

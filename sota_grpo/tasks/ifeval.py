@@ -30,6 +30,7 @@ from sota_grpo.rewards.ifeval import (
 )
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import (
+    HELDOUT_SPLITS,
     DatasetError,
     FileTask,
     Row,
@@ -71,6 +72,7 @@ class IFEvalTask(FileTask):
 
     name = "ifeval"
     hub_name = "allenai/RLVR-IFeval"
+    has_test_split = True  # EVAL_HUB_NAME
     max_broken = 0.05
 
     def __init__(
@@ -191,7 +193,8 @@ class InstructionsTask(IFEvalTask):
             options: keywords of the class.
         """
         task = cls(**options)
-        examples = [] if eval_path is None else hash_ordered(unique_examples(task.read(eval_path)), data_seed)
+        read = [] if eval_path is None else unique_examples(task.read(eval_path, HELDOUT_SPLITS))
+        examples = hash_ordered(read, data_seed)
         draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen)
         task.train = DrawnExamples([draw], seed, False, num_train)
         task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)

@@ -22,7 +22,7 @@ from typing import Any
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
 from sota_grpo.rewards.extract import extract_answer, last_tagged, numbers_equal, without_thinking
 from sota_grpo.rl.records import Example, Score, sample_seed
-from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, require_not_negative, text_of
+from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, optional_text, require_not_negative, text_of
 
 HELDOUT_SHARE = 8  # one problem in eight is held out
 
@@ -107,7 +107,7 @@ class ProceduralTask(BaseTask):
 
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row: ``answer`` (a number, alone or after ``####``) and optional ``question``."""
-        return Example(query=str(row.get("question", "")), answer=text_of(row, "answer", location))
+        return Example(query=optional_text(row, ["question"]), answer=text_of(row, "answer", location))
 
 
 LARGEST_NUMBER = 99
@@ -198,7 +198,7 @@ class CountdownTask(ProceduralTask):
 
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row: ``target``, ``nums`` (or ``numbers``) and optional ``answer`` (a solution)."""
-        numbers: Any = row.get("nums", row.get("numbers"))
+        numbers: Any = row.get("nums") if row.get("nums") is not None else row.get("numbers")
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
         if not several or not all(type(value) is int and value > 0 for value in (*numbers, target)):

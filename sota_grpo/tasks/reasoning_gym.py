@@ -20,7 +20,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import SUBTASK, Example, Score
-from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, normalised
+from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, normalised, optional_text
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 from sota_grpo.tasks.questions import answering
 
@@ -229,7 +229,8 @@ class ReasoningGymTask(BaseTask):
             _require_known(name)
         except UserError as error:
             raise DatasetError(f"{location}: {error}") from error
-        return Example(str(row.get("question", "")), answer or "", {SUBTASK: name, "metadata": dict(metadata)})
+        extra = {SUBTASK: name, "metadata": dict(metadata)}
+        return Example(optional_text(row, ["question"]), answer or "", extra)
 
 
 def _package() -> Any:

@@ -197,9 +197,9 @@ class TableTask(FileTask):
         """
         return self._example(row, location, [self.answer_column, "answer"])
 
-    def read(self, name: str, split: str = "train") -> list[Example]:
+    def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
         """Return the examples of a file or hub dataset; in rows that lack a column, its value is None."""
-        rows = load_rows(name, split=split)
+        rows = load_rows(name, splits)
         missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
         columns = [self.answer_column]
         if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:

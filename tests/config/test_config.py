@@ -147,6 +147,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     "an_evaluation_has_problems": [
         ("env.dataset=table env.dataset_path=rows.jsonl env.num_heldout=0", "nothing to measure; use eval.mode=off"),
         ("env.num_heldout=0", "use eval.mode=off, or give env.eval_path"),
+        ("env.dataset=table env.dataset_path=some/sums env.num_heldout=0", "use eval.mode=off"),
     ],
     "a_target_and_a_best_checkpoint_need_evaluations": [
         ("eval.target=0.3 eval.every=0", "eval.every=0; use eval.mode=on eval.every=8"),
@@ -362,6 +363,8 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str)
         ["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"],
         ["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-6", "train_model.lora.enabled=true"],
         ["env.max_samples=5"],
+        ["env.dataset=gsm8k", "env.dataset_path=openai/gsm8k", "env.num_heldout=0"],
+        ["env.dataset=ifeval", "env.dataset_path=allenai/RLVR-IFeval", "env.num_heldout=0"],
         ["env.reasoning=true", "env.max_steps=2"],
         ["env.dataset=countdown", "env.max_steps=3"],
         ["env.agent=a.py:run", "env.max_steps=2"],

@@ -271,6 +271,16 @@ def test_steps_that_do_not_follow_are_refused() -> None:
         rows.add(lazy_stack([retold[0]]))
 
 
+def test_a_step_that_comes_again_after_the_end_of_its_dialog_is_ignored() -> None:
+    env = make_env(max_steps=2, num_envs=2, repeats=2)
+    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * 2
+    first = env.step(act(env.reset(), token_ids))
+    last = env.step(act(first["next"].copy(), token_ids))
+    rows = DialogRows(TOKENIZER, group_size=2)
+    assert rows.add(first) + rows.add(last[:1]) + rows.add(last[:1]) == []
+    assert [int(row[keys.SAMPLE_ID]) for row in rows.add(last)] == [0, 1]
+
+
 def test_tools_are_functions_too_and_end_with_the_environment() -> None:
     def double(number: int) -> int:
         """Double a number.

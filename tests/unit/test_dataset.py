@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.tasks.dataset import DatasetError, load_rows, text_of
+from sota_grpo.tasks.dataset import HELDOUT_SPLITS, DatasetError, is_file, load_rows, text_of
+from sota_grpo.tasks.questions import GSM8KTask
 
 ROWS = [{"question": f'{uuid.uuid4()},\n"é"?', "answer": f"#### {number}"} for number in range(5)]
 
@@ -111,22 +112,69 @@ def test_a_column_that_is_missing_or_of_another_type_is_named() -> None:
         text_of({"answer": 3}, "answer", "demo, row 1")
 
 
-def test_the_hub_gets_config_and_split_and_its_failure_points_to_a_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def use_hub(monkeypatch: pytest.MonkeyPatch, hub: dict[tuple[str, str], tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Replace the hub by datasets {(name, config): splits}, whose rows name their split; return its requests."""
     import datasets
 
-    calls = []
+    requests = []
 
-    def load_dataset(*args: object, **options: object) -> datasets.Dataset:
-        calls.append((*args, options))
-        if len(calls) > 1:
+    def load_dataset(name: str, config: str | None = None) -> dict[str, datasets.Dataset]:
+        requests.append((name, config))
+        configs = [key[1] for key in hub if key[0] == name]
+        if not configs:
             raise ConnectionError("no route\nto host")
-        return datasets.Dataset.from_list(ROWS)
+        if config is None and len(configs) > 1:
+            raise ValueError(f"Config name is missing.\nPick one of {configs}")
+        if config not in (None, *configs):
+            raise ValueError(f"BuilderConfig {config!r} not found.")
+        parts = hub[name, config or configs[0]]
+        rows = {split: [{"question": f"{split} {at}", "answer": "#### 4"} for at in range(4)] for split in parts}
+        return {split: datasets.Dataset.from_list(rows[split]) for split in parts}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_rows("openai/gsm8k", split="test", config="main") == ROWS
-    assert calls == [("openai/gsm8k", "main", {"split": "test"})]
-    with pytest.raises(DatasetError, match=r"gsm8k .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
-        load_rows("openai/gsm8k", config="main")
+    return requests
+
+
+HUB = {
+    ("openai/gsm8k", "main"): ("train", "test"),
+    ("openai/gsm8k", "socratic"): ("train", "test"),
+    ("some/sums", "small"): ("train",),
+    ("some/exams", "default"): ("train", "validation", "test"),
+    ("some/dev", "default"): ("train", "validation"),
+    ("some/two", "a"): ("train",),
+    ("some/two", "b"): ("train",),
+}
+
+
+def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = use_hub(monkeypatch, HUB)
+    assert load_rows("openai/gsm8k", ["test"], "main")[0]["question"] == "test 0"
+    assert load_rows("some/sums", config="main")[0]["question"] == "train 0"
+    assert requests == [("openai/gsm8k", "main"), ("some/sums", "main"), ("some/sums", None)]
+    for name, split in (("some/exams", "test"), ("some/dev", "validation"), ("some/sums", "train")):
+        assert load_rows(name, HELDOUT_SPLITS)[0]["question"] == f"{split} 0"
+    with pytest.raises(DatasetError, match=r"some/sums has no split test; its splits are train: .*env.eval_path=FILE"):
+        load_rows("some/sums", ["test"])
+    with pytest.raises(DatasetError, match=r"some/two .*Config name is missing.*env.dataset_path=FILE"):
+        load_rows("some/two", config="main")
+    with pytest.raises(DatasetError, match=r"other .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
+        load_rows("some/other", config="main")
     assert "\n" not in str(caught.value)
+
+
+def test_rows_are_held_out_of_a_hub_dataset_without_a_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, HUB)
+    for name, options, splits in (
+        ("some/sums", {"num_heldout": 1}, ("train", "train")),
+        ("some/exams", {"num_heldout": 1}, ("train", "test")),
+        ("some/sums", {"eval_path": "some/dev"}, ("train", "validation")),
+    ):
+        task = GSM8KTask.load(path=name, **options)
+        assert (task.train[0].query.split()[0], task.heldout[0].query.split()[0]) == splits
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "rows.jsonl", ROWS)
+    assert load_rows("~/rows.jsonl") == ROWS
+    assert not is_file("~/")  # a folder, which the hub's client reads

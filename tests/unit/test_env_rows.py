@@ -55,8 +55,12 @@ def test_another_seed_is_another_order_and_a_foreign_state_is_refused() -> None:
     with pytest.raises(ValueError, match="has num_examples=40, but this stream has num_examples=39"):
         PromptStream(examples(39), seed=SEED).load_state_dict(stream.state_dict())
     changed = [*examples(40)[:-1], Example("another", "question")]
-    with pytest.raises(ValueError, match=r"has prompts=.*resume with the dataset and the seed of the saved run"):
+    with pytest.raises(ValueError, match=r"has prompts=.*resume with the dataset, the seed and the shuffle of"):
         PromptStream(changed, seed=SEED).load_state_dict(stream.state_dict())
+    with pytest.raises(ValueError, match="has shuffle=True, but this stream has shuffle=False"):
+        PromptStream(examples(40), seed=SEED, shuffle=False).load_state_dict(stream.state_dict())
+    without = {name: value for name, value in stream.state_dict().items() if name != "shuffle"}  # saved before
+    PromptStream(examples(40), seed=SEED).load_state_dict(without)
     with pytest.raises(ValueError, match="no examples"):
         PromptStream([])
 

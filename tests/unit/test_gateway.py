@@ -193,7 +193,10 @@ BAD = {
     ),
     "a stop that is a number": ({"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
     "options of a stream as text": ({"messages": [QUESTION], "stream_options": "x"}, 400, "stream_options"),
-    "calls that are a number": ({"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}, 400, "array"),
+    "calls that are a number": ({"messages": [{**QUESTION, "tool_calls": 5}]}, 400, "tool_calls is a int, not"),
+    "tools that are a number": ({"messages": [QUESTION], "tools": 5}, 400, "tools is a int, not a JSON array"),
+    "content that is a number": ({"messages": [{"role": "user", "content": 5}]}, 400, "content is a int, not"),
+    "messages without an entry": ({"messages": []}, 400, "messages has no entry"),
     "far too long": ({"messages": [{"role": "user", "content": "x" * 40_000}]}, 400, "too long"),
     "too long": ({"messages": [{"role": "user", "content": "word " * 900}]}, 400, "max_model_len"),
     "too many": ({"messages": [QUESTION], "n": 99}, 400, "env.max_steps"),
@@ -228,6 +231,29 @@ def test_a_call_of_no_known_tool_is_text(rig) -> None:
     said = rig.post(session, {"messages": [QUESTION], "tools": [TOOL]}).json()["choices"][0]["message"]
     assert "tool_calls" not in said
     assert '"a": 4' in said["content"]
+
+
+def test_a_call_whose_arguments_do_not_fit_is_a_call(rig) -> None:
+    session = rig.session()
+    needs = {**TOOL["function"]["parameters"], "required": ["a", "b"]}
+    tool = {**TOOL, "function": {**TOOL["function"], "parameters": needs}}
+    for arguments in ({}, {"a": "four"}):
+        rig.texts = [f'<tool_call>{{"name": "add", "arguments": {json.dumps(arguments)}}}</tool_call>']
+        said = rig.post(session, {"messages": [QUESTION], "tools": [tool]}).json()["choices"][0]["message"]
+        assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [arguments]
+
+
+def test_the_text_beside_a_call_ends_before_a_stop_string(rig) -> None:
+    session = rig.session()
+    rig.texts = [f"I add. {CALL} STOP"]
+    said = rig.post(session, {"messages": [QUESTION], "tools": [TOOL]}).json()["choices"][0]["message"]
+    assert (said["content"].strip(), len(said["tool_calls"])) == ("I add.", 1)
+
+
+def test_a_request_to_anthropics_api_needs_messages(rig) -> None:
+    session = rig.session()
+    answer = rig.post(session, {"messages": [], "system": "Add.", "max_tokens": 5}, "/v1/messages")
+    assert (answer.status, "messages has no entry" in answer.json()["error"]["message"]) == (400, True)
 
 
 def test_only_the_key_of_an_open_session_is_answered(rig) -> None:

@@ -102,7 +102,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
         "allenai/RLVR-IFeval": [rlvr_row(number) for number in range(40)],
         "google/IFEval": [ifeval_row(number) for number in range(7)],
     }
-    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", lambda name, split, config: tables[name])
+    monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", lambda name, splits, config: tables[name])
     return tables
 
 

@@ -461,6 +461,15 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(
         assert one.get(keys[5]) == Verdict(1.0)
 
 
+def test_a_long_answer_is_the_same_at_first_and_from_the_cache(fake: FakeJudge, opened: Open, tmp_path: Path) -> None:
+    fake.answer = lambda body: Say(chat(f"{'x' * 5000}\nVerdict {nonce_of(body)}: 7"))
+    grader = opened(tmp_path / "judge.jsonl")
+    (first,), (again,) = asked(grader, ["4"]), asked(grader, ["4"])
+    assert first == again
+    assert first.info["judge"].endswith(": 7")
+    assert len(first.info["judge"]) == 2000
+
+
 def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine\n")
     (tmp_path / "link").symlink_to(tmp_path / "mine")

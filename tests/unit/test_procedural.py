@@ -64,6 +64,7 @@ def test_only_the_number_after_the_last_marker_counts() -> None:
     for response in ("#### 31\n#### 30", "#### -31", "#### 311", "The answer is 31.", "31", "####", ""):
         assert task.score(response, example) == Score({"correct": 0.0}, success=False), response
     assert task.score("#### 31", task.read_row({"answer": "31"}, "here")).success, "a number alone"
+    assert task.read_row({"answer": "31", "question": None}, "here").query == ""
 
 
 def test_every_problem_of_countdown_is_solved_by_its_gold_response_for_the_full_reward() -> None:
@@ -120,6 +121,7 @@ def test_rows_of_countdown_are_read_with_or_without_a_solution() -> None:
     row = {"numbers": [2, 10, 4], "target": 48, "answer": "(2 + 10) * 4"}
     example = COUNTDOWN.read_row(row, "here")
     assert COUNTDOWN.score(COUNTDOWN.gold_response(example), example).success
+    assert example == COUNTDOWN.read_row({**row, "nums": None}, "here")
     assert example == COUNTDOWN.read_row({**row, "nums": row.pop("numbers")}, "here")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,13 @@ from sota_grpo.envs.dialogs import Dialog
 from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.rewards.grading import done
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, Sample, Sampling, SamplingSupport
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
+from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
 from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
 from tests.training_rigs import make_components
@@ -213,8 +214,14 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
     worker = ReferenceWorker(tiny_model(), temperature=1.0, token_budget=CONTEXT, pad_token_id=PAD)
     for row, values in zip(own, worker.run(RowTable.of(rows).only(_READ))):
         torch.testing.assert_close(torch.tensor(values), row[: len(values)], rtol=1e-4, atol=1e-5)
-    fleet = SimpleNamespace(submit=lambda rows: done(worker.run(rows)))
-    torch.testing.assert_close(ReferenceService(fleet, num_workers=2)(batch), own, rtol=1e-4, atol=1e-5)
+
+    def submit(rows: RowTable) -> Future:
+        future = pending_future()
+        future.set_result(worker.run(rows))
+        return future
+
+    service = ReferenceService(SimpleNamespace(submit=submit), num_workers=2)
+    torch.testing.assert_close(service(batch), own, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])

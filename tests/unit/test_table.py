@@ -196,7 +196,7 @@ def test_columns_may_have_other_names_and_another_path_is_a_name_on_the_hub(
     assert {example.query: example.answer for example in both(task)} == {"1+1?": "2", "2+2?": "4"}
     prompts, rows = [], [{"prompt": f"No. {index}?", "ground_truth": str(index)} for index in range(4)]
     hub = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: prompts.append(args) or hub)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: prompts.append(args) or {"train": hub})
     assert len(TableTask.load(path="someone/sums", num_heldout=1).train) == 3
     assert prompts == [("someone/sums", None)]
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ def test_the_hubs_test_split_is_held_out(name: str, monkeypatch: pytest.MonkeyPa
     splits = {"train": rows_of(name, range(10)), "test": rows_of(name, range(8, 12))}
     requests = []
 
-    def load(source: str, *, split: str = "train", config: str | None = None) -> list:
-        requests.append((source, split, config))
-        return splits["test" if source == "mine.jsonl" else split]
+    def load(source: str, wanted: Sequence[str] = ("train",), config: str | None = None) -> list:
+        requests.append((source, wanted[0], config))
+        return splits[wanted[0]]
 
     monkeypatch.setattr("sota_grpo.tasks.dataset.load_rows", load)
     kind = task_class(name)

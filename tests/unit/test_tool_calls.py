@@ -309,7 +309,7 @@ def test_calls_beyond_the_most_of_a_turn_are_one_error() -> None:
         tokenizer, reader = reader_of(name)
         calls = reader.read(ids_of(tokenizer, turn_of(tokenizer, [("look_up", {"query": "x"})] * 20))).calls
         assert [call.error is None for call in calls] == [True] * 16 + [False]
-        assert "can have 16 calls" in str(calls[-1].error)
+        assert "can have at most 16 calls" in str(calls[-1].error)
 
 
 # thinking, special tokens --------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
         UserError: the folder ``nltk_data`` does not contain the data.
     """
     if nltk_data is not None:
-        folder = Path(nltk_data, _FOLDER)
+        folder = Path(nltk_data, _FOLDER).expanduser()
         if folder.is_dir():
             return folder
         raise UserError(f"there is no folder {folder}; correct nltk_data, or leave it out to search NLTK's own places.")

@@ -95,7 +95,7 @@ class VerdictCache:
 
     >>> path = getfixture("tmp_path") / "judge.jsonl"
     >>> cache = VerdictCache(path)
-    >>> cache.put("a" * 64, Verdict(0.5, said="Verdict: 5"))
+    >>> kept = cache.put("a" * 64, Verdict(0.5, said="Verdict: 5"))
     >>> cache.close()
     >>> size = path.open("a").write('{"key": "cut sh')
     >>> VerdictCache(path).get("a" * 64)
@@ -138,14 +138,16 @@ class VerdictCache:
         verdict = None if position is None else _verdict_of(os.pread(self._fd, *position))
         return None if verdict is None or verdict[0] != key else verdict[1]
 
-    def put(self, key: str, verdict: Verdict) -> None:
-        """Append ``verdict``, with the end of its text, to the file; OSError if the disk is full."""
-        row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said[-_MOST_SAID:]}
+    def put(self, key: str, verdict: Verdict) -> Verdict:
+        """Append ``verdict`` to the file and return it, with the end of its text only; OSError if the disk is full."""
+        verdict = replace(verdict, said=verdict.said[-_MOST_SAID:])
+        row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said}
         line = json_line({name: value for name, value in row.items() if value not in (None, "")}).encode() + b"\n"
         if os.write(self._fd, line) < len(line):  # the disk is full: end the cut line, so that no other continues it
             os.write(self._fd, b"\n")
             raise OSError(28, "No space left on device")
         self._positions[bytes.fromhex(key)] = (len(line), os.lseek(self._fd, 0, os.SEEK_CUR) - len(line))
+        return verdict
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -329,7 +331,7 @@ class JudgeClient:
                 verdict = await self._settle(question)
             if verdict.is_final:
                 try:
-                    self._cache.put(question.key, verdict)
+                    return self._cache.put(question.key, verdict)
                 except OSError as error:
                     reason = f"Cannot write the judge's verdicts ({error.strerror}); free disk space."
                     raise RunFailed(reason) from error
