@@ -50,6 +50,7 @@ from sota_grpo.assembly.sampling import (
     make_sampling,
     max_model_len,
     open_env,
+    require_heldout,
     start_engine,
     task_agents,
     task_of,
@@ -131,6 +132,8 @@ def build(
     starting("Reading the tokenizer and the data")
     tokenizer = trainable_tokenizer(config, plan.engine)
     task = task_of(config, functions)
+    if config.eval.mode != "off":
+        require_heldout(config, task)
     own_transforms = load_instances("env.transforms", config.env.transforms, Transform)
     samplers = load_instances("train.sampler", [config.train.sampler] if config.train.sampler else [], Sampler)
     with ExitStack() as opened:

@@ -15,9 +15,9 @@ from sota_grpo.assembly.build import build, make_evaluator, make_weight_sync, wi
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, compose, load_config, no_run_or_model
 from sota_grpo.assembly.devices import resolve_device
 from sota_grpo.assembly.learning import add_adapter, make_model
-from sota_grpo.assembly.sampling import heldout_task, open_env, start_engine
+from sota_grpo.assembly.sampling import heldout_task, open_env, require_heldout, start_engine
 from sota_grpo.config import AlgorithmConfig, Config, ModelConfig, model_name
-from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, task_configs, tasks_named
+from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, task_configs
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
@@ -203,10 +203,7 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
     device = resolve_device(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     task = heldout_task(config)
-    if not task.heldout:
-        raise UserError(
-            f"env.dataset={tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
-        )
+    require_heldout(config, task)
     with without_exit(), ExitStack() as opened:
         scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_")))  # logs of servers
         env, instances = open_env(config, task, tokenizer, opened)

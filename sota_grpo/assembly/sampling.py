@@ -15,7 +15,15 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config, max_support, model_name, replaces_reward, reward_names, rubric_file
-from sota_grpo.config.mixture import READERS, group_sizes, has_dialogs, mean_responses_per_step, task_configs, weights
+from sota_grpo.config.mixture import (
+    READERS,
+    group_sizes,
+    has_dialogs,
+    mean_responses_per_step,
+    task_configs,
+    tasks_named,
+    weights,
+)
 from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
@@ -67,6 +75,14 @@ def heldout_task(config: Config) -> Task:
     assert isinstance(task, FileTask)
     task.train = task.heldout = hash_ordered(unique_examples(task.read(path)))
     return task
+
+
+def require_heldout(config: Config, task: Task) -> None:
+    """Raise a UserError if there are no held-out problems to evaluate."""
+    if not task.heldout:
+        raise UserError(
+            f"env.dataset={tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
+        )
 
 
 def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:

@@ -333,16 +333,17 @@ def addresses_of_servers_have_no_secrets(config: Config) -> Iterator[str]:
 
 
 def _url_faults(option: str, url: str, fix: str) -> Iterator[str]:
+    shown = option if "@" in url or "?" in url else f"{option}={one_line(url)}"
     try:
         address = urlsplit(url)
         host, _ = address.hostname, address.port
-    except ValueError as error:
-        yield f"{option}={one_line(url)} is no address ({error}); write http://HOST:PORT."
+    except ValueError:
+        yield f"{shown} is no address; write http://HOST:PORT."
         return
     if address.username is not None or address.password is not None or address.query:
         yield f"{option} has a user name, a password or a query in it, which the run would save; {fix}."
     elif address.scheme not in ("http", "https") or not host:
-        yield f"{option}={one_line(url)} is no address of a server; write http://HOST:PORT."
+        yield f"{shown} is no address of a server; write http://HOST:PORT."
 
 
 _OF_TEMPLATES = (  # arguments of apply_chat_template that sota_grpo sets, or that change what is returned

@@ -161,7 +161,7 @@ class FusionRunner:
 
 def is_url(sandbox: str) -> bool:
     """Return whether the value of ``env.sandbox`` is the URL of a server."""
-    return sandbox.startswith(("http://", "https://"))
+    return sandbox.lower().startswith(("http://", "https://"))
 
 
 def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:

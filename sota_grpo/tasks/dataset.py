@@ -43,17 +43,21 @@ class NoSplit(DatasetError):
     """A hub dataset has none of the requested splits."""
 
 
+class NoConfig(DatasetError):
+    """A hub dataset does not have the requested configuration."""
+
+
 def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None = None) -> list[dict[str, Any]]:
     """Return the rows of a local file or a hub dataset, in order, as dicts; NaN and NaT become None.
 
     Args:
         splits: of a hub dataset, the first one that it has is read.
-        config: of a hub dataset; if it has no such configuration, its only or default one is read.
+        config: configuration of a hub dataset; None: its only or default one.
 
     Raises:
         DatasetError: the file is missing, empty or of unknown format, a line (named) cannot be parsed, or the hub
             request fails.
-        NoSplit: the hub dataset has none of ``splits``.
+        NoSplit, NoConfig: the hub dataset has none of ``splits``, or no ``config``.
     """
     path = os.path.expanduser(name)
     if is_file(name):
@@ -74,14 +78,12 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> list[dict
     import datasets
 
     try:
-        try:
-            of_split = datasets.load_dataset(name, config)
-        except ValueError:  # it has no such configuration
-            of_split = datasets.load_dataset(name)
+        of_split = datasets.load_dataset(name, config)
         if found := [split for split in splits if split in of_split]:
             return of_split[found[0]].to_list()
     except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
-        raise DatasetError(
+        is_missing = isinstance(error, ValueError) and f"BuilderConfig '{config}' not found" in str(error)
+        raise (NoConfig if is_missing else DatasetError)(
             f"the dataset {name} (config {config}) could not be loaded from the hub ({sentence(error)}); give a local "
             "file with env.dataset_path=FILE or env.eval_path=FILE."
         ) from error
@@ -383,7 +385,13 @@ class FileTask(BaseTask):
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
         """Return a dataset's examples; ``DatasetError`` for a bad row (on the hub: for more than ``max_broken``)."""
-        rows, examples, broken = load_rows(name, splits, self.hub_config), [], []
+        try:
+            rows = load_rows(name, splits, self.hub_config)
+        except NoConfig:
+            if name == self.hub_name:
+                raise
+            rows = load_rows(name, splits)
+        examples, broken = list[Example](), list[DatasetError]()
         for number, row in enumerate(rows, start=1):
             try:
                 examples.append(self._problem(row, f"{name}, row {number}"))

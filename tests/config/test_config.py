@@ -322,7 +322,8 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
             "engine.url has a user name, a password or a query in it, which the run would save; set the server's key",
         ),
         ("engine=vllm_server \"engine.url='http://h:1?key=b'\"", "a user name, a password or a query"),
-        ("engine=vllm_server engine.url=http://h:x", "is no address"),
+        ("engine=vllm_server engine.url=http://h:x", "engine.url=http://h:x is no address"),
+        ("engine=vllm_server \"engine.url='http://a:b@h:x'\"", "engine.url is no address"),
         ("env.dataset=code env.dataset_path=a.jsonl \"env.sandbox='https://a@h:1'\"", "env.sandbox has a user name"),
     ],
     "a_judge_has_a_server_and_a_weight": [

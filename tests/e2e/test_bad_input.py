@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import state_of
+from sota_grpo.run.app import train
+from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics, without_clock
 from tests.forked import ForkServer
 
@@ -36,6 +39,16 @@ def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(rows: list, ex
     assert "Traceback" not in done.stderr + done.stdout
     assert expected in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_dataset_of_which_nothing_is_held_out_ends_the_start(tmp_path: Path) -> None:
+    """A folder that datasets reads as a hub's dataset, with the split train alone."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
+    options = [option for option in QUICK if option not in ("eval.mode=off", "env.num_heldout=4")]
+    data = ("env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows'}", "env.num_heldout=0", "eval.mode=after")
+    with pytest.raises(UserError, match="gsm8k has no held-out problems; set env.eval_path or env.num_heldout"):
+        train(composed("grpo_cpu", *options, *data), tmp_path / "run")
 
 
 def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> None:

@@ -118,16 +118,18 @@ def test_mistakes_are_one_sentence_of_a_user_error(tmp_path: Path, arguments: di
 
 
 def test_an_interrupted_run_is_saved_closed_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = run_log.StepLog.write
+    written, started = run_log.StepLog.write, dict[int, str]()
 
     def write(self: Any, step: int, *rest: Any) -> None:
         written(self, step, *rest)
         if step == 1:
+            started.update(workers(os.getpid()))
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(run_log.StepLog, "write", write)
     with pytest.raises(KeyboardInterrupt, match=r"train\.resume=auto continues .*sota_grpo\.Result\('.*run'\)"):
         trained(tmp_path / "run")
+    assert started
     assert workers(os.getpid()) == {}
     assert list(sota_grpo.Result(tmp_path / "run").metrics.index) == [0, 1]
     monkeypatch.setattr(run_log.StepLog, "write", written)

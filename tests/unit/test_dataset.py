@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
-from sota_grpo.tasks.dataset import HELDOUT_SPLITS, DatasetError, is_file, load_rows, text_of
+from sota_grpo.tasks.dataset import HELDOUT_SPLITS, DatasetError, NoConfig, is_file, load_rows, text_of
 from sota_grpo.tasks.questions import GSM8KTask
 
 ROWS = [{"question": f'{uuid.uuid4()},\n"é"?', "answer": f"#### {number}"} for number in range(5)]
@@ -125,6 +125,8 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, hub: dict[tuple[str, str], tuple[st
             raise ConnectionError("no route\nto host")
         if config is None and len(configs) > 1:
             raise ValueError(f"Config name is missing.\nPick one of {configs}")
+        if config == "offline":
+            raise ValueError(f"Couldn't find cache for {name} for config 'offline'")
         if config not in (None, *configs):
             raise ValueError(f"BuilderConfig {config!r} not found.")
         parts = hub[name, config or configs[0]]
@@ -149,14 +151,20 @@ HUB = {
 def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = use_hub(monkeypatch, HUB)
     assert load_rows("openai/gsm8k", ["test"], "main")[0]["question"] == "test 0"
-    assert load_rows("some/sums", config="main")[0]["question"] == "train 0"
-    assert requests == [("openai/gsm8k", "main"), ("some/sums", "main"), ("some/sums", None)]
+    assert GSM8KTask.load(path="some/sums", num_heldout=1).train[0].query == "train 0"
+    assert requests[:3] == [("openai/gsm8k", "main"), ("some/sums", "main"), ("some/sums", None)]
     for name, split in (("some/exams", "test"), ("some/dev", "validation"), ("some/sums", "train")):
         assert load_rows(name, HELDOUT_SPLITS)[0]["question"] == f"{split} 0"
     with pytest.raises(DatasetError, match=r"some/sums has no split test; its splits are train: .*env.eval_path=FILE"):
         load_rows("some/sums", ["test"])
     with pytest.raises(DatasetError, match=r"some/two .*Config name is missing.*env.dataset_path=FILE"):
-        load_rows("some/two", config="main")
+        GSM8KTask.load(path="some/two")
+    monkeypatch.setattr(GSM8KTask, "hub_config", "misspelt")
+    with pytest.raises(NoConfig, match=r"openai/gsm8k \(config misspelt\) could not"):
+        GSM8KTask.load()
+    monkeypatch.setattr(GSM8KTask, "hub_config", "offline")
+    with pytest.raises(DatasetError, match="find cache for some/sums"):
+        GSM8KTask.load(path="some/sums")
     with pytest.raises(DatasetError, match=r"other .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
         load_rows("some/other", config="main")
     assert "\n" not in str(caught.value)
