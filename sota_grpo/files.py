@@ -100,7 +100,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def folder_for_sockets(room: int) -> str:
-    """Return the temporary folder, or ``/tmp`` if a Unix socket's path has not ``room`` bytes left after it.
+    """Return the temporary folder; ``/tmp`` if its path leaves fewer than ``room`` bytes for the rest of a socket's.
 
     >>> folder_for_sockets(room=100)
     '/tmp'

@@ -24,11 +24,11 @@ from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
-    """Starts the engines, references and learner ranks of a run as workers, each with its Ray bundle and GPUs.
+    """Starts the engines, references and learner ranks of a run on their GPUs: in Ray, but engine servers without it.
 
     On one machine the plan assigns the GPUs, on a running Ray cluster Ray does. The learner is a worker if it has
-    several ranks, or on a cluster. Engines on the learner's devices share a bundle with its ranks. Ray assigns a GPU to
-    one process only, so in these bundles ``CUDA_VISIBLE_DEVICES`` assigns the GPUs.
+    several ranks, or on a cluster. A Ray worker has a bundle, which an engine on the learner's devices shares with
+    ranks; there ``CUDA_VISIBLE_DEVICES`` assigns the GPUs, because Ray assigns a GPU to one process only.
 
     Attributes:
         launcher: starts references and learner ranks, and shares large values with them.

@@ -239,7 +239,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes of a forward pass without gradients, weights excluded: one MLP, one cast matrix, the head."""
+    """Return the bytes that a no-grad forward pass adds to the weights: one MLP + one autocast matrix + the head."""
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
@@ -417,7 +417,7 @@ class RunMemory:
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of an optimizer step on one of ``shares`` data-parallel ranks, the largest first.
 
-        Every sample has the largest size; micro-batches are full, as samples of mixed lengths fill them.
+        Samples have the largest size, but fill ``budget`` tokens (None: the run's), as mixed lengths would.
         """
         (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
         rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)

@@ -53,7 +53,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the policy or ``ref_model.name`` is of an unsupported kind or incomplete, ``engine`` cannot sample
             from the policy, or ``train_model.tensor_parallel_size`` does not divide its dimensions.
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: a model is neither a local folder nor reachable on the hub.
     """
     name = model_name(config)
     loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
@@ -137,7 +137,7 @@ def make_policy(
 
 
 def wants_fused_layers(config: Config, device_type: str) -> bool:
-    """Whether the layers of learner and reference are compiled; both must compute alike."""
+    """Whether learner and reference compile their layers: one answer, so that they compute alike."""
     option = config.train_model.compile
     if config.model.quantization is not None or config.train_model.tensor_parallel_size > 1:
         return False  # not tried
@@ -182,7 +182,7 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
 def forward_tokens(tokens: int, device_type: str) -> int:
     """Return the tokens of a forward-only micro-batch (scoring, reference), given the ``tokens`` of one in training.
 
-    On a CPU the same number; on a GPU four times as many, up to :data:`MOST_TOKENS`.
+    On a CPU the same number; on a GPU four times as many up to :data:`MOST_TOKENS`, but at least ``tokens``.
 
     >>> [forward_tokens(tokens, "cuda") for tokens in (4096, 32768, 131072)], forward_tokens(4096, "cpu")
     ([16384, 65536, 131072], 4096)

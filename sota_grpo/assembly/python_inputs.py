@@ -81,7 +81,7 @@ class PythonInputs:
         return {"passed": digests} if digests else {}
 
     def write(self, run_dir: Path, config: Config) -> None:
-        """Write the objects to ``inputs/`` in ``run_dir``, and set their options in ``config`` to the paths."""
+        """Write the inputs that can be pickled to ``inputs/`` in ``run_dir``; set the options of all to their paths."""
         self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
         for item in self.inputs.values():
             _write(folder, item, config)
@@ -214,8 +214,11 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
             term_metric(name)
         except ValueError as error:
             raise UserError(str(error)) from error
-    if len(set(names)) < len(names) or not names:
-        raise UserError(f"reward has the names {names}; give different names with a dict, reward={{'name': function}}.")
+    if not names:
+        raise UserError(f"reward={reward!r} has no function; pass one or more.")
+    if len(set(names)) < len(names):
+        fix = "name the functions with a dict, reward={'name': function}"
+        raise UserError(f"reward's names {names} are not distinct; {fix}.")
     inputs.functions = functions = {name: one for name, one in pairs if one != BUILTIN}
     for name, function in functions.items():
         recognise(function, name, "reward")

@@ -96,7 +96,7 @@ def replayed(
     Returns:
         JSON-serializable values: ``title``; ``step`` and ``checkpoint``; ``figures``: {metric: {``stored``,
         ``replayed`` or algorithm: value, None if not measured}}; ``cosines``: {algorithm: {algorithm: cosine of their
-        gradients}}, empty without overrides; ``agrees``: whether losses and gradient norm equal the stored ones to
+        gradients}}, empty if none is compared; ``agrees``: whether losses and gradient norm equal the stored ones to
         ``TOLERANCE``; ``notes``: list of sentences.
     """
     step = open_step(run_dir, number, trust=trust)
@@ -146,7 +146,7 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
 
 
 def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Replay:
-    """Compute the step in float32 on the CPU with the algorithm of ``config``; UserError if a value is not finite.
+    """Compute the step in float32 on the CPU by ``config``'s algorithm; UserError if loss or gradient is not finite.
 
     ``gradient_file`` holds the returned gradient, 4 bytes per trained parameter; None: no gradient is returned.
     """
@@ -315,7 +315,7 @@ def _require_stored(step: Step, changed: Config) -> None:
         names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
         reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]
         raise UserError(
-            f"{reader} needs the reference's log-probs, but {has} none (the run had no reference); replay without it."
+            f"{reader} needs the reference's log-probs, but {has} none (the run had no reference); leave it unset."
         )
 
 

@@ -133,7 +133,7 @@ def above_zero(what: str) -> Callable[[str], float]:
 
 
 def add_trust(parser: Any) -> None:
-    """Add ``--trust-run`` to the parser of a command that reads a run."""
+    """Add ``--trust-run``, which allows the code and servers that a run names."""
     help_text = "allow the code and the servers that the run's config names; they are printed"
     parser.add_argument("--trust-run", action="store_true", help=help_text)
 

@@ -57,7 +57,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the checks and print them; return 1 if one failed, else 0. UserError if the cluster cannot be reached."""
+    """Run the checks and print them; return 1 if one failed, else 0. UserError if the cluster cannot be checked."""
     folder, address = str(options.run_dir.absolute()), options.address
     nodes = [examine(folder)] if address is None else examine_cluster(address, folder)
     if options.json:
@@ -180,11 +180,15 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
 
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.is_dir())
     try:
-        with NamedTemporaryFile(dir=there, prefix=".doctor-") as mark:
+        mark = NamedTemporaryFile(dir=there, prefix=".doctor-")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"{there} cannot be written ({error.strerror}); choose another --run-dir.") from error
+    try:
+        with mark:
             answers = each_node(address, examine, folder, mark.name, deadline_s=120.0)
-    except Exception as error:  # Ray's own, many kinds; it may not be installed, or the folder not be written
-        fix = "`pip install 'sota-grpo[ray]'`" if isinstance(error, ImportError) else "see `ray status`"
-        raise UserError(f"The cluster at {address} was not reached from {there} ({sentence(error)}); {fix}.") from error
+    except Exception as error:  # Ray's own, many kinds; it may not be installed
+        fix = "use `pip install 'sota-grpo[ray]'`" if isinstance(error, ImportError) else "see `ray status`"
+        raise UserError(f"The cluster at {address} was not checked ({sentence(error)}); {fix}.") from error
     return [_of_answer(name, answer) for name, answer, _ in answers]
 
 

@@ -378,8 +378,8 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
     """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; log the reason if not.
 
     A model whose attention is not transformers' SDPA keeps it, and a model with capped scores gets transformers' eager
-    attention; these and models with sliding windows cannot share prompts. For any other model the logits of two prompts
-    with shared and with repeated keys and values are compared.
+    attention; these and models with layers other than full attention cannot share prompts. For any other model the
+    logits of two prompts with shared and with repeated keys and values are compared.
     """
     config: Any = model.config.get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -397,7 +397,11 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
             except Exception as error:  # any model's own code runs here: a failure only rules out shared prompts
                 reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        logger.warning("Responses of %s cannot share their prompt's KV cache: %s.", type(model).__name__, reason)
+        logger.warning(
+            "Responses of %s cannot share their prompt's KV cache (%s): each gets a copy, which costs memory and time.",
+            type(model).__name__,
+            reason,
+        )
     return reason is None
 
 

@@ -257,9 +257,10 @@ class ServerEngine(SteppingEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the server's environment variables that are added to those of this process.
+        """Return the environment variables that the server gets besides those of this process; ``key`` is its API key.
 
-        On a CPU they also set this process's number of threads, and avoid compilation and an extra process.
+        On a CPU they also give it this process's number of threads, and avoid compilation and, without tensor
+        parallelism, an extra process.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:

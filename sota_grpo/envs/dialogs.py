@@ -195,7 +195,7 @@ class ToolEpisode:
         self._ended = ANSWERED if error is None else LOST
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
-        """Run the turn's tool calls; return their results and errors in order, None without a call or an instance."""
+        """Run the turn's tool calls; return results and errors in order; None: no call, or the instance is lost."""
         calls = self._parse(token_ids)
         if not calls or self._error is not None:
             return None
@@ -361,8 +361,8 @@ class TurnOrder:
     """Submits turns to an engine in an order that does not depend on how long the answers take.
 
     The log-probs of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` depend, in the last bits, on the
-    other rows of the batch. So turns are submitted in the order in which the turns before them ended, and none is
-    submitted while an answer is pending and the engine would start a batch without it.
+    other rows of the batch. So turns are held until the engine would start a batch with all of them, those with a
+    pending answer included. It then waits for these, and gets the turns in the order in which those before them ended.
 
     Args:
         may_start: ``may_start(n)`` returns whether the engine would start a batch if ``n`` turns were submitted now.

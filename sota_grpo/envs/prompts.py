@@ -82,8 +82,8 @@ class PromptStream:
         """
         if not self._first_group_id <= group_id < self.next_group_id:
             raise ValueError(
-                f"group {group_id} is not of this stream: with the current seed it has drawn the groups "
-                f"{self._first_group_id} to {self.next_group_id - 1}; pass one of these."
+                f"group {group_id} is not of this stream: with the current seed it has drawn "
+                f"{self.next_group_id - self._first_group_id} groups from {self._first_group_id} on; pass one of them."
             )
         draw = group_id - self._first_group_id
         if not isinstance(self.examples, MixedExamples):

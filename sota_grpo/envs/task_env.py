@@ -127,7 +127,8 @@ class TaskEnv(PromptSource, EnvBase):
         if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
-                f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; use num_envs={fix}."
+                f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; "
+                f"use num_envs={fix} and repeats={max(1, repeats)}."
             )
         has_tools = tools is not None or environment is not None
         if max_steps < 1:

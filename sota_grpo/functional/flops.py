@@ -32,7 +32,7 @@ class ModelShape:
 class Load:
     """Workload: number of decoder positions, of causal (query, key) pairs in one layer, and of positions with logits.
 
-    Pairs are counted as without a sliding window.
+    Pairs ignore sliding windows; ``+`` and ``times`` act on each count.
 
     >>> shared_load(3, [2, 1]).times(2) + shared_load(2, [])
     Load(positions=14, pairs=41, predicted=6)

@@ -247,8 +247,9 @@ def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
     """Split the indices of ``costs`` into ``num_shares`` lists with nearly equal sums of costs.
 
     Each index, the costliest first, goes to the list with the least sum. The largest sum exceeds the smallest by at
-    most the largest cost, and is at most ``4/3 - 1/(3 n)`` times the optimum (Graham 1969, "Bounds on multiprocessing
-    timing anomalies", theorem 2). Every rank computes the same result. ``num_shares`` below 1 raises ``ValueError``.
+    most the largest cost, and is at most ``4/3 - 1/(3 num_shares)`` times the optimum (Graham 1969, "Bounds on
+    multiprocessing timing anomalies", theorem 2). Every rank computes the same result. ``num_shares`` below 1 raises
+    ``ValueError``.
 
     >>> balanced_shares([1, 7, 3, 4], 2)
     [[1, 0], [3, 2]]

@@ -100,7 +100,7 @@ def write_hf(
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
     """Write the data, a reward function, and a script with verl's command line and the report, which is returned.
 
-    ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture, which verl lacks.
+    ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture of tasks.
     """
     from omegaconf import OmegaConf
 
@@ -108,7 +108,7 @@ def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
     _copy(config, run_dir, trust, "rows", "env.dataset_path", "env.eval_path")
     if config.env.mixture is not None:
         mixture = f"{run_dir} trained on a mixture ({tasks_named(config)})"
-        raise UserError(f"{mixture}; verl has no task order or token limits per task, so export it with --to hf.")
+        raise UserError(f"{mixture}; verl has no sampling weights or token limits per task, so export it with --to hf.")
     task = task_of(config)
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     env = make_env(config, task, tokenizer, LocalGrader(task.score, task.term_weights))

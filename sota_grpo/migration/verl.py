@@ -160,7 +160,7 @@ class Report:
         return [option for option in self.values if option not in self.mapped and option not in self.comments]
 
     def lines(self) -> list[str]:
-        """Return the lines of the report: comments, unsupported options, and options contained in the files."""
+        """Return the report's lines: comments, unsupported options, and those in the exported data and reward files."""
         defaults = {name: value for name, _, value in walk()}
         changed = [name for name in self.unsupported() if self.values[name] != defaults[name]]
         unchanged = [name for name in self.unsupported() if name not in changed]

@@ -221,10 +221,10 @@ class Scorer(nn.Module):
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CausalPolicy.log_probs`; input: a layout, or padded ``rows``, on the model's device.
+        """See :meth:`CausalPolicy.log_probs`; input: a layout, or padded ``rows`` with their ``support``.
 
-        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; of trees, also the three tensors that
-        :func:`~sota_grpo.policy.shared_prompt.branch_rows` returns.
+        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; if the rows are trees, then the three tensors
+        of :func:`~sota_grpo.policy.shared_prompt.branch_rows`. All are on the model's device.
         """
         model = base_model(self.model)
         if layout is not None:

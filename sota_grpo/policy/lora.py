@@ -62,7 +62,7 @@ def add_lora(
         linear = dict.fromkeys(name.rpartition(".")[2] for name, module in layers if module is not head)
         if missing := [name for name in target_modules if name not in linear]:
             raise UserError(
-                f"train_model.lora.target_modules names {', '.join(missing)}; the linear layers of this model are "
+                f"train_model.lora.target_modules has {', '.join(missing)}, which cannot have an adapter; use some of "
                 f"{', '.join(linear)}."
             )
     config = LoraConfig(

@@ -119,7 +119,7 @@ _VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # v
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """Return the architecture of a model on the hub, or of a fine-tuned copy, by its name; None if it is unknown.
+    """Return a hub model's architecture, also of its -instruct, -base, -chat, -hf, -it, -Math, -Coder copies, or None.
 
     >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
     6738415616

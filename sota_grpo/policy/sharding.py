@@ -241,7 +241,7 @@ def join_ranks(
         rank: rank of this process, from 0.
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
         timeout_s: timeout of every collective.
-        start_timeout_s: timeout of joining (rank 0 may load a model meanwhile); None: ``timeout_s``.
+        start_timeout_s: timeout of joining, if longer than ``timeout_s`` (rank 0 may load a model meanwhile).
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
 
     Raises:

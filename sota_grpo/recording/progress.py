@@ -260,7 +260,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 
 
 def figures(*columns: str) -> Table:
-    """Return an empty ASCII table with a column of names on the left and columns of figures."""
+    """Return an empty ASCII table; the first of ``columns`` has names, the others figures."""
     from rich import box
     from rich.table import Column, Table
 

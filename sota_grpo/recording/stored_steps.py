@@ -206,7 +206,7 @@ class StoredSteps:
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the step of the last :meth:`update` if it was measured; return the seconds of both, 0 if not stored.
+        """Store the last :meth:`update`'s step if it was measured; return the seconds of measuring and storing, else 0.
 
         ``fields`` are the :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
         """

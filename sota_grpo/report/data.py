@@ -254,7 +254,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Row]) -> list[str]:
-    """Return the names of the metrics that get a curve: those listed in METRICS in its order, then the others.
+    """Return the metrics to draw, no counters or standard errors: those of METRICS in its order, then others as logged.
 
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']

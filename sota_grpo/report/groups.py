@@ -143,7 +143,7 @@ def spread(count: int) -> list[int]:
 
 
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
-    """Return the report page's data of a group, from ``rollouts.jsonl`` or a stored step.
+    """Return a group's rows (``rollouts.jsonl`` or a stored step) as data for the report page.
 
     ``whole``: the rows are the whole group, not only its best and worst response; ``estimator``: KL estimator.
     """

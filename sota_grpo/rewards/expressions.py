@@ -24,7 +24,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression: its exact value, and its numbers from left to right, without signs."""
+    """A parsed expression: its exact value, and its numbers from left to right (``-4`` has the number 4)."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
     """Return the :class:`Surrogate` of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
     Raises:
-        ObjectiveError: it does not exist, has a parameter that is not in :data:`TERMS` and has no default, or reads
-            neither log_prob nor log_ratio. Errors of executing the file are raised at the first call of the loss.
+        ObjectiveError: it does not exist, has a parameter that is not in :data:`TERMS` and has no default, reads
+            neither log_prob nor log_ratio, or is a partial that sets one of :data:`TERMS`. Errors of executing the file are raised at the first call of the loss.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]
@@ -44,6 +45,12 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
         raise ObjectiveError(
             f"objective is {name!r}; choose one of {', '.join(map(repr, SURROGATES))}, or FILE.py:FUNCTION."
         )
+    if isinstance(objective, functools.partial):
+        if fixed := [term for term in TERMS if term in objective.keywords]:
+            raise ObjectiveError(f"objective is a partial that sets {', '.join(fixed)}; set clip widths in the loss.")
+        for declared in SURROGATES.values():
+            if declared.loss is objective.func:
+                return replace(declared, loss=objective)
     return Surrogate(loss, functools.partial(_without_gradient, loss), advantage_only=False)
 
 
@@ -72,7 +79,10 @@ def _function(
         function, name = _Written(option, *reference), value
     else:
         return None, value
-    parameters = signature(function).parameters.values()
+    try:
+        parameters = signature(function).parameters.values()
+    except ValueError as error:  # of a partial whose arguments the function does not have
+        raise ObjectiveError(f"{option}: the parameters of {name} cannot be read ({error}); correct them.") from error
     missing = [p.name for p in parameters if p.name not in terms and p.default is p.empty]
     if missing or not {*needed} & {p.name for p in parameters}:
         reads = f"has the parameters {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"

@@ -56,7 +56,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
-        """Return a column of one value per row."""
+        """Return the column with one value for each of ``rows`` (None: all rows)."""
         kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
         if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
@@ -214,7 +214,7 @@ class RowTable(Sequence[Row]):
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
-        """Replace an entry by a tensor ``[N, ..]``, or by one value per row; None: that row does not get the entry."""
+        """Write an entry: a tensor ``[N, ..]`` or one value per row; a row with None lacks it; all None remove it."""
         if isinstance(values, Tensor):
             self.columns[key] = Column(values)
         elif rows := [index for index, value in enumerate(values) if value is not None]:

@@ -58,6 +58,7 @@ class Refill:
 
     Args:
         num_groups: groups per batch.
+        slots: most zero-advantage groups, replaced ones included, that :meth:`replace` keeps.
         max_draws: largest number of rounds per step.
 
     >>> refill = Refill(num_groups=2, slots=2, max_draws=2)
@@ -81,7 +82,7 @@ class Refill:
         self.start_step()
 
     def start_step(self) -> None:
-        """Start a new training step after a batch's slots were freed: reset the counts, forget replaced groups."""
+        """Start a new training step after a batch's slots were freed: reset its counts, keep the groups with a slot."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
         self.step += 1
         self.num_draws = self._replaced = 0  # in this step
@@ -95,7 +96,7 @@ class Refill:
         return self.step, self.num_draws - 1
 
     def add(self, group: Group, rows: RowTable) -> None:
-        """Add a zero-advantage group, which holds its slot until it is replaced."""
+        """Add a zero-advantage group and its slot; the groups drawn last hold the slots."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:
@@ -109,7 +110,7 @@ class Refill:
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Replace a zero-advantage group: count the draw of a new prompt, and return its ``(step, index)``."""
+        """Free the slot of the group drawn first, for a new prompt: count its draw, return its ``(step, index)``."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
@@ -118,7 +119,7 @@ class Refill:
         return self.step, self.num_draws - 1
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """Remove and return the zero-advantage groups that hold a slot, to complete the batch with them."""
+        """Return the zero-advantage groups that hold a slot, to complete the batch; forget all."""
         remaining = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return remaining
@@ -200,7 +201,9 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
         )
         if sampler is None:
             raise RuntimeError(fault)
-        raise RunFailed(f"{fault} The sampler {type(sampler).__name__} chose its group too late: prefer older ones.")
+        raise RunFailed(
+            f"{fault} The sampler {type(sampler).__name__} took that group too late: make it take old groups first."
+        )
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:

@@ -252,6 +252,7 @@ class PromptGroupCollector(BaseCollector):
             TimeoutError: no group made progress for ``wait_deadline_s``.
             Exception: of a group, the engine or a transform; after a transform failed, its groups are sampled again.
             RuntimeError: a token is older than ``max_policy_age`` weight updates, or the collector is closed.
+            ValueError, RuntimeError: at the first call, see :meth:`is_ready`.
         """
         return self._buffer.sample()
 
@@ -428,17 +429,17 @@ class PromptGroupCollector(BaseCollector):
             return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state, before the first batch.
+        """Restore a saved state, before :meth:`start` and the first batch.
 
         Send the weights of the saved version to the engine before the first batch:
         ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
         Raises:
-            RuntimeError: the first batch was requested already.
+            RuntimeError: collection has begun.
             UserError: the state has another batch size or a larger ``max_policy_age``.
         """
         if self._begun:
-            raise RuntimeError("load_state_dict() was called after the first batch; call it before.")
+            raise RuntimeError("load_state_dict() was called after start() or after the first batch; call it before.")
         if state_dict["max_policy_age"] and self.replay_buffer is None:
             raise UserError(
                 f"The saved run collected concurrently (max_policy_age={state_dict['max_policy_age']}), this one is "

@@ -23,9 +23,9 @@ from sota_grpo.tasks.dataset import DatasetError
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
     """Return (index of the task of draw ``draw``, number of earlier draws of that task), in time O(T).
 
-    The tasks after the first get the fraction ``r = 1 - w_0 / sum(w)`` of the draws: ``R(n) = floor(r n + 1/2)`` of the
-    first ``n``. If ``R(n + 1) = R(n) + 1``, draw ``n`` is draw ``R(n)`` of the remaining tasks, which are split in the
-    same way; else it is draw ``n - R(n)`` of the first task. ``R`` never increases by more than 1, so the draws of each
+    Draws are split into the first task's and the rest's, recursively. Of the first ``n``, the rest has ``R(n) =
+    floor(r n + 1/2)``, ``r = 1 - w_0 / sum(w)``. If ``R(n + 1) > R(n)``, draw ``n`` is the rest's draw ``R(n)``; else
+    it is the first task's draw ``n - R(n)``. ``R`` never increases by more than 1, so the draws of each
     task are numbered without gaps. Each rounding is off by at most 1/2, so after ``n`` draws a task has had
     ``n w / sum(w)`` to within ``(T - 1) / 2``, and every batch has nearly the mixture of the weights.
 

@@ -193,7 +193,7 @@ class CountdownTask(ProceduralTask):
         return Score({"correct": 1.0, "format": 1.0}, success=True)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the solution from which the problem was generated; None for a dataset row without ``answer``."""
+        """Return a solution in ``<answer>`` tags; None for a dataset row without ``answer``."""
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
     def read_row(self, row: Row, location: str) -> Example:
@@ -277,7 +277,7 @@ class CalculatorTask(ProceduralTask):
                 return Example(query=f"What is {question}?", answer=f"#### {value}")
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct``, and for a response that calls the calculator the reply."""
+        """Return ``correct``, and the calculator's ``reply`` if the response calls it."""
         if extract_answer(response, "hash") is not None:
             return replace(super().score(response, example), info={"tool_calls": 0})
         call = last_tagged(without_thinking(response), _TAG)

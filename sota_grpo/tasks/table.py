@@ -198,7 +198,7 @@ class TableTask(FileTask):
         return self._example(row, location, [self.answer_column, "answer"])
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
-        """Return the examples of a file or hub dataset; in rows that lack a column, its value is None."""
+        """Return a dataset's examples; a missing column is None; DatasetError for the prompt or a required answer."""
         rows = load_rows(name, splits)
         missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
         columns = [self.answer_column]

@@ -66,8 +66,8 @@ def with_reward_functions(
 
     The returned task has no gold response. Success is decided by the first of: an entry ``success``, ``acc`` or
     ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward > ``success_above``. If a
-    function raises or returns an invalid reward, that response gets an error with the line of the file. If no function
-    applies to a response, that is treated as a grader error, too (:func:`~sota_grpo.rl.records.rewarded`).
+    function raises, that response gets an error with the line of the file; an invalid reward is an error, too, and so
+    is a response for which every function returns None (:func:`~sota_grpo.rl.records.rewarded`).
 
     Args:
         task: any task. TRL functions get its columns, or for tasks without columns ``question``, ``answer``, ``extra``
@@ -80,7 +80,7 @@ def with_reward_functions(
         functions: functions by name, used instead of the file; they are not pickled with the task.
 
     Raises:
-        RewardFunctionError: a file or function cannot be used, or the numbers of names and weights differ.
+        RewardFunctionError: a file or function cannot be used, or :func:`naming_faults` finds an error.
     """
     for fault in naming_faults(names, weights):
         raise RewardFunctionError(fault)
@@ -139,7 +139,7 @@ class FunctionScorer:
         return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
-        """Execute the file, so that the first response's time limit does not include that."""
+        """Load the functions, and prepare the task's scorer if used, outside the first response's time limit."""
         _ = self._functions
         if self._adds_task_terms:
             prepare(self._task.score)

@@ -410,7 +410,7 @@ class ShardWriter:
         self._copied.wait()
 
     def written(self) -> Future[tuple[str, str]]:
-        """Return a future of the last file's (name, SHA-256)."""
+        """Return a future of the (file name, SHA-256) of the shard begun last."""
         return self._written
 
     def silent_s(self) -> float:
@@ -418,7 +418,7 @@ class ShardWriter:
         return self._thread.silent_s()
 
     def close(self) -> None:
-        """Finish the queued writes, then end the thread."""
+        """Let the thread end after the queued writes; do not wait (for the last one: :meth:`written`)."""
         self._thread.close()
 
     def _write(

@@ -98,10 +98,10 @@ class CheckError(UserError):
 
 @dataclass(frozen=True)
 class NamedReference:
-    """A reference or teacher model that is not the policy: its vocabulary and context length."""
+    """A separate reference or teacher model: its name, vocabulary and context length, to compare with the policy."""
 
     name: str
-    policy: str
+    policy: str  # name of the policy's model
     vocabulary: Mapping[str, int]
     context: int | None  # its context length in tokens; None: not known
     longest: int  # most tokens of prompt plus response in this run
@@ -331,8 +331,8 @@ def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
     """Check that micro-batches of several rows give the same gradient as micro-batches of one row each.
 
     Rows of two prompts are compared, with advantages and log-probs such that no ratio is clipped. In float32 the two
-    differ by 1e-6; in half precision they differed by 0.011 to 0.069 of the norm (4 to 30 layers), and 0.2 is allowed:
-    losing or double-counting one of four rows changes about half of the norm.
+    differ by 1e-6 of the norm (allowed: 1e-4); in half precision by 0.011 to 0.069 for 4 to 30 layers (allowed: 0.2):
+    losing or double-counting one of four rows changes about half of it.
     """
     rows = run.rows[:NUM_COMPARED]
     together = max(run.learner.settings.micro_batch_tokens, 2 * max(rows.lengths(keys.FULL_TOKENS)))
@@ -709,7 +709,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply to this run; :data:`OF_A_REFERENCE` need a reference, the second at version 0."""
+    """Return the checks that apply; of a reference: one for another model, one for the policy's start, at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]

@@ -571,7 +571,7 @@ class Learner:
         return outputs
 
     def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
-        """Return an iterator over each row with its :meth:`log_probs` ``[T_i]`` on the CPU."""
+        """Return an iterator of (row, its :meth:`log_probs` ``[T_i]`` on the CPU), in order."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:

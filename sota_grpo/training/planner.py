@@ -106,7 +106,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Splits rows into optimizer steps, ranks and micro-batches; the same fields and rows give the same split."""
+    """Splits rows into optimizer steps, ranks and micro-batches; equal fields, rows and versions give equal splits."""
 
     settings: LearnerSettings
     seed: int  # of the learner
@@ -117,7 +117,7 @@ class Planner:
     shape: ModelShape  # model sizes, from which the FLOPs of a row follow
 
     def shares(self, table: RowTable, version: int) -> list[Share]:
-        """Return each rank's rows and micro-batches for the training step that starts from weights ``version``."""
+        """Return each rank's rows and micro-batches of a training step; the weights' ``version`` seeds its shuffles."""
         settings = self.settings
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)

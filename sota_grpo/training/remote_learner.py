@@ -102,14 +102,14 @@ class LearnerWorker:
         return self._writer.begin(Path(folder), self.learner.state_dict(lambda tensor: tensor))
 
     def written(self) -> Future[tuple[str, str]]:
-        """Return a future of the last shard's file name and SHA-256."""
+        """Return a future of the (file name, SHA-256) of the shard begun last."""
         return self._writer.written()
 
     @_on_thread
     def weights(
         self, base: bool, merged: bool, dtype: torch.dtype | None, index: int, most_bytes: int
     ) -> tuple[WeightPack, int] | None:
-        """Return (weights of slice ``index``, number of slices) of :func:`~sota_grpo.policy.lora.weight_slices`."""
+        """Return (weights of slice ``index`` of ``weight_slices``, number of slices); None on ranks other than 0."""
         model, progress = self.learner.policy.model, self._thread.progress
         slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
         pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
@@ -128,15 +128,15 @@ class LearnerWorker:
 
     @_on_thread
     def run_method(self, method: str, *args: Any) -> Any:
-        """Return ``learner.<method>(*args)``."""
+        """Call ``learner.<method>(*args)`` on the thread; return a future of the result."""
         return getattr(self.learner, method)(*args)
 
     def ping(self) -> float:
-        """Return the seconds since the running call last made progress (a forward pass, a tensor); 0 when idle."""
+        """Return the seconds without progress (a forward pass, a tensor) of the running call or write; 0 when idle."""
         return max(self._thread.silent_s(), self._writer.silent_s())
 
     def close(self) -> None:
-        """Finish the queued calls and writes, then end the threads."""
+        """Let the threads end after the queued calls and writes; do not wait."""
         self._thread.close()
         self._writer.close()
 
@@ -239,7 +239,7 @@ class RemoteLearner:
         self._died: LearnerDied | None = None
 
     def wait_ready(self) -> None:
-        """Wait until every rank has built its learner; other methods call this first.
+        """Wait until every rank has built its learner; methods that call the ranks wait, too.
 
         Raises:
             LearnerDied: a rank failed to start, or starting ranks made no progress for ``start_silence_s``.

@@ -117,7 +117,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     Attributes:
         path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all steps requested now or, if it ended at a target, reached this command's target.
+        finished: that run has done all steps requested now or, if ended at a target, its accuracy meets this command's.
         reached: the step at which that run reached its target, the accuracy and the target; else None.
         shorter: number of steps of that run, if more are requested now; else None.
     """
@@ -195,8 +195,8 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
 
     Raises:
-        RunRefused: the directory already has a run or is used by a process, or the run to continue is missing or has
-            another config.
+        RunRefused: the directory already has a run or is used by a process, or the run to continue is missing, has
+            another config or was started for more steps.
     """
     digest, passed = signature(config), config.get("passed")
     target = config.get("eval", {}).get("target")

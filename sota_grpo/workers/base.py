@@ -295,10 +295,10 @@ class Host(WorkerThread):
 
 
 class Activity:
-    """Measures for how long this process and its descendants have been idle: no CPU time, no reads or writes.
+    """Measures for how long this process and its descendants have been idle: hardly any CPU time, reads or writes.
 
-    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but are not idle. Hanging
-    and waiting (for a lock, the network, a rank) are, unless by spinning. Only Linux counts reads and writes.
+    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but are not idle. A
+    process that hangs or waits (lock, network, rank) is idle, unless it spins. Only Linux counts reads and writes.
 
     >>> activity = Activity()
     >>> activity.idle_s()
@@ -311,7 +311,7 @@ class Activity:
         self._seen: dict[int, tuple[float, int]] | None = None
 
     def idle_s(self) -> float:
-        """Return the seconds since the last call that noticed activity; 0 at the first call."""
+        """Return the seconds since a call last noticed activity: 0 if this one does, or if it is the first."""
         with self._lock:
             now = time.monotonic()
             elapsed_s = now - self._looked_at

@@ -281,7 +281,7 @@ def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
     assert seen == [4, 5, 6, 7, 8, 9, 10, 11]
     while len(collector.replay_buffer) < 8:
         time.sleep(0.001)
-    with pytest.raises(RunFailed, match=r"version 0 in training at version 2.*NewestFirst chose its group too late"):
+    with pytest.raises(RunFailed, match=r"version 0 in training at version 2.*NewestFirst took that group too late"):
         collector.replay_buffer.sample()
     collector.shutdown()
 

@@ -143,5 +143,5 @@ def test_an_adapter_is_on_the_layers_that_are_named():
 
 @pytest.mark.parametrize("name", ["query", "lm_head"])
 def test_a_layer_that_can_have_no_adapter_is_named_with_those_that_can(name):
-    with pytest.raises(UserError, match=rf"_modules names {name}; the linear layers of .* are q_proj, k_proj, v_proj"):
+    with pytest.raises(UserError, match=rf"_modules has {name}, which cannot .*; use some of q_proj, k_proj, v_proj"):
         add_lora(make_model(), r=2, alpha=2, target_modules=["q_proj", name])

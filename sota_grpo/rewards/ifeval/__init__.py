@@ -162,7 +162,7 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
 
 
 def answer_text(response: str) -> str:
-    """Return the text to grade: the stripped last ``<answer>`` block, or else the response without its thinking.
+    """Return the text to grade: the last ``<answer>`` block or text after thinking, stripped; else ``response`` as is.
 
     >>> answer_text("<think>Yes?</think>\\n<answer>\\nNo\\n</answer> Bye"), answer_text(" as it is \\n")
     ('No', ' as it is \\n')
@@ -240,7 +240,7 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benc
 
 
 def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the instruction id and the unchecked kwargs of a constraint of RLVR-IFeval.
+    """Return an RLVR-IFeval constraint's instruction id and its kwargs, not yet checked; a missing one is None.
 
     Raises:
         ValueError: ``func_name`` is missing or unknown, or an argument that must be text is not.

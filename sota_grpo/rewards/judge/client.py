@@ -491,14 +491,14 @@ class Rules:
 class JudgedGrader:
     """Adds the judge's verdict as a reward term to the scores of another grader.
 
-    Grader and judge work concurrently. The driver process sends the judge's requests, so an outage lets no reward
-    worker exceed its deadline. A response without a verdict has an error and all terms 0, like one whose grader fails.
-    If the judge is unavailable for too long, the futures fail.
+    Grader and judge work concurrently. The driver process sends the judge's requests, so an outage cannot make a reward
+    worker time out. A response that the judge cannot score has an error and its task's terms are 0, like one whose
+    grader fails. If the judge is unavailable for too long, the futures fail.
 
     Args:
         grader: returns the task's own reward terms; :meth:`close` closes it and the judge.
         task: has the prompts of the responses and the weights of the task's own terms.
-        rules: by task name, of those tasks of a mixture that are judged; under None for a single task.
+        rules: by name of each judged task of a mixture; under None for a single task.
 
     Attributes:
         term_weights: weights of all terms, the task's and the judge's.

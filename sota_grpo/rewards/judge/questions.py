@@ -239,5 +239,5 @@ def _read_chat(nonce: str, answer: Any) -> Verdict:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-        raise TypeError("the score is not a finite number")
+        raise TypeError(f"the server gave the score {str(value)[:80]!r}, not a number of size below 1e30")
     return float(value)
