@@ -141,9 +141,10 @@ def _run_target(
         config = task_configs(config)[task]
     exported = exported_steps(run_dir, config)
     if step is None and exported is not None:
-        _require_unset(overrides, f"that of {name}", "model.name", "model.size", "model.quantization")
+        of_stored = ("model.name", "model.size", "model.quantization", "model.load_kwargs")
+        _require_unset(overrides, f"that of {name}", *of_stored)
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
-        config.model.quantization = None  # it was exported dequantised
+        config.model.quantization = config.model.load_kwargs = None  # of the model that was trained
         return Target(name, config, steps=exported)
     steps, checkpoint = find_checkpoint(run_dir, step)
     return Target(name, config, checkpoint, steps)

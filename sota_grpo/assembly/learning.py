@@ -18,11 +18,9 @@ from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.config.mixture import has_own_group_sizes, longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.engines.transformers_engine import require_cache
-from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, Context, FrozenReference, ReferencePolicy
 from sota_grpo.policy.load import (
-    ModelNotFoundError,
     from_pretrained,
     load_model,
     load_tokenizer,
@@ -38,7 +36,6 @@ from sota_grpo.policy.sharding import Ranks, join_ranks, require_divisible, shar
 from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
-from sota_grpo.text import first_line
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
@@ -82,30 +79,18 @@ def model_digests(config: Config) -> dict[str, str | None]:
 
 
 def make_model(config: Config, device: torch.device, *, weights: bool = True) -> PreTrainedModel:
-    """Load the policy in training mode on ``device``, on the CPU if it is to be quantised; see :func:`load_model`.
-
-    UserError if transformers has no such ``model.attn_implementation``, or its package is not installed.
-    """
+    """Load the policy in training mode on ``device``, on the CPU if it is to be quantised; see :func:`load_model`."""
     options: Any = config.train_model
-    attention = config.model.attn_implementation
-    try:
-        return load_model(
-            model_name(config),
-            dtype=learner_dtype(config),
-            attn_implementation=attention,
-            trust_remote_code=config.model.trust_remote_code,
-            gradient_checkpointing=options.gradient_checkpointing,
-            device="cpu" if config.model.quantization else device,  # it moves as it is quantised
-            weights=weights,
-            load_kwargs=config.model.load_kwargs,
-        )
-    except (ModelNotFoundError, ValueError, ImportError) as error:
-        cause = error.__cause__ or error
-        if attention is None or not (isinstance(cause, ImportError) or "attn_implementation" in str(cause)):
-            raise
-        raise UserError(
-            f"model.attn_implementation={attention} cannot be used ({first_line(cause)}); use sdpa, eager or null."
-        ) from error
+    return load_model(
+        model_name(config),
+        dtype=learner_dtype(config),
+        attn_implementation=config.model.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        gradient_checkpointing=options.gradient_checkpointing,
+        device="cpu" if config.model.quantization else device,  # it moves as it is quantised
+        weights=weights,
+        load_kwargs=config.model.load_kwargs,
+    )
 
 
 def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:

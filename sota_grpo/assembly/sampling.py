@@ -396,7 +396,7 @@ def engine_options(
         api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
-        deadlines=Deadlines(control=limit_s, push=limit_s, start=limit_s),
+        deadlines=Deadlines(limit_s, push=max(limit_s, Deadlines.push), start=max(limit_s, Deadlines.start)),
     )
 
 

@@ -71,7 +71,8 @@ class RayConfig:
     timeout_s: float = opt(
         600.0,
         "seconds without a heartbeat until an engine or reference worker is replaced, and until a learner rank or "
-        "server fails the run; also the limit for starting workers and for getting the cluster's resources",
+        "server fails the run; also the limit for starting workers (servers: 600 or more) and for getting the "
+        "cluster's resources",
         above=0,
     )
 

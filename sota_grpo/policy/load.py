@@ -124,7 +124,8 @@ def load_model(
 
     Raises:
         UserError: the model does not accept ``load_kwargs``, weights are missing or not finite, or the model does not
-            support gradient checkpointing, or it has Python code that is not allowed to run.
+            support gradient checkpointing, it has Python code that is not allowed to run, or transformers has no such
+            ``attn_implementation``, or not its package.
         ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
         ValueError: ``dtype`` is unknown.
     """
@@ -137,13 +138,19 @@ def load_model(
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with MODEL_LOCK:
-        if weights:
-            model = _loaded(name, options, load_kwargs or {})
-        else:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(**options)
-            _fill(model)
+    try:
+        with MODEL_LOCK:
+            if weights:
+                model = _loaded(name, options, load_kwargs or {})
+            else:
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(**options)
+                _fill(model)
+    except (ModelNotFoundError, ValueError, ImportError) as error:
+        cause, name = error.__cause__ or error, f"model.attn_implementation={attn_implementation}"
+        if attn_implementation is None or not (isinstance(cause, ImportError) or "attn_implementation" in str(cause)):
+            raise
+        raise UserError(f"{name} cannot be used ({first_line(cause)}); use sdpa, eager or null.") from error
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     model.stored_dtype, model.stored_dropout = stored, rates  # read by save_hf

@@ -236,7 +236,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     last = len(run.rows) - 1
     for index, row in enumerate(run.rows):
         seconds += _number(row, "time/step_s") + _number(row, "time/eval_s")
-        before, responses = responses, _number(row, "dialog_turns") or responses  # an evaluation has no count
+        before, responses = responses, max(responses, _number(row, "dialog_turns"))  # an evaluation has no count
         if index % stride == 0 or index == last or "eval/accuracy" in row:
             points.append((row, seconds, responses, responses - before))
     rows = [row for row, *_ in points]

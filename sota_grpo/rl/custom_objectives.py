@@ -36,7 +36,8 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
     Raises:
         ObjectiveError: it does not exist, has a parameter that is not in :data:`TERMS` and has no default, reads
-            neither log_prob nor log_ratio, or is a partial that sets one of :data:`TERMS`. Errors of executing the file are raised at the first call of the loss.
+            neither log_prob nor log_ratio, or is a partial that sets one of :data:`TERMS`. Errors of executing the file
+            are raised at the first call of the loss.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]

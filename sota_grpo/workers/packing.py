@@ -68,7 +68,7 @@ class StatePack:
 
     @classmethod
     def of(cls, state: Any) -> StatePack:
-        """Pack ``state``; its tensors are copied to the CPU."""
+        """Pack ``state``; its tensors are copied to the CPU, except empty ones, which are kept as they are."""
         rest, tensors = emptied(state)
         return cls(WeightPack.of(tensors.items()), rest)
 

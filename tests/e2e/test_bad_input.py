@@ -47,7 +47,7 @@ def test_a_dataset_of_which_nothing_is_held_out_ends_the_start(tmp_path: Path) -
     (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
     options = [option for option in QUICK if option not in ("eval.mode=off", "env.num_heldout=4")]
     data = ("env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows'}", "env.num_heldout=0", "eval.mode=after")
-    with pytest.raises(UserError, match="gsm8k has no held-out problems; set env.eval_path or env.num_heldout"):
+    with pytest.raises(UserError, match=r"gsm8k has no held-out problems; set env.eval_path or env.num_heldout"):
         train(composed("grpo_cpu", *options, *data), tmp_path / "run")
 
 

@@ -14,9 +14,10 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
-from sota_grpo.functional.surrogates import SURROGATES, sapo_surrogate
+from sota_grpo.functional.surrogates import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
+from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
 from tests.builders import TableActor, generator, random_row, random_rows
 from tests.config.test_config import ALGORITHMS, composed
@@ -500,6 +501,15 @@ def test_a_partial_of_a_surrogate_sets_its_options() -> None:
     )
     assert default.loss_objective == loss(batch).loss_objective != other.loss_objective
     assert default.clip_fraction == loss(batch).clip_fraction == 0
+
+
+def test_a_partial_of_a_surrogate_keeps_its_rules_and_sets_no_term_of_the_loss() -> None:
+    declared = surrogate(partial(vespo_surrogate, k_positive=1.0))
+    assert (declared.weighs_rows, declared.advantage_only, declared.ratios) == (True, True, ("token",))
+    with pytest.raises(ObjectiveError, match="sets clip_low, clip_high; set clip widths in the loss"):
+        surrogate(partial(clipped_surrogate, clip_low=0.01, clip_high=0.01))
+    with pytest.raises(ObjectiveError, match=r"the parameters of algorithm.objective cannot be read .*correct them"):
+        surrogate(partial(sapo_surrogate, tau_pos=2.0))
 
 
 @pytest.mark.parametrize(
