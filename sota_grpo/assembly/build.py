@@ -237,7 +237,7 @@ def _planned(config: Config) -> Plan:
 def with_dialogs(
     config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances], opened: ExitStack
 ) -> Engine:
-    """Return ``engine``, wrapped for multi-turn tasks and agents if there are any; ``opened`` closes agents' server."""
+    """Return ``engine``, wrapped if there are multi-turn tasks or agents; ``opened`` closes the agents' server."""
     rules = dialog_rules(config, env, instances, engine.max_model_len)
     with_turns = DialogEngine(engine, rules) if rules else engine
     agents = task_agents(config, instances)
@@ -257,7 +257,7 @@ def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """Return an evaluator for the first ``eval.num_samples`` held-out problems, shuffled if ``eval.target`` is set."""
+    """Return an evaluator of the first ``eval.num_samples`` held-out problems; ``eval.target`` shuffles these."""
     # a success may be no more than a reward above the limit
     rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])
@@ -279,7 +279,7 @@ def make_weight_sync(
     engine: SteppingEngine | FleetEngine,
     make_room: Callable[[], object] | None = None,
 ) -> EngineWeightSync:
-    """Return the sync of a model's weights (of a RemoteLearner: in its ranks) to ``engine``, in packs to workers.
+    """Return the sync that pushes the weights of ``trained`` to ``engine``; workers receive the weights in packs.
 
     Under LoRA only the adapter is sent if the engine supports that, else merged weights. ``make_room``: see
     :class:`~sota_grpo.source.weight_sync.EngineWeightSync`.

@@ -24,11 +24,11 @@ from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
-    """Starts the engines, references and learner ranks of a run on their GPUs: in Ray, but engine servers without it.
+    """Starts the engines, references and learner ranks of a run on their GPUs: in Ray, except engine servers.
 
-    On one machine the plan assigns the GPUs, on a running Ray cluster Ray does. The learner is a worker if it has
-    several ranks, or on a cluster. A Ray worker has a bundle, which an engine on the learner's devices shares with
-    ranks; there ``CUDA_VISIBLE_DEVICES`` assigns the GPUs, because Ray assigns a GPU to one process only.
+    On one machine the plan assigns the GPUs; on a running Ray cluster, Ray does. The learner is in this process only
+    if it has one rank and there is no cluster. Each Ray worker has a bundle; an engine and ranks that share GPUs share
+    one, in which ``CUDA_VISIBLE_DEVICES`` assigns the GPUs, because Ray assigns a GPU to one process only.
 
     Attributes:
         launcher: starts references and learner ranks, and shares large values with them.
@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads per process: this machine's cores per process (macOS: 1); on a GPU cluster cores per GPU."""
+        """CPU threads per process: local cores / the run's processes (macOS: 1); on a GPU cluster, cores / GPUs."""
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
@@ -71,7 +71,7 @@ class Cluster:
         return max(1, len(os.sched_getaffinity(0)) // busy) if hasattr(os, "sched_getaffinity") else 1
 
     def start_rollout(self, options: EngineOptions) -> Callable[[int], Worker]:
-        """Return a function that starts the worker of an engine, by its index; engine servers' workers are threads."""
+        """Return a function of an engine's index that starts its worker; workers of engine servers are threads."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
         def spec_of(options: EngineOptions) -> WorkerSpec:
@@ -184,7 +184,7 @@ def visible_gpus(config: Config) -> int:
 
 
 def visible_names(gpus: Sequence[int]) -> str:
-    """Return the ``CUDA_VISIBLE_DEVICES`` of a worker with these GPUs, indices among those that this process sees."""
+    """Return the ``CUDA_VISIBLE_DEVICES`` of a worker; ``gpus`` are indices among the GPUs that this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = seen.split(",") if seen else None
     return ",".join(names[index].strip() if names else str(index) for index in gpus)

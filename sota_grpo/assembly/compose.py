@@ -129,7 +129,7 @@ def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
 
 
 def preset_names(folder: Path = CONFIG_DIR) -> list[str]:
-    """Return the names of the presets in ``folder``: by default whole configs, else those of a group."""
+    """Return the sorted names of the presets in ``folder``: whole configs (default folder), or those of a group."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
@@ -157,9 +157,9 @@ def load_config(
 ) -> Config:
     """Return the config of a run, read from ``run_dir/config.yaml``, with ``overrides`` in the syntax of ``grpo.py``.
 
-    A group (``algorithm=dapo``) replaces its whole section. Options that the file lacks have their defaults. The config
-    is not validated, as in :func:`compose`. The run may be another user's: unless ``trust`` is true, options that
-    execute code or contact servers (:func:`needs_consent`) are refused, except if an override sets the same value.
+    A preset of one section (``algorithm=dapo``) replaces that section. Options that the file lacks have their defaults.
+    The config is not validated, as in :func:`compose`. The run may be another user's: unless ``trust`` is true, options
+    that execute code or contact servers (:func:`needs_consent`) are refused, except if an override sets the same value.
 
     Args:
         unused: options that have no effect in the caller and need no consent.
@@ -261,7 +261,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError if ``acts``, phrases of :func:`needs_consent` without consent, is not empty."""
+    """Raise UserError that lists ``acts``, phrases of :func:`needs_consent`, unless ``acts`` is empty."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 

@@ -68,7 +68,7 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
         concurrent: engine and learner run at the same time, so of several devices they share none (unless ``shared``).
 
     Raises:
-        UserError: too many devices are requested, an index does not exist, or two roles name the same of several GPUs.
+        UserError: too many devices are requested, an index does not exist, or two roles name one GPU though more exist.
 
     Example:
         >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
@@ -171,7 +171,7 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the reference needs own weights; not if it is the policy without its LoRA adapter, in this process."""
+    """Whether the run loads weights for a reference: not for the policy without its LoRA adapter in this process."""
     options = config.ref_model
     is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
@@ -198,7 +198,7 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
         engine: name of the engine; None: resolved from ``engine.name`` and the installed packages.
 
     Raises:
-        UserError: as :func:`place`; the engine is not installed or cannot use its devices; on Ray, roles share GPUs.
+        UserError: as :func:`place`; the engine is missing or cannot use its devices; on Ray two roles share a GPU.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None

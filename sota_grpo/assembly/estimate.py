@@ -107,7 +107,7 @@ class Learning:
         return LOGITS_BYTES_ON_CPU if self.on_cpu else LOGITS_BYTES
 
     def base_bytes(self, model: Architecture) -> int:
-        """Bytes of the weights without an adapter; 4-bit weights have the scales of arXiv:2305.14314, section 3."""
+        """Bytes of the base weights; 4-bit weights include the scales of arXiv:2305.14314, section 3."""
         matrices = model.layers * model.layer_matrices if self.quantized else 0
         packed = matrices // 2 + matrices // 64 + matrices // (64 * 64)
         return (model.parameters - matrices) * self.weight_bytes + packed
@@ -174,7 +174,7 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that the head saves: hidden states (if frozen: their gradient), token indices, three vectors."""
+    """Return the bytes that the head saves: hidden states, indices, three vectors; if frozen: a gradient, indices."""
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
@@ -253,9 +253,9 @@ def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
 
 
 def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
-    """Return the bytes for vLLM's KV cache on each of ``parallel`` devices, where vLLM may use ``share`` bytes.
+    """Return the bytes of ``share`` left for vLLM's KV cache on each of ``parallel`` devices; negative: too small.
 
-    Subtracted are weights, a forward pass of 8192 tokens, and float32 logits of all rows, twice. Negative: too small.
+    Subtracted are weights, a forward pass of 8192 tokens, and two float32 copies of the logits of all rows.
     """
     passing = VLLM_PASS_TOKENS * 3 * (model.intermediate + model.hidden)
     return share - (model.parameters + passing) * number_bytes // parallel - rows * model.vocab * 8
@@ -293,7 +293,7 @@ class DeviceMemory:
 
     @property
     def learning(self) -> tuple[int, int]:
-        """Return (bytes of learner and reference, bytes available to them) in the phase that is fullest."""
+        """Return (bytes of learner and reference, bytes available to them) in the fullest phase other than sampling."""
         moments = [entries for moment, entries in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(entries.get(name, 0) for name in _OF_LEARNER), sum(entries.values())) for entries in moments]
         left = [(learner, self.capacity - (whole - learner)) for learner, whole in sizes if learner]
@@ -319,7 +319,7 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The placement of the run; on another machine with vLLM for ``auto``, and if not given on the fewest GPUs."""
+        """The plan; for another machine ``auto`` is vLLM, and ``machine.count=None`` the fewest GPUs that suffice."""
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -417,7 +417,7 @@ class RunMemory:
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of an optimizer step on one of ``shares`` data-parallel ranks, the largest first.
 
-        Samples have the largest size, but fill ``budget`` tokens (None: the run's), as mixed lengths would.
+        All samples have the largest size, but each micro-batch is filled to ``budget`` tokens (None: the run's).
         """
         (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
         rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
@@ -436,9 +436,9 @@ class RunMemory:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch: ``train.micro_batch_tokens``; for ``auto`` on a GPU the most with which learner and
-        reference fill at most :data:`FILLED` of their memory, up to ``MOST_TOKENS`` or a rank's share of a step, and at
-        least the longest sample.
+        """Tokens per micro-batch: ``train.micro_batch_tokens``, or for ``auto`` on a GPU the most that fit.
+
+        At most ``MOST_TOKENS``, a rank's share of a step and :data:`FILLED` of the memory; at least the longest sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -566,7 +566,8 @@ def estimate(
     """Estimate the memory and disk space of a run of a validated ``config``, and find options with which it fits.
 
     Args:
-        memory_gib, gpus: GiB and number of GPUs (GiB of a CPU machine); None: of this machine, else assumed.
+        memory_gib: GiB of each GPU, or of a CPU machine; None: measured here, or assumed if no GPU is here.
+        gpus: number of GPUs; None: all of this machine, or if it has none as many as the run needs.
         prompt_tokens: tokens of the longest prompt; None: measured (which starts the run's tools and environments), or
             assumed if data or tokenizer is not here.
 
@@ -609,7 +610,7 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return the config with ``train.micro_batch_tokens=auto`` as a number: estimated for local GPUs, else a CPU's."""
+    """Return a copy of ``config`` with ``train.micro_batch_tokens=auto`` estimated on local GPUs, else 16384."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)

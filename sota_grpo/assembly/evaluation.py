@@ -181,7 +181,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's weights into ``model``, which must be the run's model with its adapter, else UserError."""
+    """Copy a checkpoint's trained weights into ``model``; UserError if its trainable parameters are not the run's."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
@@ -228,7 +228,7 @@ def check(
 ) -> list[Check]:
     """Run all start-up checks on ``config``, whatever its ``check.mode``; return all, failed ones too.
 
-    Each is passed to ``on_check`` when it is done. ``gate.json`` and the engines' logs are written to ``run_dir``,
+    Each check is passed to ``on_check`` when done. ``gate.json`` and the engines' logs are written to ``run_dir``,
     which must not be a run's (None: only the logs, to a temporary folder). W&B is disabled in ``config``.
     """
     require_tokens()

@@ -94,9 +94,9 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
 
 
 def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:
-    """Return ``model``, under ``train_model.lora`` frozen and with a new adapter that is initialised from the seed.
+    """Return ``model``; with ``train_model.lora`` it is frozen and has a new adapter, initialised from the seed.
 
-    Under ``model.quantization`` the frozen weights are quantised to 4 bits and moved to ``device``.
+    With ``model.quantization``, too, the frozen weights are quantised to 4 bits and moved to ``device``.
     """
     lora = config.train_model.lora
     if not lora.enabled:
@@ -111,7 +111,7 @@ def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | N
 def make_policy(
     config: Config, base: PreTrainedModel, device_type: str, device: torch.device | None = None
 ) -> CausalPolicy:
-    """Return the policy: ``base`` with its adapter and the sampling temperature, on ``device`` (None: not moved)."""
+    """Return the policy: ``base`` with adapter and sampling temperature; ``device``: see :func:`add_adapter`."""
     return CausalPolicy(
         add_adapter(config, base, device),
         temperature=config.inference_model.temperature,
@@ -122,7 +122,7 @@ def make_policy(
 
 
 def wants_fused_layers(config: Config, device_type: str) -> bool:
-    """Whether learner and reference compile their layers: one answer, so that they compute alike."""
+    """Whether learner and reference compile their layers: both or neither, so that they compute alike."""
     option = config.train_model.compile
     if config.model.quantization is not None or config.train_model.tensor_parallel_size > 1:
         return False  # not tried
@@ -277,7 +277,7 @@ def make_transforms(
     term_weights: Mapping[str, float],
     device_type: str,
 ) -> list[tuple[str, Any]]:
-    """Return the transforms of a batch in order, as (phase, transform); the phase is that of the time metrics."""
+    """Return the transforms of a batch in order, as (phase, transform); the phase names a time metric."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         transform = ReferenceKL(
@@ -317,7 +317,7 @@ def use_expandable_segments(config: Config | None = None) -> None:
 
     Child processes inherit the setting. Two engines cannot run with it: vLLM's all-reduce under tensor parallelism
     shares buffers by handles that such segments lack (vllm-project/vllm#42609), and SGLang's memory saver refuses it.
-    vLLM's sleep mode switches it off for its own pool. Pass ``config`` in the process that starts the engines.
+    vLLM's sleep mode switches it off for its own pool. With ``config``, nothing is set if the run has such an engine.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR):
         return

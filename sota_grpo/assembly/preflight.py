@@ -33,7 +33,7 @@ _AMD = Path("/dev/kfd")  # device file of the AMD driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Raise UserError with the first reason why the run cannot start; ``run_dir`` None: it has no run directory."""
+    """Raise UserError with the first reason why the run cannot start; ``run_dir`` None: skip its checks."""
     require_tokens()
     validate(config)
     if run_dir is not None:

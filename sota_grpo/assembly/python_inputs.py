@@ -76,7 +76,7 @@ class PythonInputs:
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
-        """For the run signature: ``{"passed": {name: digest}}``; empty without objects."""
+        """The inputs' entry in the run signature, ``{"passed": {name: digest}}``; empty without inputs."""
         digests = {name: item.digest for name, item in self.inputs.items()}
         return {"passed": digests} if digests else {}
 
@@ -114,7 +114,7 @@ def take(
     objective: Any = None,
     transforms: Sequence[Any] | None = None,
 ) -> PythonInputs:
-    """Convert the object arguments of :func:`sota_grpo.train` to files, and set their options in ``config``.
+    """Convert the object arguments of :func:`sota_grpo.train` to inputs, and set their options in ``config``.
 
     A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
     the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type, or its

@@ -239,7 +239,7 @@ def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """Return the stored rows with recomputed advantages; rewards too if the KL penalty in the reward differs."""
+    """Return the stored rows with new advantages, and new rewards if the KL penalty in the reward differs."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
@@ -255,8 +255,8 @@ def scored_rows(step: Step, config: Config) -> RowTable:
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
     """Return (the run's config, {algorithm: config with it}, notes); the dict is empty if only memory options change.
 
-    Options of a preset that act while responses are collected stay the run's, and a note lists them. UserError for such
-    an option among ``overrides``, and if the step lacks what an algorithm reads.
+    Options of a preset that act while responses are collected stay the run's, and a note lists them. UserError: such an
+    option is among ``overrides``, the step lacks what an algorithm reads, or ``overrides`` change nothing.
     """
 
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def _notes(step: Step, others: Sequence[Replay]) -> list[str]:
 def compared(stored: Mapping[str, float | None], figures: Mapping[str, float | None]) -> tuple[bool, str]:
     """Return (whether losses and gradient norm equal the stored ones to ``TOLERANCE``, a sentence that says so).
 
-    Differences are relative; that of a loss, whose terms may cancel, to at least the mean absolute advantage.
+    Differences are relative to the stored value; for a loss, whose terms may cancel, at least to mean |advantage|.
     """
     distances = {}
     for name in (*_LOSSES, "grad_norm"):

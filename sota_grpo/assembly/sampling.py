@@ -149,7 +149,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 
 
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
-    """Start the workers of tools, environments and agents; return them, ready, by task, for tasks that have any.
+    """Start the workers of tools, environments and agents; return {task: its workers} when all are ready.
 
     ``env.agent=sessions`` has a queue instead of workers.
 
@@ -185,7 +185,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task``; a reward of its environment or agent replaces its own, but is added to ``reward.path``'s."""
+    """Return ``task`` with a reward of its environment or agent replacing its own, or added to ``reward.path``'s."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -329,8 +329,8 @@ def engine_dtype(name: str, device_type: str) -> str:
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
     """Return the number of sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
 
-    It is ``inference_model.max_num_seqs``, else ``env.num_envs / num_engines``; vLLM on a GPU, which queues what its KV
-    cache cannot hold, takes at least 256, and its share of the responses in flight, up to 1024.
+    It is ``inference_model.max_num_seqs``, else ``env.num_envs / num_engines``, which vLLM on a GPU raises to 256 or to
+    its share of the responses in flight (at most 1024), because it queues what its KV cache cannot hold.
 
     >>> config = Config()
     >>> config.env.num_envs, config.env.repeats
@@ -356,7 +356,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """Return the options of an engine here or in a worker; UserError if one has no effect, or without an end token."""
+    """Return the options of an engine; UserError if an option has no effect, or the tokenizer has no end token."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
         raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")
@@ -427,7 +427,7 @@ _LONGEST_RUBRIC = 1 << 16
 
 
 def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
-    """Return (task, its grader), with the reward terms of an LLM judge, connected, if the config has one.
+    """Return (task, its grader); connect the LLM judge of the config, if any, and add its reward terms.
 
     A judged task has no gold responses, because the judge's score of a gold answer is not known. ``make_grader`` makes
     the grader without the judge; ``run_dir`` gets a cache of the judge's answers (None: the cache is temporary).
