@@ -113,7 +113,7 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 
 def step(text: str) -> int | str:
-    """Return the value of ``--step`` that chooses a checkpoint: a number of steps, or ``best``."""
+    """Convert the value of ``--step``, which chooses a checkpoint: a number of steps, or ``best``."""
     return text if text == "best" else whole("a number of steps", least=0)(text)
 
 
@@ -139,7 +139,7 @@ def add_trust(parser: Any) -> None:
 
 
 def print_trust(options: argparse.Namespace, config: Config) -> None:
-    """If ``--trust-run`` is set, print what it allows the run's ``config`` to execute or contact."""
+    """If ``--trust-run`` is set, print to stderr what it allows the run's ``config`` to execute or contact."""
     from sota_grpo.assembly.compose import needs_consent
 
     for option, act in needs_consent(config).items() if options.trust_run else ():

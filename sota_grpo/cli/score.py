@@ -57,7 +57,7 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
 
     Args:
         read: name of the input file, which must be another file.
-        option: command line option with the name, for messages.
+        option: command line option that has set ``name``, for messages.
 
     Raises:
         UserError: the file cannot be opened.
