@@ -28,7 +28,7 @@ def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
 
 
 def distillation_has_a_teacher(config: Config) -> Iterator[str]:
-    """Refuse the initial policy as teacher, options that conflict with distillation, and unused ones without it."""
+    """Refuse the initial policy as teacher, options that conflict with distillation, and an unused teacher."""
     algorithm, name = config.algorithm, config.ref_model.name
     option = f"algorithm.distill_coef={algorithm.distill_coef}"
     if algorithm.distill_coef == 0:

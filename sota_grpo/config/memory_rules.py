@@ -14,7 +14,7 @@ MICRO_BATCH_TOKENS = 16384  # train.micro_batch_tokens=auto on a CPU
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether the engines use the learner's devices, alternating with it."""
+    """Whether ``inference_model.num_devices=shared``: engine workers on the learner's devices, alternating with it."""
     return config.inference_model.num_devices == SHARED
 
 
@@ -26,7 +26,7 @@ def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig)
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Return ``train.micro_batch_tokens``; for ``auto`` the value on a CPU (on CUDA a run replaces ``auto`` before).
+    """Return ``train.micro_batch_tokens``; for ``auto`` the value on a CPU (on CUDA the run has replaced ``auto``).
 
     >>> micro_batch_tokens(Config())
     16384
@@ -41,7 +41,7 @@ def learner_ranks(config: Config) -> int:
 
 
 def wants_workers(config: Config) -> bool:
-    """Whether options ask for workers (one GPU has none): mode=async, Ray, several ranks, references or engines."""
+    """Whether options ask for workers (one GPU runs none): mode=async, Ray, several ranks, references or engines."""
     one_engine = config.inference_model.tensor_parallel_size
     several = learner_ranks(config) > 1 or (device_count(config.ref_model) or 1) > 1
     several = several or (device_count(config.inference_model) or one_engine) > one_engine

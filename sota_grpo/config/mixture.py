@@ -108,7 +108,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; in a mixture 1 for a task that sets no ``max_steps`` and never replies."""
+    """Return {task: most turns of a dialog}; in a mixture 1 if an entry sets no ``max_steps`` and has no observations."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))
@@ -216,7 +216,7 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
 
 
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) of each option of the run that no task of its mixture reads."""
+    """Yield (name, value, default) of each changed option of the run that no task of its mixture reads."""
     entries = config.env.mixture
     for name, (value, default) in changed_options(config).items() if entries is not None else ():
         judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")

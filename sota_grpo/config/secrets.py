@@ -28,7 +28,7 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
     """Move tokens from the overrides to environment variables; return the other overrides. ``null`` keeps the variable.
 
     Raises:
-        UserError: a token is malformed, also in the environment, or in another override; the message does not have it.
+        UserError: a token is malformed (in the environment, too), or another override has a token, which is not shown.
 
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
