@@ -49,7 +49,7 @@ class Deadlines:
         control: of all requests not named below, such as pause or abort; the server answers these while it generates.
         generate: of one group, including its time in the server's queue.
         push: of loading new weights, and of reading their checksums.
-        start: from starting a server here until it is ready; also of the one token with which a server is checked.
+        start: from starting a server here until it is ready; also of the one-token request that checks a server.
     """
 
     control: float = 120.0
@@ -69,8 +69,7 @@ class EngineOptions:
         pad_token_id: fills unused cells (transformers).
         model: the policy without adapters, if the caller has it in memory: transformers copies it, scripted reads its
             config; None: ``model_path`` is read. Other engines always read ``model_path``.
-        dtype: dtype of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto`` is bfloat16 on CUDA, float32
-            on a CPU.
+        dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto``: bfloat16 on CUDA, float32 on a CPU.
         device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPU.
         max_model_len: context in tokens; None: the maximum of the model or the server.
         max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, a server refuses it.
@@ -144,15 +143,15 @@ class Engine(Protocol):
 
     A ``stepwise`` engine samples only in ``advance``, which starts submitted groups, advances every group in flight by
     about one token and resolves the futures of ended groups; it returns False if there was nothing to do. Requests that
-    were submitted between two steps start together. Other engines sample by themselves: ``advance`` is a no-op.
+    were submitted between two calls start together. Other engines sample by themselves: ``advance`` is a no-op.
 
     ``update_weights`` takes all weights, or the :class:`~sota_grpo.policy.weight_pack.WeightPack` of a LoRA adapter,
-    which is merged into the weights ``base()``. When it returns, ``version`` equals the pushed version and every group
-    in flight samples its next token with the new weights. ``weight_dtype`` is the dtype of all the engine's matrices,
-    to which pushed matrices may be cast beforehand; None if they have several dtypes, or the dtype is unknown.
-    ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the weights in use, without
-    weights that the engine stores in another form; None if it cannot report any. ``sleep`` frees device memory until
-    ``wake``, if the engine can. ``close`` is idempotent and ends the engine's processes.
+    which is merged into the base weights, ``engine.base()``. When ``update_weights`` returns, ``version`` equals the
+    pushed version and every group in flight samples its next token with the new weights. ``weight_dtype`` is the dtype
+    of all the engine's matrices, to which pushed matrices may be cast beforehand; None if they have several dtypes, or
+    the dtype is unknown. ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the
+    weights in use, without weights that the engine stores in another form; None if it cannot report any. ``sleep``
+    frees device memory until ``wake``, if the engine can. ``close`` is idempotent and ends the engine's processes.
 
     All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """
@@ -270,8 +269,8 @@ def vllm_lacks() -> list[str]:
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     """Return the engine name for ``engine.name=``: ``auto`` becomes vllm if that can be used, else transformers.
 
-    vLLM can be used if it is installed with all packages it needs (else a warning names them). It always uses the GPU
-    of a machine that has one, so ``device="cpu"`` there excludes it.
+    vLLM can be used if it is installed with all packages it needs (else a warning names the missing ones). It always
+    uses the GPU of a machine that has one, so ``device="cpu"`` excludes vLLM there.
 
     Raises:
         UserError: the name is unknown, or it is vllm and vLLM is not installed or cannot use ``device``.
