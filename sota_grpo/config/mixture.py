@@ -108,7 +108,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; in a mixture 1 if an entry sets no ``max_steps`` and has no observations."""
+    """Return {task: most turns of a dialog}; in a mixture 1 if an entry has neither ``max_steps`` nor observations."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))
