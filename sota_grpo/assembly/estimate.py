@@ -566,8 +566,7 @@ def estimate(
     """Estimate the memory and disk space of a run of a validated ``config``, and find options with which it fits.
 
     Args:
-        memory_gib: GiB of each GPU, or of a CPU machine; None: measured here, or assumed if no GPU is here.
-        gpus: number of GPUs; None: all of this machine, or if it has none as many as the run needs.
+        memory_gib, gpus: GiB of each GPU (or of a CPU machine), number of GPUs; None: this machine's, else assumed.
         prompt_tokens: tokens of the longest prompt; None: measured (which starts the run's tools and environments), or
             assumed if data or tokenizer is not here.
 
