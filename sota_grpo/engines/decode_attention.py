@@ -184,7 +184,7 @@ class SharedPrompts(GroupCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In a prefill, store and return keys and values; else append one token's, return those of sampled tokens."""
+        """In a prefill store and return the arguments; later append them and return all that followed the prefill."""
         if self.prefilled is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:
@@ -271,9 +271,9 @@ def decode_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention for transformers.
 
-    With ``prompts``, after the prefill, ``key`` and ``value`` hold only the tokens that the rows have sampled. The
-    attention over the prompt (a) and over the sampled tokens (b) is computed separately, and joined by the log-sum-exp
-    of the scores (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
+    With ``prompts``, after the prefill, ``key`` and ``value`` hold only the later tokens: the prompt's last one and the
+    sampled ones. The attention over the prefilled tokens (a) and over the later ones (b) is computed separately, and
+    joined by the log-sum-exp of the scores (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
 
         o = (1 - w) o_a + w o_b,    w = sigmoid(lse_b - lse_a),    lse = log sum exp(scores)
 
@@ -288,7 +288,7 @@ def decode_attention(
         ``[rows, T, heads, width]`` and None, as transformers' attention interface requires.
 
     Raises:
-        NotImplementedError: a ``softcap``; with ``prompts`` also a sliding window or an unknown argument.
+        NotImplementedError: a ``softcap``; with ``prompts`` also a sliding window, position bias, sinks or ``cache``.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:  # transformers' SDPA would leave it out without an error
@@ -339,7 +339,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output and the scores' log-sum-exp, ``lse = max score - log(max probability)``.
 
-    Half-precision products are accumulated in float32.
+    Half-precision products are accumulated and returned in float32.
 
     Args:
         query: ``[B, n, D]``.
@@ -377,9 +377,9 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def use_decode_attention(model: PreTrainedModel) -> bool:
     """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; log the reason if not.
 
-    A model whose attention is not transformers' SDPA keeps it, and a model with capped scores gets transformers' eager
-    attention; these and models with layers other than full attention cannot share prompts. For any other model the
-    logits of two prompts with shared and with repeated keys and values are compared.
+    A model whose attention is not SDPA keeps its attention, and a model with capped scores gets transformers' eager
+    attention; these and models with layers other than full attention cannot share prompts. Any other model can if two
+    prompts have the same logits, up to rounding, with shared and with repeated keys and values.
     """
     config: Any = model.config.get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None

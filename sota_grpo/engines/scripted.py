@@ -22,14 +22,14 @@ class ScriptedEngine(SteppingEngine):
     """Rollout engine whose sample ``i`` of a group, at policy ``version``, is ``script(request, i, version)``.
 
     ``i`` counts from ``request.first_sample``; at temperature 0 it is always 0. A response ends at its first EOS, which
-    is appended if the script returns none; it is truncated at the token limit, to which ``ignore_eos`` repeats it. All
-    tokens of a group have the version at which the group started, even if weights are pushed before its end.
+    is appended if the script returns none, and is truncated at the token limit; with ``ignore_eos`` it is repeated up
+    to that limit. All tokens of a group have the version at which the group started, even after a push of weights.
 
     Args:
         script: function that returns the token ids of a response; None: uniformly random tokens below ``vocab_size``
             (EOS included), seeded by the request's seed, the sample index and the version.
         eos_token_id: token that ends a response.
-        vocab_size: number of tokens of the default script.
+        vocab_size: vocabulary size of the default script.
         log_prob: log-prob of every token; None: ``-log(vocab_size)``, that of the default script.
         duration_s: seconds until a group ends, or a function of its request; groups in flight run concurrently.
         max_model_len: context in tokens, prompt and response together.

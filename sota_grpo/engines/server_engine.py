@@ -73,9 +73,9 @@ class ServerLate(RunFailed, TimeoutError):
 
 
 class ServerProcess:
-    """Subprocesses of an inference server and its launcher, in a session that Ctrl-C in this terminal does not reach.
+    """An inference server, its workers and its launcher: subprocesses that Ctrl-C in this terminal does not reach.
 
-    When this process ends, even by SIGKILL, the launcher ends the server and deletes the folder ``scratch``.
+    The launcher ends the server when this process ends, even by SIGKILL. It deletes ``scratch`` after the server's end.
 
     Args:
         environment: variables of the server, added to those of this process.
@@ -159,8 +159,8 @@ class ServerEngine(SteppingEngine):
     engine, so that a push of weights to the same server by another trainer is detected.
 
     If the server dies, hangs, sends a malformed response or fails to load weights, the running call raises, and so does
-    every later one, because the server's weights are unknown. A request that is sent during a push may reuse its
-    prompt's cached keys and values of the previous weights, as a group in flight does.
+    every later submission or push, because the server's weights are unknown. A request that is sent during a push may
+    reuse its prompt's cached keys and values of the previous weights, as a group in flight does.
 
     Args:
         options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
@@ -257,10 +257,10 @@ class ServerEngine(SteppingEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the environment variables that the server gets besides those of this process; ``key`` is its API key.
+        """Return the server's environment variables in addition to those of this process; ``key`` is its API key.
 
-        On a CPU they also give it this process's number of threads, and avoid compilation and, without tensor
-        parallelism, an extra process.
+        On a CPU they also set the number of threads to this process's, and disable compilation and, without tensor
+        parallelism, vLLM's extra process.
         """
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
@@ -624,7 +624,7 @@ class ServerEngine(SteppingEngine):
 
 
 def server_engine(options: EngineOptions) -> ServerEngine:
-    """Build the engine ``vllm_server`` or ``sglang_server``.
+    """Build the engine ``sglang_server`` if that is ``options.engine``, else ``vllm_server``.
 
     A server that is started here listens on the loopback interface, requires a random key, and ends with this process
     even if this process is killed. A running server at ``options.url`` reads weights from this machine's shared memory
@@ -691,7 +691,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether a host name or address is this machine's: a socket can be bound to no other.
+    """Return whether a host name or address is this machine's, by binding a socket to it.
 
     >>> is_own_address("localhost"), is_own_address("192.0.2.1"), is_own_address("no such host")
     (True, False, False)

@@ -43,7 +43,7 @@ class SGLangEngine(ServerEngine):
 
     @staticmethod
     def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """See :meth:`ServerEngine.command`; the key is written into a file that only this user can read."""
+        """Return the server's command line; write ``key`` into a file in ``scratch`` that only this user can read."""
         settings = scratch / "server.yaml"
         settings.touch(mode=0o600)
         settings.write_text(json.dumps({"api-key": key}))  # JSON is YAML

@@ -54,7 +54,7 @@ class EventLoop:
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` until it awaits a :func:`result`; :meth:`run_once` continues it once that is there."""
+        """Run ``coroutine`` until it awaits a :func:`result`; :meth:`run_once` continues it once the future is done."""
         return Task(coroutine, self.post)
 
     def drain(self, timeout_s: float | None = 0.0) -> int:
@@ -195,10 +195,10 @@ class Wrapped(Streams):
 
 
 class FairLock:
-    """A mutex (context manager): if a thread waits for it when it is released, its last owner cannot be the next.
+    """A mutex (context manager) that no thread can acquire twice in a row while another thread waits for it.
 
-    ``threading.Lock`` goes to the first thread that acquires it after the release. A thread that steps in a loop does
-    so at once, and a thread with new weights might wait for ever.
+    A thread that steps in a loop would reacquire a ``threading.Lock`` at once, and a thread that pushes weights might
+    wait for ever.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class SteppingEngine(Streams, ABC):
         """Stop and forget these groups, by ticket; some may never have started."""
 
     def whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights of a push; a LoRA adapter alone is merged into ``base()`` (ValueError if that is None)."""
+        """Return all weights of a push, a LoRA adapter merged into ``base()``; ValueError if ``base`` is None."""
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:
@@ -436,7 +436,7 @@ class StopStrings:
 
     Args:
         tokenizer: the policy's tokenizer.
-        texts: stop strings; not empty, and without U+FFFD, to which an incomplete character is decoded.
+        texts: non-empty strings without U+FFFD, to which tokenizers decode an incomplete character.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -455,7 +455,7 @@ class StopStrings:
         return any(text in decoded for text in self._texts)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Return whether the last ``window`` tokens of ``ids`` contain a stop string; called after every token."""
+        """Return whether the last ``window`` tokens have a stop string; a caller that skips tokens may miss one."""
         return self._holds(ids[-self.window :])
 
     def end(self, ids: Sequence[int]) -> int | None:
@@ -569,7 +569,7 @@ def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return ``{name: earlier name}`` of the names in a state dict whose parameter has an earlier name too.
+    """Return ``{name: first name}`` of tied parameters, for each of their state-dict names after the first.
 
     >>> embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
     >>> head.weight = embed.weight

@@ -42,7 +42,7 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def require_cache(config: PretrainedConfig) -> None:
-    """Raise UserError if a layer of the model keeps a state other than keys and values (by ``config.json``)."""
+    """Raise UserError if the config lists a layer that keeps a state other than keys and values."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SUPPORTED_LAYERS)
     if others:
         raise UserError(
@@ -242,7 +242,7 @@ class GroupDecoder:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[int]:
-        """Sample one token of every unfinished row with weights ``version``; return the indices of ended groups."""
+        """Sample a token, labelled ``version``, of every unfinished row; return the indices of newly ended groups."""
         t = len(self._versions)
         if self._cache is None:
             self._cache = self._make_cache(self._model)
@@ -400,7 +400,7 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def may_start(self, num_rows: int) -> bool:
-        """Return whether with ``num_rows`` more rows enough would wait for the next step to start some, if they fit."""
+        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
         running = sum(decoder.num_rows for _, decoder in self._running)
         return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
@@ -480,7 +480,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """Build the engine, from resolved options, on a copy of ``options.model``; None: load ``options.model_path``."""
+    """Build the engine from resolved options: copy ``options.model``, or load ``options.model_path`` if it is None."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

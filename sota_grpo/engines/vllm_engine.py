@@ -295,7 +295,7 @@ def _sample(completion: Any, vocab: int) -> Sample:
 
 
 def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
-    """Return log-probs ``[R]`` of the sampled tokens, and their support (None with one entry per position).
+    """Return log-probs ``[R]`` and the sampling support of the sampled tokens (None if ``logprobs`` has only these).
 
     Args:
         logprobs: vLLM's ``FlatLogprobs``: per position the sampled token, then a fixed number of the most likely
@@ -304,7 +304,7 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
         vocab: vocabulary size.
 
     Raises:
-        RuntimeError: at some position all returned tokens are in the support, so that it may be larger.
+        RuntimeError: at a position all returned tokens are in the support, so tokens of the support may be missing.
 
     >>> from types import SimpleNamespace
     >>> ids, nothing = [5, 7, 5, 3], float("-inf")

@@ -162,7 +162,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
     """Check ``options.engine_kwargs`` before an engine is started.
 
     Raises:
-        UserError: an argument is set by other options, would bias sampling, or does not exist in vLLM.
+        UserError: an argument is set by this package, unsupported, or (if vLLM is installed) unknown to vLLM.
     """
     ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2, max_rows=1), on_cpu=on_cpu)
     for name in options.engine_kwargs:

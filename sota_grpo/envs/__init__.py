@@ -46,7 +46,7 @@ class DatasetEnv(TaskEnv):
         repeats: group size; None is 1.
         seed: seed of the prompt order; None draws a random seed.
         tokenizer: the policy's tokenizer; required.
-        apply_template: True refuses a tokenizer without a chat template. A template is applied wherever there is one.
+        apply_template: whether to refuse a tokenizer without a chat template; an existing template is always applied.
         collate_fn, input_mode: only the default is supported; use TorchRL's wrapper in tokens mode as well.
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
             see :class:`TaskEnv`.

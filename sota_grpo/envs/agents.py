@@ -30,7 +30,7 @@ RUN = "run"  # the call that runs an agent
 
 @dataclass(frozen=True)
 class Agents:
-    """What runs the episodes of one task (worker processes, or a queue for outside programs), and their turn limit."""
+    """Runner of one task's episodes (worker processes, or a queue for outside programs), and their turn limit."""
 
     instances: Instances | SessionQueue
     max_turns: int
@@ -67,7 +67,7 @@ class AgentEngine(Wrapped):
         return GroupEpisodes(request, row | {"prompt": messages}, agents, self._gateway, sampling)
 
     def close(self) -> None:
-        """Close the server and the wrapped engine; the agents' processes are closed by their owner."""
+        """Close the gateway and the wrapped engine, but not the agents' processes, which belong to the caller."""
         self._gateway.close()
         self.engine.close()
 
@@ -76,7 +76,7 @@ class GroupEpisodes(Future[GroupOutput]):
     """Future of a group of episodes: it resolves when the last agent has ended, or fails with the engine's exception.
 
     The record of a sample has ``reward``, ``info`` (other results), ``error`` (why the agent failed or was lost, or
-    None), ``ended``, ``requests`` (their number) and ``messages``. ``row`` is passed to each agent.
+    None), ``ended`` (``answer``, ``truncated``, ``turns`` or ``lost``), ``requests`` (their number) and ``messages``.
     """
 
     def __init__(

@@ -125,10 +125,10 @@ class MarkedCalls:
 
     Args:
         opening: text before a call or a list of calls; if empty, a call counts only at the start of a turn's text.
-        closing: text after them; may be empty.
+        closing: text after that call or list; may be empty.
         keys: JSON keys of the name and of the arguments; None if the name precedes a JSON object of arguments.
-        between: text before those arguments, after the name or its id.
-        before_id: text between that name and its id; empty if the format has no id there.
+        between: if ``keys`` is None, text between the name (or the id that follows it) and the arguments.
+        before_id: if ``keys`` is None, text between the name and the call's id; empty if no id follows.
         listed: a JSON list of calls follows ``opening``.
         specials: special tokens; no call may contain one.
         thinks_until: text that ends the thinking opened by the generation prompt; empty if the prompt opens none.
@@ -233,7 +233,7 @@ class MarkedCalls:
 
 
 def without_specials(text: str, specials: Sequence[str]) -> str:
-    """Remove :data:`SPELLED` from the text of a call; raise BadCall if the text contains a special token."""
+    """Return a call's text without :data:`SPELLED`; raise BadCall if the text contains a special token."""
     if OTHER in text or any(name in text for name in specials):
         raise BadCall("it contains a special token")
     return text.replace(SPELLED, "")
@@ -374,7 +374,7 @@ def _left(deadline: float) -> float:
 
 
 def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], ending: str) -> MarkedCalls | None:
-    """Derive the format of calls from rendered turns; return None if its calls are not JSON.
+    """Return the format of calls in rendered turns, without ``specials`` and ``thinks_until``; None if it is not JSON.
 
     Args:
         one: a rendered turn with one call.

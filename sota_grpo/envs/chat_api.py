@@ -35,7 +35,7 @@ class BadRequest(ValueError):
 class ChatRequest:
     """A request for ``n`` replies to ``messages``, with at most ``max_tokens`` tokens each (None: the run's limit).
 
-    ``tools`` are JSON schemas in OpenAI's form, ``stop`` the client's stop strings; ``with_usage``: stream usage last.
+    ``tools`` are JSON schemas in OpenAI's form, ``stop`` are stop strings; ``with_usage``: end a stream with the usage.
     """
 
     messages: tuple[dict[str, Any], ...]

@@ -32,8 +32,8 @@ class ChatTokens:
 
     In a rendered chat, ``<|im_end|>`` in a question or in a tool's result would end the turn like the template's
     ``<|im_end|>``. So the messages are also rendered with plain words as contents. If both have the same special
-    tokens, and no content names one, the ids are the tokenizer's. Else the messages are tokenised again with the
-    template's special tokens, and only those, under other names.
+    tokens, and no content names one, the ids are the tokenizer's. Else the messages are tokenised again, with new names
+    for the special tokens that the template writes, so that only these become special.
 
     Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
 

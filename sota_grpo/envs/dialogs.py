@@ -56,13 +56,13 @@ Submit = Callable[[GroupRequest], Future[GroupOutput]]
 
 
 class Episode(Protocol):
-    """The environment of one dialog. Its methods are called one at a time, from any thread.
+    """The environment of one dialog. ``answer`` and ``end`` run one at a time, in any thread.
 
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
-    this dialog; None means the group's prompt. ``answer`` takes the token ids of a policy turn and returns the messages
-    that answer it, or None to end the dialog. ``end`` takes the last turn if it was not answered (because it was
-    truncated or the last allowed turn) and whether the dialog was truncated, and returns the mapping that becomes the
-    ``record`` of :class:`~sota_grpo.rl.records.Sample`. ``leave`` is called instead if the request is cancelled.
+    this dialog; None: the group's. ``answer`` takes the token ids of a policy turn and returns the messages that answer
+    it, or None to end the dialog. ``end`` takes the last turn if it was truncated or the last allowed one, else None,
+    and whether the dialog was truncated; it returns the ``record`` of the :class:`~sota_grpo.rl.records.Sample`.
+    ``leave`` abandons the dialog: it may be called in any thread, while ``answer`` waits, and after ``end``.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -75,7 +75,7 @@ class Episode(Protocol):
 
 
 class Responder(Protocol):
-    """Opens the episodes that answer the policy: ``begin`` opens the one of sample ``index`` of a group."""
+    """Opens the episodes that answer the policy: ``begin`` opens the episode of a group's sample ``index``."""
 
     async def begin(self, request: GroupRequest, index: int) -> Episode: ...
 
@@ -244,7 +244,7 @@ class ToolEpisode:
         return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
 
     def leave(self) -> None:
-        """Drop the instance, without its reward; idempotent."""
+        """Drop the instance without reading its reward; idempotent."""
         key, self._key = self._key, None
         if key is not None:
             self._responder.instances.drop(key)
@@ -291,7 +291,7 @@ class Dialog:
         self._parts: list[Sample] = []
 
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
-        """Add the policy's turn, and the episode's answer unless that is None or does not fit: then end the dialog.
+        """Add the policy's turn and the episode's answer; end the dialog if the answer is None or does not fit.
 
         A truncated turn, or turn ``max_steps``, ends the dialog without an answer.
 
@@ -361,8 +361,8 @@ class TurnOrder:
     """Submits turns to an engine in an order that does not depend on how long the answers take.
 
     The log-probs of :class:`~sota_grpo.engines.transformers_engine.TransformersEngine` depend, in the last bits, on the
-    other rows of the batch. So turns are held until the engine would start a batch with all of them, those with a
-    pending answer included. It then waits for these, and gets the turns in the order in which those before them ended.
+    other rows of the batch. So turns are held until the engine would start a batch if all reserved turns were
+    submitted. Then the engine waits for the pending answers, and gets the turns in the order of their numbers.
 
     Args:
         may_start: ``may_start(n)`` returns whether the engine would start a batch if ``n`` turns were submitted now.
@@ -393,7 +393,7 @@ class TurnOrder:
         return number
 
     def enqueue(self, number: int, submit: Callable[[], None]) -> None:
-        """Submit this turn: call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`."""
+        """Submit the turn: call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`."""
         if self._may_start is None:
             submit()
             return
