@@ -26,7 +26,7 @@ class UserError(Exception):
 
 
 class RunFailed(UserError):
-    """A run with a valid config cannot continue: a process died, a disk is full, a server does not answer."""
+    """A run with a valid config cannot continue (a dead process, a full disk, an unreachable server); exit code 1."""
 
     exit_code = CRASHED
 
@@ -68,8 +68,8 @@ def collect_garbage_rarely() -> None:
 def run_command(program: str, command: Callable[[], int], if_interrupted: str) -> NoReturn:
     """Call ``command`` and exit with the code that it returns.
 
-    A :class:`UserError` (its ``exit_code``) or Ctrl-C (130) becomes one sentence on stderr, a closed stdout exit code
-    1; other exceptions propagate.
+    A :class:`UserError` (its ``exit_code``) or Ctrl-C (130) prints one sentence to stderr. A closed stdout (1) prints
+    nothing. Other exceptions propagate.
 
     Args:
         program: name of the program, first word of each sentence.

@@ -79,7 +79,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_leftovers(folder: Path) -> None:
-    """Remove from ``folder`` temporary files of atomic writes that were killed; call it while nothing is written."""
+    """Remove temporary files and folders of killed atomic writes from ``folder``; nothing may be writing there."""
     for leftover in folder.glob(".*"):
         if _LEFTOVER.fullmatch(leftover.name):
             if leftover.is_dir() and not leftover.is_symlink():
@@ -100,7 +100,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def folder_for_sockets(room: int) -> str:
-    """Return the temporary folder; ``/tmp`` if its path leaves fewer than ``room`` bytes for the rest of a socket's.
+    """Return the temporary folder, or ``/tmp`` if a socket's path with ``room`` bytes after the folder is too long.
 
     >>> folder_for_sockets(room=100)
     '/tmp'

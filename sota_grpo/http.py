@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error (HTTP ``status``, else None), with invalid JSON, or with too many bytes."""
+    """The server answered with an error status (in ``status``), or (``status`` None) invalid JSON or too many bytes."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -78,7 +78,7 @@ class HttpClient:
 
         Raises:
             ServerSilent: no connection, a broken one, or no response within ``timeout_s`` seconds.
-            ServerError: the status is not 2xx, a response declared as JSON is not, or it exceeds ``max_bytes``.
+            ServerError: a status other than 2xx, invalid JSON that is declared as JSON, or more than ``max_bytes``.
         """
         return self._parsed("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 

@@ -102,10 +102,10 @@ class ChatForm:
 
 
 class Session:
-    """The requests of one sample: the tree of their tokens, and the position at which each known chat ends in it.
+    """The requests of one sample: a tree of their tokens, and for each known chat the tree position of its last token.
 
     Args:
-        request: the group's request; sample ``index`` of it is this session's.
+        request, index: the group's request, and the index of the session's sample in the group.
         sampling: sampling options of every request.
         max_turns: maximum number of responses of the session.
 
@@ -253,11 +253,11 @@ class SessionQueue:
     """A queue of episodes for outside programs, which run them in place of agents in worker processes.
 
     It has the methods of :class:`~sota_grpo.workers.instances.Instances` that an episode calls. The server passes an
-    episode to the next program that requests one (``POST /v1/sessions``). The episode ends with the reward that the
-    program sends (``POST /v1/sessions/end``); after ``timeout_s`` without a reward it fails.
+    episode to the next program that requests one (``POST /v1/sessions``), which ends the episode with a reward
+    (``POST /v1/sessions/end``).
 
     Args:
-        timeout_s: time limit of an episode in seconds, counted from the program's request.
+        timeout_s: seconds from the program's request until an episode without a reward fails.
         key: API key with which programs request episodes.
     """
 
@@ -279,10 +279,10 @@ class SessionQueue:
         return opened
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Queue an opened episode, with one call; return its reward's future.
+        """Queue an opened episode, with its one call's arguments for :meth:`take`; return the future of its reward.
 
         Raises:
-            KeyError: the episode was not opened, or it was queued or dropped.
+            KeyError: the episode was not opened, is already queued, or was dropped.
             ValueError: there are no calls, or several.
         """
         ended: Future[list[Answer]] = pending_future()
@@ -312,7 +312,7 @@ class SessionQueue:
         """No-op: there are no workers to wait for; programs connect at any time."""
 
     def drop(self, key: int) -> None:
-        """Remove an episode that no program has begun, and fail its future."""
+        """Remove an episode and fail its future; no-op if a program has begun the episode."""
         self._rows.pop(key, None)
         _, ended = self._waiting.pop(key, (None, None))
         if ended is not None and not ended.done():

@@ -59,9 +59,9 @@ class PromptStream:
         self._first_group_id = 0  # the first one drawn with this seed
 
     def name_apart(self) -> None:
-        """Start the group ids at a number derived from seed and examples; no-op once this seed has drawn a prompt.
+        """Start the group ids at a hash of seed, next id and prompts; no-op after a draw with the current seed.
 
-        So rows of several environments can share a replay buffer. A training run has one stream, which counts from 0.
+        Rows of streams that differ in seed or prompts can then share a replay buffer. A training run counts from 0.
         """
         if self.next_group_id == self._first_group_id:
             identity = repr((self.seed, self.next_group_id, len(self.examples), self._prompts)).encode()
@@ -106,8 +106,8 @@ class PromptStream:
         """Continue at the position of ``state_dict``.
 
         Raises:
-            ValueError: the state was saved with other examples (judged by up to 64 prompts of each task), another
-                seed, another ``shuffle`` (unless it is an older state without it) or another mixture.
+            ValueError: the state was saved with other examples (judged by their number and up to 64 prompts of each
+                task), another seed, ``shuffle`` (unless an older state lacks it) or mixture.
         """
         saved = {"mixture": None, "shuffle": self.shuffle} | dict(state_dict)
         for name, value in ({"mixture": None} | self._identity()).items():
@@ -167,7 +167,7 @@ class PromptSource:
         shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.
         max_prompt_tokens: maximum prompt length; None: no limit.
         grader: scores responses; None grades with ``task.score`` in this process.
-        multi_turn: a sample is a multi-turn dialog, so requests have their example (``GroupRequest.example``).
+        multi_turn: samples are multi-turn dialogs; every request then has ``GroupRequest.example``.
         template_kwargs: further arguments of ``apply_chat_template``.
         task_kwargs: additional ``template_kwargs`` (tools) by task name of a mixture.
     """
@@ -206,7 +206,7 @@ class PromptSource:
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **kwargs)
 
     def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
-        """Return the templated prompt of ``example`` as token ids, tokenised once.
+        """Return the token ids of the templated prompt of ``example``, cached if there is no ``observation``.
 
         Names of special tokens in the messages are text: they cannot begin or end a turn.
 
@@ -235,7 +235,7 @@ class PromptSource:
         return ids
 
     def group_size(self, example: Example) -> int:
-        """Return the number of responses to ``example``: the task's ``group_size(example)``, or ``repeats`` if None."""
+        """Return the number of responses to ``example``: the task's ``group_size(example)``, else ``repeats``."""
         size = getattr(self.task, "group_size", lambda _: None)(example)
         return self.repeats if size is None else size
 

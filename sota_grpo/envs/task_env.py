@@ -73,8 +73,8 @@ class TaskEnv(PromptSource, EnvBase):
     Args:
         task: examples, chat and score; in a dialog without tools the ``reply`` of a score is the answer.
         tokenizer: see :class:`PromptSource`; with tools, its chat template must support tools.
-        num_envs: concurrent dialogs, a multiple of ``repeats``; or, with one turn, a divisor: a group
-            then takes several resets, and ``GroupAdvantage(group_size=repeats)`` in a buffer waits for all of it.
+        num_envs: concurrent dialogs, a multiple of ``repeats``. With ``max_steps=1`` it may also be a divisor: a group
+            then takes several resets, and ``GroupAdvantage(group_size=repeats)`` in a buffer waits for all of them.
         max_steps: maximum number of policy turns in a dialog.
         tools: typed functions, or ``FILE.py:NAME,NAME``.
         environment: factory of environments in TRL's protocol, or ``FILE.py:FACTORY``, or a server
@@ -87,9 +87,9 @@ class TaskEnv(PromptSource, EnvBase):
         device: device of the tensors.
 
     Raises:
-        ValueError: ``num_envs`` is neither a multiple of ``repeats`` nor a divisor of it; ``max_steps`` is below 1, or
-            1 with tools; both tools and an environment are given. In reset: a task of a mixture has another group
-            size. In step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
+        ValueError: ``num_envs`` is neither a multiple nor (with one turn) a divisor of ``repeats``; ``max_steps`` is
+            below 1, or 1 with tools; tools and an environment are given. In reset: a task of a mixture has another
+            group size. In step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
         UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.
 
     Example::

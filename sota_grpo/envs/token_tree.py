@@ -43,7 +43,7 @@ class TokenTree:
         return len(self._tokens)
 
     def add_prompt(self, token_ids: Sequence[int]) -> int:
-        """Add the tokens of a prompt after its longest known prefix; return the position of its last token, or -1."""
+        """Add a prompt, except its longest prefix in the tree; return its last token's position, -1 without tokens."""
         node = -1
         for token in token_ids:
             known = self._children.get((node, token))
@@ -84,7 +84,7 @@ class TokenTree:
     def sample(self, common: int, *, truncated: bool = False, record: Mapping[str, Any] | None = None) -> Sample:
         """Return the tree as a sample: all tokens except the first ``common``, which are the group's prompt.
 
-        Tokens from which no sampled token descends are left out. Positions in ``parents`` count the prompt's tokens.
+        Unsampled tokens without a sampled descendant are left out. ``parents`` are positions in prompt plus sample.
         """
         size = len(self._tokens)
         tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)

@@ -144,8 +144,8 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
     """Return a bool mask ``[N]`` of all responses of the groups whose rewards are exactly equal.
 
-    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A group with fewer than two of them is
-    True. A reward that is not finite, counted or not, raises ``UnusableValues``.
+    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A group with fewer than two
+    counted rewards is True. A reward that is not finite, counted or not, raises ``UnusableValues``.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]

@@ -49,7 +49,7 @@ _ROUNDING = 1e-9  # tolerance of a rank: a product such as 0.8 * 5 may be comput
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``log_prob - ref_log_prob``: unbiased, of either sign.
+    """Return ``log_prob - ref_log_prob``: unbiased as a value, of either sign.
 
     >>> kl_k1(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -134,7 +134,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return the weights of :func:`importance_weights` without bounds; off the mask 1 (``token``) or the row's."""
+    """Return the weights of :func:`importance_weights` without bounds; off the mask: 1 (``token``), else the row's."""
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)

@@ -50,7 +50,7 @@ class Load:
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
-    """Return the load of ``P`` prompt tokens, computed once, and responses of ``R`` tokens; only these get logits.
+    """Return the load of one prompt of ``P`` tokens and its responses of ``R`` tokens; only responses get logits.
 
     Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
 

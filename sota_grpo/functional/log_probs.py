@@ -99,7 +99,7 @@ class LogitTiles:
         return self.buffers[i, : tile.numel()].view_as(tile)
 
     def narrow(self, tile: Tensor) -> Tensor:
-        """Return scratch memory like ``tile`` in the matrix products' dtype; ``tile`` itself if it has that."""
+        """Return scratch memory like ``tile`` in the matrix products' dtype; ``tile`` itself if it has that dtype."""
         return tile if self.dtype == self.wide else self.narrow_buffer[: tile.numel()].view_as(tile)
 
     @staticmethod
@@ -126,7 +126,7 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
 
 
 def automatic_precision(chosen: str, device_type: str) -> str:
-    """Return ``chosen``, with ``auto`` (bf16 on CUDA, else fp32) and ``native`` (also bf16 on fast CPUs) resolved."""
+    """Return ``chosen``, but bf16 or fp32 for ``auto`` (bf16 on CUDA only) and ``native`` (also on fast CPUs)."""
     if chosen not in ("auto", "native"):
         return chosen
     return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
@@ -202,14 +202,14 @@ def chunked_log_probs(
         logits_bytes: memory for logits, independent of M and V; None: 8 MiB on a CPU, about its cache, else 1 GiB.
         with_entropy: also return the entropy of every row.
         entropy_grad: compute gradients of the entropy too; otherwise it is detached.
-        vocab_shard: under tensor parallelism, the rows of the full output embedding that ``weight`` and ``bias`` are;
+        vocab_shard: under tensor parallelism, the shard of the full output embedding in ``weight`` and ``bias``;
             every rank of the group passes the same ``hidden`` and ``targets`` (ids of the full vocabulary).
 
     Returns:
         log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
 
     Raises:
-        ValueError: shapes do not match, a number is not above 0, or ``entropy_grad`` is set without ``with_entropy``.
+        ValueError: wrong shapes; temperature, softcap or memory not above 0; ``entropy_grad`` without ``with_entropy``.
 
     >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [0.0, -5.0]])
     >>> log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([1]), with_entropy=True)
@@ -241,7 +241,7 @@ class VocabShard(NamedTuple):
     group: dist.ProcessGroup  # the ranks that share the vocabulary, in the order of their rows
 
     def joined(self, local: _Scan, has_target: Tensor) -> _Scan:
-        """All-reduce the ranks' partial softmax sums; ``has_target``: whether this rank has the row's target."""
+        """Return the softmax sums over all ranks (two all-reduces); ``has_target``: this rank has the row's target."""
         top = local.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         drop = local.top - top
@@ -344,7 +344,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def max_saved_bytes(device: torch.device) -> int:
-    """Return the most bytes that the forward pass may store for the backward: a twelfth of a GPU's memory, else 0."""
+    """Return the most bytes that the forward pass may store for the backward: 1/12 of a GPU's memory, 0 on a CPU."""
     return torch.cuda.get_device_properties(device).total_memory // SAVED_SHARE if device.type == "cuda" else 0
 
 

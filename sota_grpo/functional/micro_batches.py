@@ -118,9 +118,9 @@ def fill(
     with the activations of one token. ``slots_per_token=1`` makes the budget one of padded tokens.
 
     First fit, decreasing (Johnson 1973). A group within the budget is never cut. A larger group is cut into as few
-    pieces as first fit needs, each of which computes the prompt again; their response tokens differ by at most those of
-    one response, so that the heaviest is small. If full pieces and a remainder make fewer micro-batches in all, groups
-    are cut like that. A row above the budget gets a separate micro-batch. Equal arguments give equal results.
+    pieces as first fit needs; each piece computes the prompt again. The pieces are balanced: their response tokens
+    differ by at most those of one response. If the unbalanced pieces of first fit (full ones and a remainder) make
+    fewer micro-batches in all, these are used. A row above the budget is alone in a micro-batch. Deterministic.
 
     >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
     >>> groups = [first, second, PromptGroup((6,), 1, (2,))]

@@ -103,8 +103,8 @@ def sapo_surrogate(
     """Return SAPO's loss of each token: a sigmoid of the ratio instead of the clip.
 
     ``-(4 / tau) sigmoid(tau (rho - 1)) A``, with ``tau_positive`` if ``A > 0``, else ``tau_negative``. Its gradient is
-    ``-4 p (1 - p) rho A`` times that of ``log_prob``, with ``p`` the sigmoid: ``-A`` at ``rho = 1``, smaller for any
-    other ratio. The ratio is clamped at ``tau (rho - 1) = 50``, so that the gradient of an overflow is 0 and not NaN.
+    ``-4 p (1 - p) rho A`` times that of ``log_prob``, with ``p`` the sigmoid; ``4 p (1 - p)`` is 1 at ``rho = 1`` and
+    below 1 elsewhere. The ratio is clamped at ``tau (rho - 1) = 50``, so that an overflow has gradient 0 and not NaN.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
 
@@ -135,7 +135,7 @@ def dppo_surrogate(
 
     ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere; ``ratio_cap=None``: no
     cap. The change of the sampled token's probability is a lower bound of the total variation between the policies
-    (binary total variation). It does not mask rare tokens, whose ratio is large while their probability hardly moves.
+    (binary total variation). A rare token, whose ratio is large while its probability hardly moves, is not masked.
 
     Source: Qi et al. 2026 (arXiv:2602.04879, the binary total variation; the cap, section 5.4).
 

@@ -79,9 +79,9 @@ def scan(
     """Update the online softmax of ``r`` rows in place with a tile of logits ``factor raw``, in base 2.
 
     ``raw [r, c]``: float32, contiguous. ``index [r, 1]`` is the target's column, outside ``[0, c)`` if another tile
-    has it. Float32 ``[r, 1]``, so far: ``top``, the largest logit; with ``z = factor raw - top``, ``target``, the
-    target's ``z``, ``mass = sum 2^z``, ``moment = sum z 2^z`` (only ``with_entropy``). ``weights [r, c]`` gets the
-    tile's ``2^z``, 0 at the target.
+    has it. The state over all tiles so far is float32 ``[r, 1]``: ``top``, the largest logit, and for
+    ``z = factor raw - top``: ``target``, the target's ``z``; ``mass = sum 2^z``; ``moment = sum z 2^z`` (updated
+    only ``with_entropy``). ``weights [r, c]`` gets the tile's ``2^z``, 0 at the target.
     """
     rows, columns = raw.shape
     with on_device_of(raw):
