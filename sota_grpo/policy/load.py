@@ -323,7 +323,7 @@ def save_hf(
         dtype: dtype of the written weights; None: the narrower of the model's and that of the files it was loaded from.
 
     Raises:
-        OSError: writing failed; an earlier export is unchanged.
+        OSError, SafetensorError: writing failed; an earlier export is unchanged.
         ValueError: ``directory`` is not empty and has no ``config.json``, so it is not an export to be replaced.
     """
     inner = base_model(model)

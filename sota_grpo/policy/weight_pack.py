@@ -166,7 +166,7 @@ class WeightFolder:
         """Write ``model.safetensors`` into a new folder and return the folder, which the caller must delete.
 
         Raises:
-            OSError: there is not enough space.
+            OSError, SafetensorError: the file cannot be written, for example for lack of space.
         """
         folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
         tensors: dict[str, Tensor] = {}
