@@ -45,9 +45,10 @@ def children() -> list[int]:
 
 
 def end_group_with(owner: int) -> None:
-    """Return at once; when ``owner``, this process's parent (on Linux any process), ends, kill its process group.
+    """Start a thread that kills this process's own group (SIGKILL) when the process ``owner`` ends; return at once.
 
-    Linux does so 5 s later, for a subreaper to act first, and kills this process alone when its parent ends.
+    Linux: the thread waits 5 s, so that a subreaper acts first; when the parent ends, the kernel kills this process
+    alone. Elsewhere ``owner`` must be the parent.
     """
     die_with_parent()
 

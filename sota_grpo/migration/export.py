@@ -66,9 +66,9 @@ def write_hf(
 ) -> int:
     """Write the trained model, merged or as a PEFT adapter, with a model card; return its number of training steps.
 
-    By default the exported model of a finished run is copied. With ``step``, ``adapter`` or ``dtype``, or if there is
-    none, a checkpoint is loaded, the newest if ``step`` is None. ``trust``: see ``assembly.compose.load_config``.
-    UserError if ``out`` is not new or empty (an earlier export in RUN/export is replaced), or there is no such model.
+    By default the exported model of a finished run is copied. With ``step``, ``adapter`` or ``dtype``, or without an
+    exported model, a checkpoint is loaded (the newest if ``step`` is None). ``trust``: as in ``compose.load_config``.
+    UserError if there is no such model, or ``out`` is neither new nor empty; an export in RUN/export is replaced.
     """
     config = load_config(run_dir, trust=trust, unused=(*UNUSED_WITHOUT_LOSS, *UNUSED_WITHOUT_SAMPLES))
     if adapter and not config.train_model.lora.enabled:
@@ -98,7 +98,7 @@ def write_hf(
 
 
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
-    """Write the data, a reward function, and a script with verl's command line and the report, which is returned.
+    """Write the data, a reward function, and a script (verl's command line, the report as comments); return the report.
 
     ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture of tasks.
     """
@@ -248,10 +248,10 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_
 
 
 def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]], *, is_adapter: bool = False) -> str:
-    """Return the model card, ``README.md`` of the Hugging Face hub: YAML front matter, then text.
+    """Return the text of the model card (``README.md`` of the Hugging Face hub): YAML front matter, then Markdown.
 
-    It has file names without folders, no keys or addresses, and of ``metrics`` (the rows of ``metrics.jsonl``) those
-    of the first ``steps`` training steps and their evaluations.
+    Its config and paths are :func:`published`. From ``metrics`` (the rows of ``metrics.jsonl``) it has the number of
+    responses in the first ``steps`` training steps, and the evaluations up to then.
     """
     from omegaconf import OmegaConf
 
@@ -299,7 +299,7 @@ def _measuring(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """Return a copy of the config without addresses, arguments of W&B, and the folders of absolute paths.
+    """Return a copy of the config with default addresses and W&B arguments; absolute paths become file names.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"

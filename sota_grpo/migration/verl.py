@@ -121,7 +121,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs of a translation besides the config."""
+    """Inputs of :func:`verl_options` besides the config."""
 
     model: str  # path or hub name of the policy
     name: str  # name of the run
@@ -134,7 +134,7 @@ class ScriptPath(str):
 
 
 class Report:
-    """The state of each option during a translation: mapped (read), commented (differs in verl) or unsupported.
+    """The state of each option: mapped (read by ``report[option]``), commented (differs in verl) or unsupported.
 
     >>> report = Report(Config())
     >>> report["env.repeats"], "env.repeats" in report.unsupported(), "optimizer.lr" in report.unsupported()
@@ -152,7 +152,7 @@ class Report:
         return self.values[option]
 
     def comment(self, option: str, text: str) -> None:
-        """Add a sentence about how an option differs in verl; it follows earlier ones on the option."""
+        """Append a sentence on how an option differs in verl to the comment on this option."""
         self.comments[option] = " ".join(filter(None, [self.comments.get(option), text]))
 
     def unsupported(self) -> list[str]:
@@ -160,7 +160,7 @@ class Report:
         return [option for option in self.values if option not in self.mapped and option not in self.comments]
 
     def lines(self) -> list[str]:
-        """Return the report's lines: comments, unsupported options, and those in the exported data and reward files."""
+        """Return lines of text: options that are commented, unsupported, or contained in the data and reward files."""
         defaults = {name: value for name, _, value in walk()}
         changed = [name for name in self.unsupported() if self.values[name] != defaults[name]]
         unchanged = [name for name in self.unsupported() if name not in changed]
@@ -194,7 +194,7 @@ def verl_options(config: Config, facts: Facts) -> tuple[dict[str, Any], Report]:
 
 
 def verl_script(options: Mapping[str, Any], report: Report, heading: Sequence[str]) -> str:
-    """Return a shell script that passes the options, then its own arguments, to ``verl.trainer.main_ppo``."""
+    """Return a shell script: heading and report as comments, then verl's main_ppo with options and script arguments."""
 
     def word(name: str, value: Any) -> str:
         """Return ``name=value`` as one shell word, with the value in Hydra's syntax."""

@@ -391,7 +391,7 @@ def backward(
     tables: Tables,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value, contiguous; ``grad``, by ``out``, must be contiguous."""
+    """Return contiguous gradients by query, key and value; ``grad``, the gradient by ``out``, must be contiguous."""
     starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()

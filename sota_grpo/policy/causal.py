@@ -136,7 +136,7 @@ class CausalPolicy(TensorDictModuleBase):
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and entropies (None unless ``with_entropy``) as ``[N, T]``, float32, on the model's device.
 
-        They are 0 off the assistant mask. ``layout`` is that of the rows, if the caller has it.
+        Both are 0 where the assistant mask is False. ``layout``: result of :meth:`layout`; None: it is computed here.
         """
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
@@ -150,9 +150,9 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, support=sets)
 
     def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Return a context in which joined layers cast float32 matrices to ``dtype`` once; without effect for others.
+        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op if None, or if none is joined.
 
-        Inside it, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
+        In the context, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
         layers = [] if dtype is None else decoder_layers(base_model(self.model))
         joined = [layer for layer in layers if hasattr(layer, "joined")]
@@ -180,7 +180,7 @@ class CausalPolicy(TensorDictModuleBase):
 
 
 def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """Return the sampling supports of padded rows: ids ``[N, K]`` and counts ``[N, T]``; None if there are none."""
+    """Return ids ``[N, K]`` of each row's sampling supports, concatenated, and their sizes ``[N, T]``; None if none."""
     ids, counts = rows.get(keys.SUPPORT_IDS, None), rows.get(keys.SUPPORT_COUNTS, None)
     return None if ids is None or counts is None else (ids, counts)
 
@@ -221,10 +221,10 @@ class Scorer(nn.Module):
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CausalPolicy.log_probs`; input: a layout, or padded ``rows`` with their ``support``.
+        """Return the result of :meth:`CausalPolicy.log_probs` for a layout, or for padded ``rows`` and ``support``.
 
-        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; if the rows are trees, then the three tensors
-        of :func:`~sota_grpo.policy.shared_prompt.branch_rows`. All are on the model's device.
+        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; for trees also the three tensors of
+        :func:`~sota_grpo.policy.shared_prompt.branch_rows`. All are on the model's device.
         """
         model = base_model(self.model)
         if layout is not None:
@@ -257,7 +257,7 @@ class Scorer(nn.Module):
 
 
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
-    """Return whether ``reason``, why rows cannot be packed, is None; log the result."""
+    """Return True if ``reason`` (why rows cannot be packed) is None, else log it as a warning and return False."""
     if reason is not None:
         logger.warning("%s computes padded rows, each prompt many times: %s.", type(model).__name__, reason)
     else:
@@ -341,7 +341,7 @@ def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor
 def use_shared_attention(model: PreTrainedModel) -> str | None:
     """Switch ``model`` to attention over packed rows and return None; or, if it cannot, return the reason as a clause.
 
-    Hidden states of a few rows are computed packed and padded; if more than rounding differs, it is switched back.
+    Hidden states of a few rows are computed packed and padded; if more than rounding differs, ``model`` is restored.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -507,7 +507,7 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class ReferencePolicy(Protocol):
-    """Protocol of a reference: log-probs ``[N, T]`` of padded rows, float32, 0 where the assistant mask is False.
+    """Protocol of a reference: maps padded rows to float32 log-probs ``[N, T]``, 0 where the assistant mask is False.
 
     Attributes:
         shared_prompt: whether it computes packed rows, so that each prompt is computed once per call.

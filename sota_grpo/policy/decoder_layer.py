@@ -215,7 +215,7 @@ def restore_layers(layers: Sequence[nn.Module]) -> None:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Return whether ``layer`` is transformers' own of :data:`FAMILIES`, with SiLU, without LoRA or quantisation."""
+    """Return whether ``layer`` is transformers' layer of one of :data:`FAMILIES`, with SiLU, no LoRA, not quantised."""
     modules: dict[str, Any] = dict(layer.named_modules())
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     names = [name for group in _GROUPS for name in group]
@@ -236,8 +236,8 @@ def fits(layer: nn.Module) -> bool:
 class HalfWeights:
     """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 
-    In every backward pass the copies' gradients are added to those of the matrices, which equal those of a cast in
-    every micro-batch. In the context, matrices must not change and their gradients must not be reset. A layer with both
+    Each backward pass adds the copies' gradients to the matrices' gradients. The sums are those of a cast in every
+    micro-batch. In the context, matrices must not change and their gradients must not be reset. A layer with both
     trained and frozen matrices has no copies.
     """
 

@@ -11,10 +11,10 @@ _SAID = "plaintext"  # plain letters, which no template changes
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
-    """Return the sorted ids that end a response: of tokenizer, generation config and the chat template's turn end.
+    """Return the sorted token ids that end a response: those of tokenizer, generation config and chat template.
 
     Qwen2.5's base models, for example, declare ``<|endoftext|>``, but their template ends turns with ``<|im_end|>``.
-    The ids are cached on the tokenizer, so that all its users agree. The result may be empty.
+    The tokenizer caches them: a later call without ``generation_config`` returns the same ids. There may be none.
 
     Raises:
         UserError: an ``eos_token_id`` in the generation config is not a number.

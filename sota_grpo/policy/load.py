@@ -123,9 +123,8 @@ def load_model(
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
 
     Raises:
-        UserError: the model does not accept ``load_kwargs``, weights are missing or not finite, or the model does not
-            support gradient checkpointing, it has Python code that is not allowed to run, or transformers has no such
-            ``attn_implementation``, or not its package.
+        UserError: the model does not accept ``load_kwargs``, ``attn_implementation`` or gradient checkpointing, has
+            Python code that is not allowed to run, or has weights that are missing or not finite.
         ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
         ValueError: ``dtype`` is unknown.
     """
@@ -324,7 +323,7 @@ def save_hf(
         dtype: dtype of the written weights; None: the narrower of the model's and that of the files it was loaded from.
 
     Raises:
-        OSError: writing failed; an earlier export is unchanged.
+        OSError, SafetensorError: writing failed; an earlier export is unchanged.
         ValueError: ``directory`` is not empty and has no ``config.json``, so it is not an export to be replaced.
     """
     inner = base_model(model)

@@ -143,7 +143,7 @@ def engine_weights(
         model: a causal language model, with or without LoRA.
         base: False: leave out parameters that are frozen and have no adapter.
         merged: False: yield the base weights without the adapter, for :meth:`WeightPack.merged`.
-        dtype: the engine's dtype, to which matrices are cast before they are gathered or moved; None: no cast.
+        dtype: the engine's dtype, to which wider matrices are cast before they are gathered or moved; None: no cast.
         names: names of the weights to yield; None: all.
         progress: called for every weight.
     """

@@ -119,7 +119,7 @@ _VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # v
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """Return a hub model's architecture, also of its -instruct, -base, -chat, -hf, -it, -Math, -Coder copies, or None.
+    """Return a hub model's architecture, suffixes such as -Instruct or -Math allowed; None if the table lacks it.
 
     >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
     6738415616
@@ -152,7 +152,7 @@ def is_on_the_hub(name: str) -> bool:
 
 
 def is_a_path(name: str) -> bool:
-    """Return whether ``name`` is a path, not a hub id; the packaged models have names without a slash."""
+    """Return whether ``name`` is a path and not a hub id; a plain name such as ``tiny`` is neither."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(name).exists())
 
 

@@ -23,7 +23,7 @@ MIN_8BIT = 4096  # smaller tensors keep their moments in float32
 
 @dataclass(frozen=True)
 class Rates:
-    """Options of ``optimizer`` in the config from which an optimizer is built."""
+    """Options of the config's section ``optimizer`` that are arguments of optimizers."""
 
     lr: float
     weight_decay: float = 0.0
@@ -149,7 +149,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("sota_grpo.optimizers", _OWN)
 def make_optimizer(
     name: str, parameters: Sequence[torch.Tensor], matrices: Collection[torch.Tensor], rates: Rates
 ) -> torch.optim.Optimizer:
-    """Build the optimizer ``name`` of ``parameters``, of which ``matrices`` are those in decoder layers (for Muon).
+    """Build the optimizer ``name`` of ``parameters``; ``muon`` applies Muon to ``matrices`` and AdamW to the others.
 
     Raises:
         UserError: the optimizer's package is not installed.
@@ -169,7 +169,7 @@ def require_package(name: str) -> None:
 
 
 def require_installed(package: str, option: str, other: str) -> None:
-    """Raise UserError unless ``package`` is installed; the message names its extra and the option ``other``."""
+    """Raise UserError unless ``package``, which ``option`` needs, is installed; the message suggests ``other``."""
     if find_spec(package) is None:
         raise UserError(
             f"{option} needs {package}, which is not installed: `pip install 'sota-grpo[{package}]'`, or use {other}."

@@ -83,7 +83,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return the shard that this rank must save, not copied, and its offset; None if the rank saves nothing of it."""
+    """Return a view of the shard that this rank must save, and its offset; None if empty or saved by another rank."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -100,8 +100,8 @@ def _bounds(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Tensor:
     """Shard ``whole``, which every rank has or can read, as ``like`` is sharded: the inverse of :func:`gather`.
 
-    No message is sent. Of a stored tensor, each rank reads only its shard. The shard is a copy; if ``like`` is not
-    sharded, a ``whole`` in memory is returned itself.
+    Not collective. Of a stored tensor, each rank reads only its shard. The shard is a copy; if ``like`` is not sharded,
+    a ``whole`` in memory is returned itself. ValueError if a sharded ``like`` has another shape.
     """
     if not isinstance(like, DTensor):
         return in_memory(whole)
@@ -127,7 +127,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the return value of :func:`optimizer_state`, with any number of ranks; tensors are copied."""
+    """Load the result of :func:`optimizer_state` of any number of ranks; the optimizer may share memory with it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def local(value: Any, parameter: torch.Tensor) -> Any:
@@ -208,7 +208,7 @@ class Ranks:
         return self.sum(every).cpu(), local
 
     def mesh(self) -> DeviceMesh:
-        """Return the device mesh (see the module) without dimensions of size 1, except ``shard``."""
+        """Create the device mesh (see the module) without dimensions of size 1, except ``shard``; collective."""
         shards = self.fsdp_size or self.num_shares
         sizes = {"replicate": self.num_shares // shards, "shard": shards, "tensor": self.tensor_parallel}
         used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -235,7 +235,7 @@ def join_ranks(
 ) -> Ranks:
     """Initialize torch.distributed in this process, once, as one of ``size`` ranks; return after all have joined.
 
-    The backend is gloo on CPUs and NCCL on GPUs. For a loopback address gloo listens on loopback only.
+    The backend is gloo on CPUs, NCCL on GPUs. For a loopback address or a file, gloo on Linux uses loopback only.
 
     Args:
         rank: rank of this process, from 0.

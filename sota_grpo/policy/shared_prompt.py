@@ -130,7 +130,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Tables:
-    """Work tables of the CUDA kernels, int32, in one tensor ``flat``; rows are sorted by work, the most first.
+    """Work tables of the CUDA kernels, int32, in one tensor ``flat``; tiles are sorted by work, the most first.
 
     - ``starts [L]``: first token of each token's span (a prompt or a response).
     - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt or of its responses; keys ``[prompt, prompt_end)``
@@ -500,7 +500,7 @@ def _like_rows(tensor: Tensor) -> Tensor:
 
 
 def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether the CUDA kernels apply: Ampere or newer, Triton, half precision, head width 8 n up to 256."""
+    """Return whether CUDA kernels apply: Ampere or newer, Triton, half precision, head width 8, 16, 24, .. or 256."""
     half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and half and width % 8 == 0 and width <= 256 and _builds_kernels(device)
 

@@ -30,7 +30,7 @@ _FOLDER = "smollm2-135m-instruct-v1"  # increase the number when the conversion 
 
 
 def cache_folder() -> Path:
-    """Return the folder ``SOTA_GRPO_CACHE``, or ``sota-grpo`` in the platform's cache folder."""
+    """Return the folder in the variable ``SOTA_GRPO_CACHE``, or ``sota-grpo`` in the platform's cache folder."""
     configured = os.environ.get("SOTA_GRPO_CACHE")
     if configured:
         return Path(configured).expanduser().absolute()

@@ -209,7 +209,7 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return the tensors in the files ``paths`` by name, without reading their values.
 
     Raises:
-        OSError: a file cannot be read, or is outside the run directory.
+        OSError: a file cannot be read, or is a link out of the run directory, its third parent folder.
         TensorFileError: a file is not in the format of :func:`write_tensors`, or slices of a tensor are missing.
     """
     pieces: dict[str, list[tuple[Path, Piece]]] = {}

@@ -166,7 +166,7 @@ class WeightFolder:
         """Write ``model.safetensors`` into a new folder and return the folder, which the caller must delete.
 
         Raises:
-            OSError: there is not enough space.
+            OSError, SafetensorError: the file cannot be written, for example for lack of space.
         """
         folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
         tensors: dict[str, Tensor] = {}
@@ -201,10 +201,10 @@ def padded(num_bytes: int) -> int:
 
 
 class Checksum(NamedTuple):
-    """Dtype of a tensor, and the sum of its rows' hashes: plain, and weighted by row number. -0.0 equals 0.0.
+    """Dtype and checksum of a tensor: two sums of its rows' hashes, plain and weighted by row number; -0.0 equals 0.0.
 
-    A row's bits are read as integers (8-byte words if a row of floats consists of whole ones, else elements), added
-    modulo 2^64 and hashed. Elements of a vector are rows. ``columns``: only columns ``(start, stop)`` count; None: all.
+    A row's bits, read as integers (8-byte words if a row of floats consists of whole ones, else elements), are summed
+    modulo 2^64, and the sum is hashed. A vector's elements are rows. ``columns``: (start, stop) to hash; None: all.
 
     >>> first, second = (Checksum.of(torch.tensor(rows)) for rows in ([[1.0], [2.0]], [[2.0], [1.0]]))
     >>> first == second, first.total == second.total

@@ -79,7 +79,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the list ``starts`` of ``run.json``, oldest first, without entries that are no dicts."""
+    """Return the ``starts`` in ``record``, the content of ``run.json``, oldest first; invalid entries are left out."""
     starts = (record or {}).get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 

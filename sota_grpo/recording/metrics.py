@@ -19,7 +19,7 @@ Reduction = Literal["mean", "max", "sum", "last"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a run, as docs/logging.md lists it."""
+    """Declaration of a metric, or of a family of metrics; docs/logging.md lists them."""
 
     name: str  # key in metrics.jsonl
     reduction: Reduction  # how the values of one step's optimizer steps combine into the step's value
@@ -206,7 +206,7 @@ def term_metric(term: str) -> str:
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """Return the name of the metric for the number ``name`` of a grader; ``task``: the task of a mixture, if any.
+    """Return the metric's name for a grader's number ``name``, with ``_`` for odd characters; ``task``: of a mixture.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')
@@ -224,7 +224,7 @@ def is_number(value: object) -> bool:
 
 
 def responses_trained(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of responses trained on in the steps of ``rows`` of ``metrics.jsonl``; 0 if none has it."""
+    """Return the responses trained on since the run began: the largest ``dialog_turns`` in ``rows``, or 0."""
     return int(max((row["dialog_turns"] for row in rows if is_number(row.get("dialog_turns"))), default=0))
 
 

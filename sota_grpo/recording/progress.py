@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 def starting(stage: str) -> None:
-    """Log that ``stage`` of the start begins, and that the one before it is over."""
+    """Log that ``stage`` of the run's start begins, which ends the previous stage."""
     logger.info("%s ...", stage, extra={"stage": stage, "file_only": True})
 
 
 def started() -> None:
-    """Log that the start is over."""
+    """Log that the run's start is over, which ends the last stage."""
     logger.info("The first step is done.", extra={"stage": None, "file_only": True})
 
 
 class Heartbeat(logging.Handler):
-    """A context manager that logs a starting run's stage when the console was silent for the next of ``every_s``."""
+    """Context manager that logs a start's stage after ``every_s[0]`` s of silent console, then ``every_s[1]`` s, .."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -51,7 +51,7 @@ class Heartbeat(logging.Handler):
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the stage and the time of a record."""
+        """Store the stage that a record begins, and the time of a record that the console shows."""
         now = self._clock()
         if hasattr(record, "stage"):
             self._stage, self._began, self._beats = record.stage, now, 0
@@ -93,7 +93,7 @@ class Progress:
     Args:
         stream: None is standard output.
         unit: noun before the count, such as ``step``.
-        by_reward: show the success only if a reward function reported it, since it is a reward above a limit otherwise.
+        by_reward: hide the success unless the reward function reported it; else it only means a reward above a limit.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Progress:
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        """Show and return the line after ``done`` steps, without metrics that were not measured."""
+        """Return the line after ``done`` steps, without metrics that were not measured; show it if it is due."""
         now = self._clock()
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
@@ -177,7 +177,7 @@ class Progress:
 
 
 class ZeroAdvantageWatch:
-    """Warns, once per run each, of steps without advantages and of a grader that fails at every response."""
+    """Warns of steps whose advantages are all 0, and of a grader that fails at every response; each once per run."""
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
@@ -185,9 +185,9 @@ class ZeroAdvantageWatch:
         self._warned_equal = self._warned_failed = False
 
     def look(self, step: int, metrics: Mapping[str, float | None], responses: int) -> None:
-        """Warn if all gradings of a step failed or, without a teacher, all advantages were 0 in 3 steps in a row.
+        """Warn if the grader failed at all ``responses`` of a step, or if 3 steps in a row had only advantages of 0.
 
-        ``responses``: number of responses of ``step``.
+        With a teacher, advantages cause no warning. In a run of fewer than 3 steps, all its steps suffice.
         """
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
@@ -260,7 +260,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 
 
 def figures(*columns: str) -> Table:
-    """Return an empty ASCII table; the first of ``columns`` has names, the others figures."""
+    """Return an ASCII table without rows; columns after the first are right-aligned, for figures."""
     from rich import box
     from rich.table import Column, Table
 

@@ -100,7 +100,7 @@ def reason(error: Exception) -> str:
 
 
 def state_of(run_dir: Path) -> tuple[str, str]:
-    """Return (``finished``, ``running``, ``failed`` or ``stopped``; a note if it failed or has not begun, or empty)."""
+    """Return (``finished``, ``running``, ``failed`` or ``stopped``; a note: the failure, no first step, or empty)."""
     record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Save a result of ``sota-grpo replay`` for the report, replacing one of equal step and options (``question``)."""
+    """Save and return the file of a ``sota-grpo replay``, replacing one of equal step and options (``question``)."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)

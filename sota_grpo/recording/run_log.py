@@ -104,10 +104,10 @@ class RunLog:
             sink.log(step, row)
 
     def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Append the best and the worst response of each group to ``rollouts.jsonl``, and some to the debug log.
+        """Append each group's best and worst response to ``rollouts.jsonl``, up to ``num_examine`` to the debug log.
 
         ``rows`` are all responses of the batch, each with ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which
-        sinks do not get).
+        sinks do not get). ValueError for other fields, or if a reward or advantage is not finite.
         """
         for row in rows:
             lacks, adds = set(ROLLOUT_FIELDS).difference(row), set(row).difference(ROLLOUT_FIELDS, SOME_FIELDS)
@@ -222,7 +222,7 @@ class _TrainingLog(logging.FileHandler):
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Log ``sota_grpo``, INFO and above, to ``training.log`` and no longer to an earlier run's; return the handler."""
+    """Write the log of ``sota_grpo`` (INFO up) to ``training.log``, not to an earlier run's; return the handler."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -296,7 +296,7 @@ class StepLog:
         self._began = time.perf_counter()
 
     def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
-        """Write the metrics and responses of a step; if it is due, store the whole step in ``steps/``."""
+        """Write a step's metrics and responses, and if due the whole step in ``steps/``; update the progress line."""
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
