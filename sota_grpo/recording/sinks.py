@@ -70,7 +70,7 @@ class CopySink:
         self._attempt(lambda: self._write(step, values))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Copy a step's rows of ``rollouts.jsonl``, in every ``samples_every``-th step."""
+        """Copy a step's rows of ``rollouts.jsonl``; no-op unless ``step`` is a multiple of ``samples_every``."""
         if rows and step % self.samples_every == 0:
             self._attempt(lambda: self._write_samples(step, rows))
 
@@ -110,7 +110,7 @@ def has_api_key() -> bool:
 class WandbSink(CopySink):
     """Copies metrics, a table of samples and the config to one W&B run; a resumed run continues the same W&B run.
 
-    Without an API key or an answer of the server, ``online`` becomes ``offline``; upload later with ``wandb sync``. The
+    Without an API key or a working server, ``online`` becomes ``offline``; upload later with ``wandb sync``. The
     x-axis is the metric ``step``, because W&B's own step counter rejects the steps that a resumed run repeats.
 
     Args:
@@ -294,7 +294,7 @@ SINKS: Registry[type[CopySink]] = Registry(
 
 
 def require_sinks(config: Config) -> None:
-    """Raise ConfigError if a configured sink is unknown or not installed; W&B may be missing if it is ``offline``."""
+    """Raise ConfigError if a sink is unknown or not installed (``logging.wandb=offline`` does not require wandb)."""
     for name in config.logging.sinks:
         if name not in SINKS or name == "wandb":
             raise ConfigError(

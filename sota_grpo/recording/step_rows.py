@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
-    """Return the metrics of a batch, over its responses; ``version``: of the policy before the step, for ages."""
+    """Return the metrics of a batch's responses; ages are counted from ``version``, the policy's before the step."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     begins = sampled[1:] & ~sampled[:-1]
@@ -107,7 +107,7 @@ def _column(batch: RowTable, key: Any) -> torch.Tensor:
 def rollout_rows(
     batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
 ) -> list[dict[str, Any]]:
-    """Return all of the batch as rows of ``rollouts.jsonl``; ``messages`` (``Task.messages``) adds dialogs' prompts."""
+    """Return a row of ``rollouts.jsonl`` per response; ``messages`` (``Task.messages``) adds the prompts of dialogs."""
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
     rows = batch.rows()

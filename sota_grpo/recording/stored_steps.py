@@ -70,8 +70,8 @@ class StoredStep:
         """Per row a dict of its ``fields`` and of lists with one entry per token after the prompt.
 
         ``pieces`` (str; joined, the decoded response), ``assistant`` (bool), ``log_probs`` (of the behaviour policy),
-        ``policy_log_probs``, ``ref_log_probs``, ``entropy``; in nats, 0 outside the assistant mask. Instead of the last
-        three lists there is None if they are unknown.
+        ``policy_log_probs``, ``ref_log_probs``, ``entropy``; in nats, 0 outside the assistant mask. Each of the
+        last three is None if unknown.
         """
         samples = []
         measured: Sequence[Any] = self.measured or [(None, None)] * len(self.rows)
@@ -105,7 +105,7 @@ def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step number in the name of a file of ``steps/``.
+    """Return the step number in the name of a file of ``steps/``; ValueError for another name.
 
     >>> step_of(Path("steps/step_000020.pt"))
     20
@@ -117,9 +117,9 @@ def step_of(path: Path) -> int:
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
-    """Write a step atomically and return its path; delete the oldest steps but 0 until all have ``most_bytes`` at most.
+    """Write a step to ``steps/`` atomically and return its path; RunFailed if the file cannot be written.
 
-    The new step is never deleted.
+    Then delete the oldest steps, but not step 0 or the new step, until the files have ``most_bytes`` in sum.
     """
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
@@ -182,7 +182,7 @@ class StoredSteps:
         return self.learner.version
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Update the learner and return its metrics; if the step will be stored, first measure its tokens."""
+        """Update the learner and return its metrics; if the step will be stored, first compute its log-probs."""
         self._before = None
         if self.due:
             began = time.perf_counter()
@@ -199,14 +199,14 @@ class StoredSteps:
         return self.learner.update(rows)
 
     def after_checkpoint(self) -> None:
-        """Note that a checkpoint was saved, so that the next step is stored if the time limit allows."""
+        """Mark the next step to be stored, because a checkpoint was saved, if the time limit allows."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the last :meth:`update`'s step if it was measured; return the seconds of measuring and storing, else 0.
+        """Store the last :meth:`update`'s step if its log-probs were computed; return the seconds of both, else 0.
 
         ``fields`` are the :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
         """
@@ -276,8 +276,8 @@ def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
 def text_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return the text that each token adds to ``decode(ids)``; the concatenated pieces are ``decode(ids)``.
 
-    A character of several tokens belongs to the last one. A leading space that ``decode`` drops for a single word
-    belongs to the word.
+    A character of several tokens belongs to the last one. A leading space that ``decode`` drops from a token
+    decoded alone belongs to that token.
 
     >>> text_pieces([0xE2, 0x82, 0xAC, 0x35], lambda ids: bytes(ids).decode(errors="replace"))
     ['', '', '€', '5']

@@ -112,7 +112,7 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """Return the page's data as JSON: all curves, then groups up to ``budget`` bytes in all, equal bytes per run.
+    """Return the page's data as JSON: all curves, and groups in the rest of ``budget`` bytes, equal shares per run.
 
     Error messages about unreadable groups and replays are appended to ``left_out``.
     """
@@ -151,7 +151,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
 
 
 def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return each option of any run as a dict: name, help, default, value in each run (None: absent), differs.
+    """Return a dict per option of any run: name, help, default, values (of each run as text, None if absent), differs.
 
     >>> from pathlib import Path
     >>> def run(path, config): return RunData(Path(path), [], config, None, "stopped", "", None, 0.0)
@@ -177,7 +177,7 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
-    """Group runs that differ only in seed and options that change no result; return lists of indices, also of one."""
+    """Group runs that differ only in seed and options without effect on results; return a list of indices per group."""
     free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
@@ -235,12 +235,12 @@ class TrainingReport:
         self._began, self._spent, self._last = time.perf_counter(), 0.0, _FIRST_S
 
     def checkpoint(self) -> float:
-        """Write the report as :meth:`finish`, unless reports would then exceed 0.5 % of the time since the start."""
+        """Call :meth:`finish` and return its seconds; 0 if reports would exceed 0.5 % of the time since the start."""
         due = self._spent + self._last <= _SHARE * (time.perf_counter() - self._began)
         return self.finish() if due else 0.0
 
     def finish(self) -> float:
-        """Write the report; return its seconds, 0 without metrics. After a failure (logged) no more are written."""
+        """Write the report; return the seconds it took, 0 without metrics. A failure is logged and disables reports."""
         metrics = self._run_dir / METRICS_FILE
         if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
             return 0.0

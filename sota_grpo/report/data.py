@@ -230,7 +230,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     """Return a run's curves, ready for JSON, of every ``stride``-th step, all evaluations and the last step.
 
     ``steps``, ``responses`` and ``seconds`` are the three x-axes. ``columns`` (values) and ``errors`` (standard errors)
-    have by metric either ``{"v": values}``, one per step, or ``{"i": positions, "v": values}`` if most steps lack it.
+    map a metric to ``{"v": values}``, one per step, or, if most steps lack it, ``{"i": positions, "v": values}``.
     """
     seconds, responses, points = 0.0, 0.0, []
     last = len(run.rows) - 1

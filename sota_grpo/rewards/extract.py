@@ -292,7 +292,7 @@ def find_mathematics(text: str) -> str | None:
     """Return the answer in a text without a box: what follows the last "the answer is", else the last delimited LaTeX.
 
     Without either, a last line that is all LaTeX is the answer, or the last multiple of π or root. Return None if there
-    is none of these, or if a number follows the LaTeX, multiple or root.
+    is none of these, or if a number follows the LaTeX (in a later sentence, if the LaTeX has digits), multiple or root.
 
     >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("They cost $5 and $7, so 12.")
     ('x=3', None)

@@ -68,7 +68,7 @@ class RewardFunction:
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """Run a Python file and return its functions ``names``; for a missing ``compute_score``, its only function.
+    """Run a Python file and return its functions ``names``, or its only function for a missing ``compute_score`` alone.
 
     Raises:
         RewardFunctionError: the file or a function is missing, an import in the file fails (the message has the line),

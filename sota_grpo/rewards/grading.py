@@ -240,8 +240,8 @@ class RewardWorker:
 class GradingPool:
     """Grades in worker processes: a response at which the grader hangs or crashes fails, and its worker is replaced.
 
-    Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response (at most an
-    eighth more) is killed. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
+    Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response is killed
+    within an eighth more. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
     terms 0, and another worker grades the other responses. After SIGKILL or SIGTERM, which a user or the kernel's OOM
     killer may send, the response is graded once more, alone, and fails if that worker dies, too. A grader of whole
     groups (``score_group``) has ``timeout_s`` for the call; after a hang or crash its responses are graded one by one.

@@ -199,7 +199,7 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Return for each test whether the program passes it; in a test code, all assertions after an endless one fail.
+    """Return for each test whether the program passes it; an endless assertion and all later ones of its code fail.
 
     Args:
         tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a

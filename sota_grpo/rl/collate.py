@@ -225,10 +225,10 @@ def set_loss_weights(
     max_response_tokens: int | None = None,
     drop_truncated: bool = False,
 ) -> None:
-    """Write ``loss_weight`` to all rows of an optimizer step, before they are split; 0 off the assistant mask.
+    """Write ``loss_weight``, 0 off the assistant mask, to all rows of an optimizer step, in place; return the rows.
 
     Args:
-        rows: the rows of the step, ragged or dense, which are returned; rows with a grader error get weight 0.
+        rows: all rows of the step, ragged or dense, not yet micro-batches; rows with a grader error get weight 0.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
             filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
@@ -368,7 +368,7 @@ def micro_batches(
 def filled(
     prompts: Sequence[RowPrompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
 ) -> list[list[int]]:
-    """Return the row indices of each micro-batch, like :func:`micro_batches` for the rows ``chosen``."""
+    """Return the row indices of each micro-batch of :func:`micro_batches`, for the rows with indices ``chosen``."""
     if shared_prompt:
         batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
@@ -380,8 +380,8 @@ def filled(
 class RowPrompt(NamedTuple):
     """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
 
-    ``text``: the ids as bytes; ``length``, ``response``, ``sampled``: tokens of it, after it, trained on. Of a tree, it
-    is the prompt of the first path, and ``response`` counts every other token as often as it is computed.
+    ``text``: the prompt's ids as bytes; ``length``: its tokens; ``response``: tokens after it; ``sampled``: tokens to
+    train on. For a tree: the prompt of the first path; ``response`` counts each other token as often as it is computed.
     """
 
     text: bytes
@@ -415,7 +415,7 @@ def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> li
 
 
 def groups_by_prompt(prompts: Sequence[RowPrompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
-    """Group the rows (or those ``chosen``) by prompt tokens; groups are in order of their first row."""
+    """Group all rows, or those with indices ``chosen``, by prompt tokens; groups are in order of their first row."""
     members_of: dict[bytes, list[int]] = {}
     for index in range(len(prompts)) if chosen is None else chosen:
         members_of.setdefault(prompts[index].text, []).append(index)

@@ -56,7 +56,7 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
 
 def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """Return the advantage estimator ``FILE.py:FUNCTION`` (or a function, as it is); None for any other text.
+    """Return the advantage estimator in ``FILE.py:FUNCTION``, or a given function unchanged; None for any other text.
 
     An estimator returns the advantages ``[N]`` of N responses, which are then divided by ``algorithm.scale``. Its
     parameters are any of ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths``

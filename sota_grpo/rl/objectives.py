@@ -54,7 +54,7 @@ _WRITTEN_BY: dict[Any, str] = {  # entries that TorchRL's wrappers and environme
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Inputs of the loss for one batch: all ``[N, T]`` (the advantage also ``[N, 1]``), 0 where ``mask`` is False.
+    """Inputs of the loss for one batch: all ``[N, T]``, and all but ``kept`` 0 where ``mask`` is False.
 
     ``kept`` marks the tokens with a surrogate loss (None: all). ``log_prob`` and ``entropy`` carry a gradient.
     """
@@ -136,8 +136,8 @@ class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
     and ranks, and call :func:`diagnostic_means`. ``sums["gradient_squared"]`` is the sum over tokens of
     ``(d loss / d logp)^2``, 0 under ``torch.no_grad``; ``gradient_squared_max`` is the largest term.
 
-    TorchRL's recipes differentiate ``mean(reduce=True)`` or ``sum(reduce=True)``: here the means, or sums, of the
-    ``loss_*`` entries, added. TorchRL's own methods would include the diagnostics.
+    TorchRL's recipes differentiate ``mean(reduce=True)`` or ``sum(reduce=True)``: here these reduce each ``loss_*``
+    entry and add the results. TorchRL's own methods would include the diagnostics.
     """
 
     loss_objective: Tensor
@@ -190,9 +190,9 @@ def diagnostic_means(sums: Mapping[str, Tensor] | TensorDictBase) -> dict[str, T
 class GRPOLoss(LossModule):
     """Group-relative policy optimisation over sampled tokens; its variants (DAPO, GSPO, ..) are choices of its options.
 
-    ``loss_objective = sum_t w_t f(rho_t, A_t) c_t`` with ``rho = exp(logp - logp_old)``, where ``logp_old`` are the
-    proximal log-probs if the batch has them, else the sampling log-probs; ``w`` is the batch's ``loss_weight``, or
-    weights derived from its mask; ``c`` is the importance weight of the proximal over the behaviour policy. KL and
+    ``loss_objective = sum_t w_t f(rho_t, A_t) c_t``: ``f`` is the ``objective``, ``rho = exp(logp - logp_old)``;
+    ``logp_old`` is the batch's proximal log-prob, else its behaviour log-prob; ``w`` is the batch's ``loss_weight``, or
+    weights derived from its mask; ``c`` is 1, or the weight of ``correction`` (proximal over behaviour policy). KL and
     entropy use the same ``w``. Where the batch's ``objective_mask`` is False, only the surrogate is 0. Masked tokens,
     NaN included, change neither value nor gradient; a token whose behaviour log-prob is not finite is masked too.
 
@@ -218,17 +218,17 @@ class GRPOLoss(LossModule):
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
         samples_mc_entropy, gamma, clip_value, ref_log_prob_padding_*: only TorchRL's defaults are accepted.
         reduction: None or ``mean``; ``none`` is ``aggregation="none"``.
-        objective: a built-in surrogate (``clipped``, PPO's, ``cispo``, ``reinforce``, ..), a function of your own, such
+        objective: a built-in surrogate (PPO's ``clipped``, ``cispo``, ``reinforce``, ..), a function of your own, such
             as ``functools.partial(sapo_surrogate, tau_positive=2.0)``, or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
-        dual_clip: upper bound of the ratio for negative advantages, and in ``kl_unbiased``; None: no bound.
+        dual_clip: upper bound of the ratio for negative advantages, and of ``kl_unbiased``'s weight; None: no bound.
         off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; such tokens are masked in
             the surrogate, but not in KL and entropy.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
         kl_unbiased: multiply the KL to the reference by the token's ``rho``, with gradient. The expected gradient is
             then that of KL(policy, reference), even for older samples (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
-        loss_aggregation: ``token``, ``sequence`` or ``constant``; replaces ``aggregation``. Both are only used if the
-            batch has no ``loss_weight``.
+        loss_aggregation: ``token``, ``sequence`` or ``constant``; replaces ``aggregation``. Of both, only ``none``
+            has an effect if the batch has ``loss_weight``.
         distill_coeff, advantage_coeff: weights of a teacher, whose log-probs are the batch's ``ref_log_probs``, and of
             the batch's advantage: see :func:`sota_grpo.functional.advantages.distilled_advantages`.
         max_response_tokens: divisor of ``constant``.
@@ -397,9 +397,9 @@ class GRPOLoss(LossModule):
 
     @torch.no_grad()
     def coefficients(self, batch: TensorDictBase) -> Tensor:
-        """Return ``-d surrogate / d log_prob`` ``[N, T]``, reduced: positive if a step makes the token likelier.
+        """Return ``-d loss_objective / d log_prob`` ``[N, T]``: positive if a step makes the token likelier.
 
-        Correction and off-policy masking are left out. Masked tokens have 0. It costs one forward pass, without graph.
+        Correction and off-policy masking are left out. Masked tokens have 0. Costs one forward pass, without graph.
         """
         tokens = self._read(batch)
         with torch.enable_grad():

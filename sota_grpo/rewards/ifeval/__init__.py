@@ -240,7 +240,7 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benc
 
 
 def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an RLVR-IFeval constraint's instruction id and its kwargs, not yet checked; a missing one is None.
+    """Return an RLVR-IFeval constraint's instruction id and its unchecked kwargs; a missing argument becomes None.
 
     Raises:
         ValueError: ``func_name`` is missing or unknown, or an argument that must be text is not.

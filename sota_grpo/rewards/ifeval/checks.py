@@ -217,7 +217,7 @@ def word_count(text: str, relation: str, num_words: int) -> bool:
 
 
 def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> bool:
-    """Return whether the divider splits the text into ``num_paragraphs``; only the first and last may be empty."""
+    """Return whether dividers split the text into ``num_paragraphs``, none of them empty; empty ends are ignored."""
     paragraphs = [paragraph.strip() for paragraph in text.split(divider)]
     inner = paragraphs[1:-1]
     return all(inner) and sum(map(bool, paragraphs)) == num_paragraphs

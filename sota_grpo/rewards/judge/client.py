@@ -139,7 +139,7 @@ class VerdictCache:
         return None if verdict is None or verdict[0] != key else verdict[1]
 
     def put(self, key: str, verdict: Verdict) -> Verdict:
-        """Append ``verdict`` to the file and return it, with the end of its text only; OSError if the disk is full."""
+        """Append ``verdict`` with the last 2,000 characters of its text and return it; OSError if the disk is full."""
         verdict = replace(verdict, said=verdict.said[-_MOST_SAID:])
         row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said}
         line = json_line({name: value for name, value in row.items() if value not in (None, "")}).encode() + b"\n"
@@ -181,10 +181,10 @@ class JudgeClient:
     - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
     - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
-    Then the verdict is an error if the judge works: it has answered another question since the last try or, after
-    ``retries``, answers a minimal one now. Else the request is repeated; after ``gone_s`` without any answer, or 64
-    questions in a row without a verdict, all futures fail with :class:`JudgeGone` and the run ends. A question
-    that the judge rejects (400, ..) gets an error at once, and with two texts without a verdict after the second.
+    After that, the question gets an error if the judge has answered another question since the last try or, after
+    ``retries``, answers a minimal question now. Otherwise the request is repeated. After ``gone_s`` without any answer,
+    or 64 questions in a row without a verdict, all futures fail with :class:`JudgeGone`. A question gets an error
+    at once if the judge rejects it (400, ..), and after two answers whose text has no verdict.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``.
@@ -264,10 +264,10 @@ class JudgeClient:
         return {f"judge/{name}": count for name, count in counts.items()} | mean
 
     def connect(self) -> None:
-        """Check that the judge answers; set the endpoint's ``model`` if it is empty, ``as_text`` if it refuses chats.
+        """Check that the judge answers; set an empty ``model`` of the endpoint, and ``as_text`` if the judge needs it.
 
         Raises:
-            UserError: no server, a rejected key, or no such endpoint; the message has the fix.
+            UserError: no server, a rejected key, no model, or a failing ``/classify``; the message has the fix.
         """
         try:
             status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._timeout_s)

@@ -77,7 +77,7 @@ def tidy(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Strip spaces, braces and LaTeX text commands from a result of :func:`tidy`, to compare answers in words."""
+    """Return a result of :func:`tidy` without spaces, braces and LaTeX text commands, to compare answers in words."""
     return re.sub(r"\\(?:text|underline)\s?|[{}\s]|\\ ", "", text)
 
 
@@ -96,7 +96,7 @@ _TAIL = re.compile(  # words in \text or plain words, perhaps with a power
 def split_unit(text: str) -> tuple[str, set[str]]:
     """Split a result of :func:`tidy` into the answer without its unit and the set of its base units.
 
-    A unit without a known name (``apples``) gives an empty set; a text that is all words is not split.
+    An unknown unit (``apples``) gives an empty set; ``%`` and degree signs stay; a text that is all words is not split.
 
     >>> split_unit("5\\\\text{ cm}^2"), split_unit("7 apples")[0], split_unit("2 x")[0]
     (('5', {'cm'}), '7', '2 x')

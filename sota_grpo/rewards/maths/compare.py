@@ -34,7 +34,7 @@ class Comparison:
         self._names: set[Node] = set()  # the names that the current inequalities are about
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Return whether ``answer`` counts as ``gold`` (50 as 50%); raise Incomparable if undecidable."""
+        """Return whether ``answer`` counts as ``gold`` (50% as 50 or 0.5); raise Incomparable if undecidable."""
         self._values.spend(1)
         if gold == answer:
             return True

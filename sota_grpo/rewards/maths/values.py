@@ -127,7 +127,7 @@ class Values:
     def value(self, node: Node, point: Mapping[str, Fraction] | None = None, *, angle: bool = False) -> Any:
         """Return the value at ``point``, a ``Fraction`` if it is exact; with ``angle``, degrees become radians.
 
-        Raises NoValue, or Incomparable if it is not a number, depends on unknown variables or costs too much.
+        Raises NoValue, or Incomparable if the node is no number, has variables but no ``point``, or costs too much.
         """
         self.spend(1)
         kind = node.kind
@@ -149,10 +149,10 @@ class Values:
             raise NoValue(str(error)) from error
 
     def equal(self, left: Node, right: Node, *, up_to_factor: bool = False, positive: bool = False) -> bool:
-        """Return whether two expressions are equal wherever both have values: real values, if there are enough.
+        """Return whether two expressions agree at the sampled points where both are real (complex if too few are real).
 
         With ``up_to_factor``, one may be a nonzero constant multiple of the other, with ``positive`` a positive one.
-        Raises Incomparable.
+        Raises Incomparable as :meth:`value`.
         """
         names, zero = sorted(variables(left) | variables(right)), Fraction(0)
         for real in (False,) if IMAGINARY in (*walk(left), *walk(right)) else (True, False):
