@@ -174,7 +174,7 @@ def objective(run_dir: Path) -> float | None:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
-    """Return ``metrics``, ``steps``, ``seconds`` of a :class:`RunRow` from a metrics file; ``{}, 0, 0`` without it."""
+    """Return ``metrics``, ``steps``, ``seconds`` of a :class:`RunRow` from a metrics file; ``{}, 0, 0`` if missing."""
     recent: dict[str, deque[float]] = {}
     steps, seconds = 0, 0.0
     for row in read_rows(path):
@@ -335,7 +335,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return ``grpo.py``'s arguments; a sweep with ``train.resume=auto`` gets ``hydra.sweep.dir`` if one matches."""
+    """Return the arguments; ``-m train.resume=auto`` gets ``hydra.sweep.dir`` of the sweep to resume, if any."""
     args = list(arguments)
     is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
     if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):
@@ -349,7 +349,7 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Save in a sweep's directory its command, and if all its runs are finished; UserError if it cannot be written."""
+    """Save a sweep's command, and whether it is complete, in its directory; UserError if that cannot be written."""
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:

@@ -80,7 +80,7 @@ def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]
 
 
 def rewarded(score: Score) -> Score:
-    """Return the score, with an error if no term applies: such a response must not count as reward 0."""
+    """Return the score, with an error if every term is None: such a response must not count as reward 0."""
     reason = "NoReward: no term of the reward applies to the response (its functions returned None)"
     return replace(score, error=score.error or reason) if {*score.terms.values()} == {None} else score
 
@@ -88,7 +88,7 @@ def rewarded(score: Score) -> Score:
 class SampledText(str):
     """A response's text as a ``str`` that also has its token ids, for graders that count tokens.
 
-    In a multi-turn dialog it is the last turn, and ``record`` describes the whole dialog (:class:`Sample`).
+    In a multi-turn dialog text and ids are those of the last turn; ``record`` describes all turns (:class:`Sample`).
 
     >>> text = SampledText("4", [52, 2])
     >>> import pickle
@@ -140,8 +140,8 @@ class Sampling:
 class GroupRequest:
     """Request for ``num_samples`` responses to one prompt.
 
-    Sample ``i`` has a random stream of ``seed`` and ``first_sample + i`` alone, so it does not depend on other requests
-    and a group can be sampled in several requests. ``example`` is for answering the turns of a dialog, not for engines.
+    The random stream of sample ``i`` depends only on ``seed`` and ``first_sample + i``, so a group can be sampled in
+    several requests. ``example`` is read by the code that answers a dialog's turns, not by engines.
     """
 
     group_id: int
@@ -167,7 +167,7 @@ class SamplingSupport(NamedTuple):
     counts: torch.Tensor
 
     def first(self, num_tokens: int) -> SamplingSupport:
-        """Return the supports of the first ``num_tokens`` tokens."""
+        """Return a copy of the supports of the first ``num_tokens`` tokens."""
         counts = self.counts[:num_tokens].clone()
         return SamplingSupport(self.ids[: int(counts.sum())].clone(), counts)
 
@@ -182,8 +182,8 @@ class Sample:
     :class:`~sota_grpo.envs.dialogs.ToolEpisode`; in other multi-turn dialogs, ``replies``, the turns (``role``,
     ``content``) that answered the policy. ``support``: the sampling support, if top_p, top_k or min_p restrict sampling
     and the engine returns it; the log-probs are then normalised over it. ``text``: the decoded response without end
-    tokens and padding, if a rollout worker has decoded it. ``parents`` int64 ``[R]``: if the sample is a tree
-    of tokens, the position of each token's predecessor in prompt + response; -1 for the first token of another prompt.
+    tokens and padding, if a rollout worker has decoded it. ``parents`` int64 ``[R]``: in a tree of tokens,
+    the position of each token's predecessor in prompt + response; -1 for the first token of a further prompt.
     """
 
     token_ids: torch.Tensor

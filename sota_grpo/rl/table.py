@@ -73,7 +73,7 @@ class Column(NamedTuple):
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
 
     def at(self, row: int) -> Any:
-        """Return, as a view, the value of the ``row``-th of the rows that have the entry."""
+        """Return the value of row number ``row`` among the rows that have the entry, as a view."""
         if self.lengths is None:
             return self.values[row]
         start = sum(self.lengths[:row])
@@ -84,14 +84,14 @@ class Column(NamedTuple):
         return range(num_rows) if self.rows is None else self.rows
 
     def flat(self) -> Column:
-        """Return the column in concatenated form, with ``lengths``."""
+        """Return the tensor column in concatenated form, with ``lengths``."""
         if self.lengths is not None:
             return self
         sizes = [self.values.shape[1:].numel()] * len(self.values)
         return self._replace(values=self.values.flatten(), lengths=sizes)
 
     def take(self, indices: Sequence[int]) -> Column:
-        """Return the column of a table with the rows ``indices``, in this order."""
+        """Return the column for the rows ``indices`` of its table, in this order."""
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
             rows = [new for new, index in enumerate(indices) if index in known]
@@ -201,7 +201,7 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return an entry ``[N, ..]``; ``default`` if no row has it; ValueError if some lack it or lengths differ."""
+        """Return an entry, ``[N, ..]`` or list; ``default`` if absent; ValueError if rows lack it or lengths differ."""
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
@@ -223,7 +223,7 @@ class RowTable(Sequence[Row]):
             self.columns.pop(key, None)
 
     def names(self, prefix: tuple[str, ...]) -> list[str]:
-        """Return the last name of the entries directly below ``prefix``."""
+        """Return the names of the entries directly below ``prefix``, without the prefix."""
         return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
 
     def flat(self, key: Key) -> Tensor:
@@ -257,20 +257,20 @@ class RowTable(Sequence[Row]):
         return RowTable(len(indices), {key: column for key, column in taken.items() if column.rows != []})
 
     def without(self, *names: Key) -> RowTable:
-        """Return the table without the named entries."""
+        """Return a new table without the named entries."""
         return self.only(key for key in self.columns if key not in names)
 
     def split(self, counts: Iterable[int]) -> list[RowTable]:
-        """Split into consecutive tables of ``counts`` rows each; further rows are dropped."""
+        """Split into consecutive tables, table ``i`` with ``counts[i]`` rows; drop the rows after the last."""
         ends, rows = list(accumulate(counts, initial=0)), self.rows()
         return [RowTable.of(rows[start:end]) for start, end in pairwise(ends)]
 
     def only(self, names: Iterable[Key]) -> RowTable:
-        """Return the table with the named entries only."""
+        """Return a new table with the named entries only; a name without an entry is ignored."""
         return RowTable(len(self), {key: self.columns[key] for key in names if key in self.columns})
 
     def rows(self, *names: Key) -> list[dict[Key, Any]]:
-        """Return each row as a dict of its entries, or those in ``names``; the values are read-only views."""
+        """Return each row as a dict of its entries, or those in ``names``; values are views: do not write to them."""
         rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
         for key in names or self.columns:
             if (column := self.columns.get(key)) is not None:
@@ -343,7 +343,7 @@ def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """Decorator: let ``write(table, ..)`` accept TensorDicts of any form too; its argument is modified and returned.
+    """Decorator: ``write(table, ..)`` accepts TensorDicts of any form too, modifies the argument and returns it.
 
     Raises:
         ValueError: an entry is written to some rows only, but the TensorDict is dense.

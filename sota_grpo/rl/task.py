@@ -22,9 +22,9 @@ class Task(Protocol):
     None. ``read_row`` converts a dataset row to an example; the question may be missing if ``score`` does not read it;
     ``location`` names the row in error messages.
 
-    Optional: ``counts(score, example)`` returns (successes, trials) of a benchmark's accuracies by name
-    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` and ``group_size(example)`` override the
-    run's options (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
+    Optional: ``counts(score, example)`` returns ``{name: (successes, trials)}`` of a benchmark's accuracies
+    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` may lower the run's response limit, and
+    ``group_size(example)`` replaces ``env.repeats`` unless None (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str
@@ -52,19 +52,19 @@ def chat(system_prompt: str | None, query: str) -> list[dict[str, str]]:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """Return ``task.score`` of a copy without examples, for pickling to grading processes."""
+    """Return the ``score`` method of :func:`without_examples`, to be pickled for grading processes."""
     return without_examples(task).score
 
 
 def without_examples(task: Task) -> Task:
-    """Return a copy of the task without examples; it gives the same scores."""
+    """Return a shallow copy of the task without examples; its scores are the same."""
     bare = copy.copy(task)
     bare.train = bare.heldout = ()
     return bare
 
 
 def prepare(score: Scorer) -> None:
-    """Call the grader's ``prepare()``, if it has one, so that no response's time limit includes the set-up."""
+    """Call ``prepare()`` of the scorer or its task, if any, so that no response's time limit includes the set-up."""
     grader = getattr(score, "__self__", score)  # the task of a bound method, else the scorer
     if hasattr(grader, "prepare"):
         grader.prepare()

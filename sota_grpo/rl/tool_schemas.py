@@ -159,8 +159,8 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
     """Return one line that says why the arguments do not fit the schema; None if they fit.
 
     The check reads ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``, ``prefixItems``,
-    ``properties``, ``required`` and ``additionalProperties``. Nothing is coerced: ``"7"`` and ``7.0`` are not integers,
-    ``true`` is not a number, ``7`` is a number.
+    ``properties``, ``required`` and ``additionalProperties``, without which an unknown argument does not fit. Nothing
+    is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number.
 
     Args:
         parameters: the schema of the tool's arguments.
@@ -183,7 +183,7 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 
 def quoted(text: str) -> str:
-    """Quote the first 40 characters of untrusted text on one line."""
+    """Return the first 40 characters of untrusted text, in quotes and on one line."""
     return f"'{one_line(text[:40], None)}{'..' if len(text) > 40 else ''}'"
 
 

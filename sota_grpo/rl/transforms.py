@@ -66,7 +66,7 @@ def _first(rows: RowTable | TensorDictBase) -> RowTable:
 
 
 class RowTransform(Transform):
-    """Base class: calls ``_write(rows)`` on a batch unless its rows already have ``written_key``."""
+    """Base class: calls ``_write(rows)``, in place, unless the rows of the batch already have ``written_key``."""
 
     written_key: NestedKey
 
@@ -108,10 +108,10 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
 
 @in_place
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
-    """Write one score per row, in place: ``reward = sum_k weight_k * term_k`` (in float64), its terms and its info.
+    """Write one score per row, in place, and return the rows; ``reward = sum_k weight_k * term_k`` (in float64).
 
-    A term that is None adds nothing to the reward, and its key is missing in that row. If no term applies to a
-    response, the row gets a reward error, as after a grader error.
+    Writes the reward, its terms, success, errors and info under ``next``. A term that is None adds nothing to the
+    reward, and the row lacks its key. If all terms are None, the row gets a reward error, as after a grader error.
 
     Raises:
         ValueError: a term does not apply to some row, but the rows are dense, so that all must have the same keys.
@@ -138,8 +138,8 @@ class ReferenceKL(RowTransform):
     """Writes the reference's log-probs of the sampled tokens and, with a coefficient, adds a KL penalty to the reward.
 
     Writes ``("next", "ref_log_probs", "full")`` (``[T_i]`` per row, 0 off the assistant mask). With a coefficient the
-    reward becomes ``r - coeff * sum_t (logp_t - ref_t)``, the k1 estimate over the assistant tokens, where ``logp`` is
-    of the behaviour policy (a token with NaN adds 0). The reward term ``kl`` is ``-coeff * sum_t (logp_t - ref_t)``.
+    reward ``r`` becomes ``r + kl``, with the reward term ``kl = -coeff * sum_t (logp_t - ref_t)``, the k1 estimate over
+    the assistant tokens (a token with NaN adds 0). ``logp`` is of the behaviour policy; ``graded_reward`` keeps ``r``.
 
     Args:
         reference: function from right-padded rows (:func:`sota_grpo.rl.collate.pad_rows`) to log-probs ``[N, T]``, or
@@ -246,8 +246,8 @@ class OverlongPenalty(RowTransform):
     """Adds DAPO's soft length penalty to the reward.
 
     The penalty is 0 up to ``max_tokens - buffer_tokens`` sampled tokens, then decreases linearly to ``-weight`` at
-    ``max_tokens``. Writes the unweighted term ``("next", "reward_terms", "overlong")``, in [-1, 0]. Raises
-    ``ValueError`` unless ``1 <= buffer_tokens <= max_tokens``.
+    ``max_tokens`` and stays there. Writes the penalty before the weight, in [-1, 0], as the reward term ``overlong``.
+    Raises ``ValueError`` unless ``1 <= buffer_tokens <= max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -304,15 +304,15 @@ def _values(rows: RowTable, key: Any) -> list[Any]:
 
 
 class GroupAdvantage(RowTransform):
-    """Writes the advantage of each response in its group: ``A_i = (r_i - b_i) / s_i``, exactly 0 if rewards are equal.
+    """Writes the advantage of each response over its group or batch: ``A_i = (r_i - b_i) / s_i``.
 
     Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and for ``length_weighted`` the assistant mask;
     writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: use it as a collector's ``postproc`` or as a
     ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added separately; they
     are written once the group is complete.
 
-    A group whose rewards without the KL penalty are all equal is not divided by a scale of the group. A response with a
-    grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
+    If only the KL penalty makes the rewards of a group differ, they are not divided by a scale of the group. A response
+    with a grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. ``baseline`` may also be

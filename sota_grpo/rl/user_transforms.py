@@ -30,8 +30,8 @@ class UserTransforms:
         transforms: result of :func:`sota_grpo.files.load_instances`.
 
     Raises:
-        RunFailed: a transform raises, changes tokens, log-probs, group ids or the number of rows, adds tokens to the
-            assistant mask, removes an entry, or gives a reward that is not a finite float per row.
+        RunFailed: a called transform raises, changes tokens, log-probs, an entry of ``FIXED`` or the number of rows,
+            adds tokens to the assistant mask, removes an entry, or gives a reward that is not a finite float per row.
     """
 
     def __init__(self, transforms: Sequence[tuple[str, Transform]]):

@@ -22,7 +22,7 @@ def launch(
     """Check the config, import torch, and train until the last step or ``eval.target``.
 
     Args:
-        inputs: objects passed to :func:`sota_grpo.train`; their ``run_dir`` is set.
+        inputs: objects passed to :func:`sota_grpo.train`; ``inputs.run_dir`` becomes the directory of the run.
         before: called after the checks and before torch is imported.
 
     Raises:

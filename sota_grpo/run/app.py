@@ -58,7 +58,7 @@ CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def as_planned(config: Config, directory: RunDir) -> Config:
-    """Return ``config``; for a resumed run with the number that it used for ``train.micro_batch_tokens=auto``."""
+    """Return ``config``; in a resumed run, ``train.micro_batch_tokens=auto`` becomes the number used before."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
     planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
@@ -78,7 +78,7 @@ def target_line(reached: Mapping[str, float]) -> str:
 
 
 class Run:
-    """One training run of a validated config, which the constructor builds; the caller has locked its directory."""
+    """One training run. The constructor builds the components of a validated config; the caller locks the directory."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
@@ -100,7 +100,7 @@ class Run:
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
-        """Run the start-up checks, train, evaluate, export; return the completed steps, those before a resume too."""
+        """Check, train, evaluate and export; return the number of completed steps, including those before a resume."""
         self.directory.require_models(model_digests(self.config))
         first = self.first = self._restore()
         self._find_best(first)
@@ -374,11 +374,11 @@ def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> 
     Args:
         config: its paths become absolute.
         run_dir: directory of a new run; with ``train.resume`` the run to continue may be in another one.
-        inputs: objects passed to :func:`sota_grpo.train`; their ``run_dir`` is set to the directory of the run.
+        inputs: objects passed to :func:`sota_grpo.train`; ``inputs.run_dir`` becomes the directory of the run.
 
     Raises:
         UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: Ctrl-C at start-up or twice (one Ctrl-C saves and returns); may say how to resume.
+        KeyboardInterrupt: Ctrl-C at start-up, or a second one (the first saves and returns); may say how to resume.
     """
     require_tokens()
     validate(config)

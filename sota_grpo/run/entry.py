@@ -171,7 +171,7 @@ def _run() -> int:
 
 
 def quiet_console() -> None:
-    """Print the messages of sota_grpo on stderr, of other libraries only warnings; disable the hub's progress bars."""
+    """Set up logging to stderr, of other libraries from warnings on; disable the Hugging Face hub's progress bars."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads it too, when it is imported
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler()])
     logging.getLogger("sota_grpo").setLevel(logging.INFO)
@@ -255,7 +255,7 @@ class Jobs:
     def run(self, composed: DictConfig) -> float | None:
         """Execute one run; return a sweep's objective (accuracy, else reward), None for a failed or single run.
 
-        In another process of a launcher a failure is raised, else it is printed.
+        The failure of a sweep's run is printed; in another process of a launcher it is also raised.
         """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode

@@ -44,8 +44,8 @@ class Refill:
     """Dynamic sampling: keeps a step's zero-advantage groups, and decides when new prompts may replace them.
 
     In synchronous rounds, round 1 draws one batch of groups, and round ``r + 1`` replaces the zero-advantage groups of
-    round ``r``. After ``max_draws`` rounds, the zero-advantage groups drawn last complete the batch. Here rewards are
-    known in any order, and a new prompt is drawn as soon as it is certain that the rounds would draw it. With ``B_r``
+    round ``r``. After ``max_draws`` rounds, the zero-advantage groups drawn last complete the batch. Here groups are
+    graded in any order, and a new prompt is drawn as soon as it is certain that the rounds would draw it. With ``B_r``
     the number of draws of the first ``r`` rounds::
 
         B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-advantage groups among the first B_r draws of the step)
@@ -82,7 +82,7 @@ class Refill:
         self.start_step()
 
     def start_step(self) -> None:
-        """Start a new training step after a batch's slots were freed: reset its counts, keep the groups with a slot."""
+        """Start a new training step: reset the step's counts, keep the zero-advantage groups that hold a slot."""
         self._pool = self._pool[len(self._pool) - self.num_held :]
         self.step += 1
         self.num_draws = self._replaced = 0  # in this step
@@ -110,7 +110,7 @@ class Refill:
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Free the slot of the group drawn first, for a new prompt: count its draw, return its ``(step, index)``."""
+        """Free the slot of the oldest held group for a new prompt: count the draw, return its ``(step, index)``."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
@@ -119,7 +119,7 @@ class Refill:
         return self.step, self.num_draws - 1
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """Return the zero-advantage groups that hold a slot, to complete the batch; forget all."""
+        """Return the zero-advantage groups that hold a slot, to complete the batch; remove all groups."""
         remaining = self._pool[len(self._pool) - self.num_held :]
         self._pool, self.num_held = [], 0
         return remaining

@@ -88,10 +88,10 @@ class PromptGroupCollector(BaseCollector):
     The wait raises if ``should_stop()`` is true (:class:`Interrupted`), if a group failed, or if no group made progress
     for ``wait_deadline_s`` (``TimeoutError``). The state can be saved after any of these.
 
-    **The age of a token** is the number of weight updates since it was sampled. It is bounded (proof:
-    :func:`sota_grpo.functional.max_groups_admitted`), which is asserted in every batch: at most ``(max_policy_age + 1)
-    * num_groups`` groups are in flight, in the buffer or in training (*slots*), and a batch is the ``num_groups``
-    groups whose prompts were drawn under the oldest policy versions; it waits for unfinished ones.
+    **The age of a token** is the number of weight updates since it was sampled. The age is at most ``max_policy_age``
+    (proof: :func:`sota_grpo.functional.max_groups_admitted`), and every batch is checked. At most ``(max_policy_age +
+    1) * num_groups`` groups are in flight, in the buffer or in training (*slots*), and a batch waits for the
+    ``num_groups`` groups whose prompts were drawn under the oldest policy versions.
     :meth:`update_policy_weights_` frees the slots of a batch once the engines serve the new weights; without a weight
     update, the request for the next batch frees them.
 
@@ -111,7 +111,7 @@ class PromptGroupCollector(BaseCollector):
         dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. A batch has
             ``dialog_turns_per_batch / env.repeats`` prompts, also if tasks set other group sizes.
         total_dialog_turns: collection ends after so many responses; -1: never.
-        max_policy_age: largest age of a token in a batch, in weight updates; 0 if synchronous.
+        max_policy_age: largest age of a token in a batch, in weight updates; above 0 needs a GroupReplayBuffer.
         replay_buffer: the buffer to fill. With a :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` the age
             bound holds in its batches; if its ``sampler`` breaks the bound, that is an error. Any other TorchRL buffer
             is extended batch by batch (iterating yields None), and its sampler decides how old rows become.
@@ -129,11 +129,11 @@ class PromptGroupCollector(BaseCollector):
         wait_deadline_s: longest time without progress of any group during the wait for a batch.
         poll: health check of the workers, called during the wait for a batch.
         metrics_extra: returns further metrics for every batch.
-        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`, as this package's learner takes them.
+        as_table: batches are :class:`~sota_grpo.rl.table.RowTable`; a GroupReplayBuffer has its own ``as_table``.
 
     Raises:
-        ValueError: the batch size is not a multiple of the group size, the age is negative, or the buffer has another
-            size than needed.
+        ValueError: the batch size is not a multiple of the group size, ``max_policy_age`` is negative or needs a
+            GroupReplayBuffer, or the buffer has another size than needed.
         RuntimeError: ``postproc`` is passed together with a GroupReplayBuffer.
     """
 
@@ -228,7 +228,7 @@ class PromptGroupCollector(BaseCollector):
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` are collected; None for each that goes to a replay buffer."""
+        """Yield batches until ``total_dialog_turns`` are collected; None when a replay buffer has the next batch."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.num_taken:
@@ -279,7 +279,7 @@ class PromptGroupCollector(BaseCollector):
                 :meth:`next_batch` do the work.
 
         Raises:
-            RuntimeError: there is no replay buffer, or the collector was started before.
+            RuntimeError: there is no replay buffer, the collector was started before, or see :meth:`is_ready`.
             ValueError: ``dispatch=False`` with another buffer.
         """
         if self._concurrent or self._thread is not None:
@@ -319,7 +319,7 @@ class PromptGroupCollector(BaseCollector):
 
         Raises:
             RuntimeError: called twice without a batch in between, while a replay buffer is filled concurrently.
-            ValueError: ``worker_ids`` or ``model_id`` is another one, or there are neither weights nor ``weight_sync``.
+            ValueError: ``worker_ids`` or ``model_id`` has another value, or weights and ``weight_sync`` are missing.
             BaseException: what a group or the background thread raised.
         """
         if self._failure is not None:
@@ -343,7 +343,7 @@ class PromptGroupCollector(BaseCollector):
             self.release()
 
     def release(self) -> None:
-        """Free the slots of the last batch, and start new groups in them with the current weights."""
+        """Free the slots of the last batch and draw prompts for them at the current version; no-op if they are free."""
         with self._changed:
             fresh = self._slots.release() if self._slots.num_taken else []
         self._submit(fresh)
@@ -497,7 +497,7 @@ class PromptGroupCollector(BaseCollector):
 
         Raises:
             BaseException: what a group or the engine raised since the start.
-            ValueError: ``max_policy_age`` is set, but :meth:`start` was not called.
+            ValueError: ``max_policy_age`` is above 0, but :meth:`start` was not called.
             RuntimeError: the engine's weights are older than the loaded state.
         """
         self._begin()

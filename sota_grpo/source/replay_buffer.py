@@ -22,10 +22,10 @@ from sota_grpo.rl.table import RowTable
 
 
 class GroupStorage(ListStorage):
-    """A storage of one prompt group (:class:`~sota_grpo.rl.table.RowTable`) per index; IndexError after it was sampled.
+    """A storage with one prompt group per index; :meth:`get` raises IndexError for a group that was sampled.
 
     Args:
-        as_table: :meth:`get` returns one RowTable, which this package's learner takes; False: a
+        as_table: :meth:`get` returns the groups' rows as one :class:`~sota_grpo.rl.table.RowTable`; False: as a
             ``LazyStackedTensorDict`` with one row per response.
     """
 
@@ -208,7 +208,7 @@ class GroupWriter(Writer):
 
 
 class Timed(Transform):
-    """Applies ``transform`` and records how many seconds it took, for the metric ``time/{phase}_s``."""
+    """Applies ``transform``; ``seconds`` is the duration of the last call, for the metric ``time/{phase}_s``."""
 
     def __init__(self, phase: str, transform: Callable[[Any], Any]):
         super().__init__()
@@ -282,7 +282,7 @@ class GroupReplayBuffer(ReplayBuffer):
         return seconds
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Remove and return the rows of the next groups, sorted by group id; with a collector, wait for them.
+        """Remove the next ``batch_size`` groups, return their rows sorted by group id; with a collector, wait for them.
 
         Raises:
             RuntimeError: without a collector, there are fewer groups.

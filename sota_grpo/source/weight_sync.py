@@ -35,7 +35,7 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Result of a comparison of checksums: names of weights, ``equal`` in the learner and every worker or not.
+    """Result of a comparison of checksums: names of weights; ``equal`` are those alike in the learner and every worker.
 
     Args:
         reported: False if nothing was compared: the engine reports no checksums, or its only worker got an adapter.
@@ -52,8 +52,8 @@ class Compared:
 class EngineWeightSync(WeightSyncScheme):
     """Sends the learner's weights to the engine, and verifies by checksum that every worker has loaded them.
 
-    Weights that the engine does not report are named once in the log. If only an adapter is sent, each worker merges it
-    into its base weights, and the workers' weights are compared with each other.
+    Weights without a checksum from the engine are named once in the log. If only an adapter is sent, each worker merges
+    it into its base weights, and the workers' weights are compared with each other.
 
     Args:
         weights: returns named tensors, with the base model's names, LoRA merged and ``lm_head.weight`` included; or
@@ -88,11 +88,11 @@ class EngineWeightSync(WeightSyncScheme):
         """Send weights as ``version`` (default: the next) and wait until every next token is sampled with them.
 
         Args:
-            weights: input of :func:`named_weights`; None: the learner's weights.
+            weights: input of :func:`named_weights`; None: the learner's. ``worker_ids``: ignored, all workers get them.
             verify: compare checksums afterwards.
 
         Raises:
-            RunFailed: a worker's checksum differs from that of the sent weight; for an adapter, this is logged once.
+            RunFailed: a worker's checksum differs from that of the sent weight; for an adapter, only a warning, once.
             RuntimeError: the engine does not serve ``version`` after the update.
         """
         began = time.perf_counter()
