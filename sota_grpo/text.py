@@ -41,7 +41,7 @@ def one_line(text: str, limit: int | None = 500) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line (500 characters, control characters escaped); its type's name without a message.
+    """Return the first line of an error's message, at most 500 characters, escaped; if it is empty, the type's name.
 
     >>> first_line(ValueError("no route\\nand a page of details")), first_line(KeyError())
     ('no route', 'KeyError')
@@ -51,7 +51,7 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return ``TYPE: MESSAGE`` of an exception, with the first line of its message; without a message ``TYPE``."""
+    """Return ``TYPE: MESSAGE`` of an exception, with the first line of its message, or ``TYPE`` if that is empty."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
@@ -69,7 +69,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
-    """Return ``text``; for a terminal after a code that clears the line, and in an ANSI colour unless ``NO_COLOR``."""
+    """Return ``text``; for a terminal, after a code that clears the line, in ``colour`` unless ``NO_COLOR`` is set."""
     if not is_terminal(stream):
         return text
     return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
@@ -78,8 +78,8 @@ def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Prints log records from INFO on, except those marked ``file_only``; on a terminal warnings yellow, errors red.
 
-    On a terminal the next record overwrites a ``redrawn`` one. Without ``stream`` each record goes to the present
-    ``sys.stderr``, which the live progress line replaces so that records are printed above it.
+    On a terminal the next record overwrites one marked ``redrawn``. Without ``stream`` each record goes to the current
+    ``sys.stderr``: the live progress line replaces this so that records are printed above the line.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -126,7 +126,7 @@ def make_scorer(
         reward_names: functions in that file (``builtin``: the task's reward); None is ``compute_score``.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name or the answer format is unknown.
         UserError: the task has no ``answer_format``, or a reward function cannot be used.
 
     >>> task = make_scorer("gsm8k", answer_format="any")

@@ -70,9 +70,9 @@ class Agent:
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Run the agent and return its result, an awaitable of it for an ``async`` function.
+        """Run the agent with the ``arguments`` base_url and api_key; return its result (``async``: an awaitable of it).
 
-        If a command fails or prints no JSON, it raises InstanceLost; exceptions of a function propagate.
+        InstanceLost if a command fails or its last line is no JSON; exceptions of a function propagate.
         """
         if self._run is not None:
             made = self._run(self._row, **arguments)

@@ -118,7 +118,7 @@ _OPERATIONS: dict[str, Any] = {"+": operator.add, "-": operator.sub, "*": operat
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
-    """Return ``(expression, value)`` of a template's steps; None if a value is no integer in 1 to ``LARGEST_VALUE``."""
+    """Return ``(expression, value)`` of each step; None if a value is not an integer from 1 to ``LARGEST_VALUE``."""
     values = dict(numbers)
     worked: list[tuple[str, int]] = []
     for result_name, (left, sign, right) in zip(_RESULT_NAMES, steps):

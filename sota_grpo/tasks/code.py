@@ -15,7 +15,7 @@ class CodeTask(FileTask):
 
     ``reward = tests``, the fraction of tests that pass; success means all pass. The program is the last closed code
     block outside the thinking; a response without one has reward 0. The program runs in a sandbox
-    (:mod:`sota_grpo.rewards.sandbox`); if that fails, ``score`` raises OSError: a grader error, not a wrong program.
+    (:mod:`sota_grpo.rewards.sandbox`). If the sandbox fails, ``score`` raises OSError, which is a grader error.
 
     Args:
         train, heldout, system_prompt: see :class:`~sota_grpo.tasks.dataset.BaseTask`.
@@ -46,7 +46,7 @@ class CodeTask(FileTask):
         self._runner = make_runner(sandbox)
 
     def score(self, response: str, example: Example) -> Score:
-        """Run the program and its tests; ``info`` has ``num_tests`` and ``num_passed``."""
+        """Run the program, if there is one, and its tests; ``info`` then has ``num_tests`` and ``num_passed``."""
         tests = example.extra["tests"]
         program = last_code_block(without_thinking(response))
         if program is None:

@@ -51,7 +51,7 @@ def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None 
     """Return the rows of a local file or a hub dataset, in order, as dicts; NaN and NaT become None.
 
     Args:
-        splits: of a hub dataset, the first one that it has is read.
+        splits: the first of these that a hub dataset has is read; no effect on a file.
         config: configuration of a hub dataset; None: its only or default one.
 
     Raises:
@@ -263,7 +263,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
-    """Return the examples sorted by a hash of their questions: the first ones are a random sample of any file."""
+    """Return the examples sorted by a hash of question and seed: the first ``n`` are a random sample of any file."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 
 
@@ -435,13 +435,13 @@ class FileTask(BaseTask):
             eval_path: file or hub name (its split ``test``, ``validation`` or ``train``) of the held-out problems;
                 None holds out the split ``test`` of a hub dataset if there is one and the class has
                 ``has_test_split``, else ``num_heldout`` rows of ``path``.
-            num_heldout: number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
+            num_heldout: least number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
             max_samples: train on the first ``max_samples`` examples only.
             data_seed: seed of the choice and order of the held-out rows.
             options: keywords of the class.
 
         Raises:
-            DatasetError: a row (named) cannot be used, or too few rows are left.
+            DatasetError: the dataset or a row (named) cannot be used, or no row is left to train on.
         """
         task, name = cls(**options), path or cls.hub_name
         train, heldout = task._sides(name, eval_path)

@@ -199,7 +199,7 @@ def _untagged(example: Example) -> tuple[str, Example]:
 
 
 class MixtureScorer:
-    """The scorer of :class:`MixtureTask`; it has ``score_group`` if a task's scorer has."""
+    """The scorer of :class:`MixtureTask`; it has ``score_group`` if the scorer of any task has."""
 
     def __init__(self, tasks: Mapping[str, Task], term_names: Iterable[str]) -> None:
         self._tasks, self._term_names = dict(tasks), tuple(term_names)

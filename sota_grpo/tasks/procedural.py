@@ -106,7 +106,7 @@ class ProceduralTask(BaseTask):
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: ``answer`` (a number, alone or after ``####``) and optional ``question``."""
+        """Return the example of a row: ``answer`` (text: ``N`` or ``.. #### N``) and optional ``question``."""
         return Example(query=optional_text(row, ["question"]), answer=text_of(row, "answer", location))
 
 

@@ -203,7 +203,7 @@ class MathTask(QuestionTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row, whose gold answer is in ``ground_truth``, else ``answer``, else ``solution``.
 
-        It may be text, a number, ``$...$``, or in the last ``\\boxed{}`` of a solution. The question may be missing.
+        The column has text, a number, ``$...$`` or a solution with ``\\boxed{}``. The question may be missing.
         """
         text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")
@@ -326,7 +326,7 @@ class ReasoningTask(QuestionTask):
         self.min_think_words = min_think_words
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the three terms; ``info`` has ``think_words`` (a number) and ``answer_found`` (200 characters)."""
+        """Return the three terms; ``info`` has ``think_words`` (a count) and any ``answer_found`` (200 characters)."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)

@@ -44,16 +44,16 @@ class ToolFailed(Exception):
 
 
 class McpTools:
-    """A session with an MCP server, which is opened at construction.
+    """A session with an MCP server; the constructor opens it.
 
-    It opens with the ``initialize`` of protocols before 2026-07-28, so that an HTTP server can keep state for it; a
-    server that rejects it is used without sessions.
+    The client sends the ``initialize`` of protocols before 2026-07-28, so that an HTTP server can keep state for the
+    session. A server that rejects ``initialize`` is used without sessions.
 
     Args:
-        command: command that starts a server on stdin and stdout, in the run's directory and with its stderr; of the
-            environment variables it only gets ``HOME``, ``PATH`` and similar ones.
-        url: URL of a running server, for streamable HTTP. The headers of :func:`~.servers.headers_of` are sent to it,
-            but not to another server after a redirect.
+        command: command that starts a server on stdin and stdout, in the run's directory and with the run's stderr. Of
+            the environment variables the server only gets ``HOME``, ``PATH`` and similar ones.
+        url: URL of a running server (streamable HTTP). This server gets the headers of :func:`~.servers.headers_of`, a
+            server that it redirects to does not.
 
     Raises:
         InstanceLost: the server does not answer or cannot be started.
@@ -207,7 +207,7 @@ class OpenEnv:
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Execute an action; return its observation as text, None if empty.
 
-        EpisodeOver after the end, LookupError for an unknown name, ActionFailed if the action is rejected or fails.
+        EpisodeOver after the end, LookupError for an unknown name, ActionFailed if it fails; InstanceLost: no server.
         """
         if self._is_over:
             raise EpisodeOver("the episode is over")

@@ -30,7 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, location: str) -> dict[str, Any]:
-    """Convert the columns to JSON types: dates to ISO text, decimals to numbers, arrays to lists, NaN to None."""
+    """Return the columns in JSON types: dates as ISO text, decimals as numbers, arrays as lists, NaN as None."""
     return {str(name): _plain(value, f"{location}: column {name!r}") for name, value in row.items()}
 
 
@@ -89,15 +89,13 @@ def answer_format_of(source: str, answer_format: str | None) -> str:
 
 
 def is_right(response: str, source: str, ground_truth: Any, answer_format: str | None) -> bool:
-    """Return whether the response has the right answer, by the rule for its ``source``.
+    """Return whether the response is right by the rule of ``source`` (format None: :func:`answer_format_of`).
 
     - ``openai/gsm8k``: the same number exactly (:class:`~sota_grpo.tasks.questions.GSM8KTask`).
     - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
-    - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if it is a list. For
-      a truth that is no number, ``any`` first tries tags, boxed and ``####``; in place of the last number it then takes
-      the text after "the answer is", else the whole response.
-
-    For an ``answer_format`` of None see :func:`answer_format_of`.
+    - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if it is a list. If
+      the truth is no number, ``any`` tries tags, boxed and ``####``, then the text after "the answer is", then the
+      whole response, but not the last number.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)
@@ -191,14 +189,14 @@ class TableTask(FileTask):
         return response if is_right(response, source, ground_truth, self.answer_format) else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return a row's example: ``answer`` is read if ``answer_column`` is empty; prompts may be missing.
+        """Return a row's example; the prompt may be missing, and ``answer`` replaces a missing ``answer_column``.
 
         ``extra`` has ``prompt``, ``ground_truth`` and, under ``columns``, all columns but the prompt.
         """
         return self._example(row, location, [self.answer_column, "answer"])
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
-        """Return a dataset's examples; a missing column is None; DatasetError for the prompt or a required answer."""
+        """Return a dataset's examples, absent columns as None; DatasetError without a prompt or required answer."""
         rows = load_rows(name, splits)
         missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
         columns = [self.answer_column]

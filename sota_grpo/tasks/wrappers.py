@@ -74,7 +74,8 @@ def with_reward_functions(
             entries and ``ground_truth``, which is the text after ``####`` of the answer.
         path: the Python file, which is executed here (to check it) and in every grading process; or a file of pickled
             functions (:func:`~sota_grpo.rewards.functions.pickled`).
-        names: functions to use; each is also the name of its reward term. ``builtin`` is the reward of ``task``.
+        names: functions to use, and names of their reward terms. ``builtin`` is the reward of ``task``. The default
+            also selects the only function of a file.
         weights: one weight per name; None: 1 for each.
         success_above: a greater reward is a success, if nothing above decides.
         functions: functions by name, used instead of the file; they are not pickled with the task.
@@ -107,7 +108,7 @@ def no_gold_response(example: Example) -> None:
 
 
 class FunctionScorer:
-    """The scorer of :func:`with_reward_functions`, with the same arguments; ``task`` has no examples.
+    """The scorer of :func:`with_reward_functions`; ``term_weights`` are weights by name, ``task`` has no examples.
 
     Pickling stores the path of the file, which is executed again after unpickling; ``functions`` are not pickled.
     """
@@ -294,7 +295,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
 
 
 class ChangedScorer:
-    """Applies ``change`` to another scorer's scores; its ``score_group`` is not passed lost dialogs."""
+    """Applies ``change`` to the scores of ``score``, whose ``score_group`` gets no dialog that lost its environment."""
 
     def __init__(self, score: Scorer, change: Callable[[str, Score], Score]) -> None:
         self._score: Any = score

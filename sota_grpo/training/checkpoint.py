@@ -66,8 +66,8 @@ class CheckpointError(RunFailed, RuntimeError):
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    Only one process may write to a directory. ``save`` keeps the newest ``keep`` checkpoints and that of step ``best``.
-    It deletes all others, and those of later steps (the run was rewound), so ``latest`` always returns the last save.
+    Only one process may write to a directory. ``save`` keeps the newest ``keep`` checkpoints and that of step ``best``,
+    which the caller sets. It deletes all others, and those of later steps: then the run was rewound.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -94,7 +94,7 @@ class CheckpointStore:
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Return a new path for the folder of the ranks' files of this step; delete folders without a checkpoint."""
+        """Return a new folder path for the ranks' files of ``step``, not created; delete folders without checkpoint."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
@@ -115,7 +115,7 @@ class CheckpointStore:
 
         Raises:
             TypeError: ``torch.load(weights_only=True)`` would refuse to read a value; the message has its type.
-            CheckpointError: a file could not be written (disk full, no permission); older checkpoints are unchanged.
+            CheckpointError: a write or a rank failed (disk full, no permission); older checkpoints are unchanged.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
         earlier = _inode(path)
@@ -142,7 +142,7 @@ class CheckpointStore:
         A damaged checkpoint, or one whose state lacks one of the keys ``entries``, is skipped with a warning.
 
         Raises:
-            CheckpointError: checkpoints exist and every one is damaged.
+            CheckpointError: checkpoints exist and every one was skipped.
         """
         paths = self.paths()
         for step, path in paths:
@@ -229,8 +229,8 @@ def _inode(path: Path) -> int | None:
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
     """Saves checkpoints from a background thread, one at a time; leaving the ``with`` block waits for the last save.
 
-    Do not modify a state after passing it to :meth:`save`: pass a :func:`host_copy`. The error of a save is raised by
-    the next :meth:`save`, :meth:`check` or :meth:`wait`, or on leaving the block, unless another exception is raised.
+    Do not modify a state after passing it to :meth:`save`: pass a :func:`host_copy`. A save's error is raised by the
+    next :meth:`save`, :meth:`check` or :meth:`wait`, or on leaving the block (logged, if by another exception).
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -249,7 +249,7 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raise CheckpointError if it failed."""
+        """Wait until the last save is on disk; raise its error if it failed."""
         if self.saving is not None:
             failure, self.saving = self.saving.exception(), None
             if failure is not None:
@@ -282,8 +282,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore every generator from :func:`rng_state`.
 
-    CUDA generators are not restored if the state has none or CUDA is not initialized here; a different number of
-    devices is a warning.
+    CUDA's are restored only if CUDA is initialized here; if the number of devices differs, a warning replaces this.
     """
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
@@ -394,7 +393,7 @@ class ShardWriter:
         self._written: Future[tuple[str, str]] = pending_future()
 
     def begin(self, folder: Path, state: Any) -> Any:
-        """Start to copy and write this rank's shard of ``state``; return the state without its tensors."""
+        """Start to copy and write this rank's shard; return ``state`` with the tensors' names in place of tensors."""
         rest, tensors = emptied(state)
         shards = ((name, local_shard(tensor, self._ranks)) for name, tensor in tensors.items())
         mine = {name: shard for name, shard in shards if shard is not None}

@@ -71,12 +71,11 @@ def num_needed(target: float, num_problems: int) -> int:
 def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float) -> bool:
     """Return whether ``hits`` right answers in a random subset are too few to reach ``target`` on all problems.
 
-    One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right. The
-    hits among ``n`` of them are then hypergeometric, and the hypothesis is rejected if
+    One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right: an
+    evaluation that would reach ``target`` is ended with a probability below :data:`MISSED`. The hits among ``n`` of the
+    problems are then hypergeometric, and the hypothesis is rejected if
 
         P(X <= h) = sum over i <= h of C(K, i) C(N - K, n - i) / C(N, n) < MISSED.
-
-    More right problems make few hits less probable, so the bound is for every accuracy from ``target`` on.
 
     >>> [is_out_of_reach(hits, 136, 541, 0.3) for hits in (33, 34, 35, 36)]  # 24.3, 25.0, 25.7 and 26.5 %
     [True, True, False, False]
@@ -116,7 +115,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return {name: accuracy gain and its standard error} of names in both ``counts`` (:meth:`Evaluator.evaluate`)."""
+    """Return ``{name: accuracy(after, before)}`` of names in both; arguments: ``counts`` of two evaluations."""
     return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 
@@ -151,12 +150,14 @@ class Evaluator:
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self, target: float | None = None) -> dict[str, float]:
-        """Evaluate the policy; return ``eval/accuracy`` and ``eval/stderr`` (greedy), ``eval/avg_at_k`` and its error,
-        ``eval/reward`` with its error and terms, ``eval/task/<name>`` (:meth:`benchmark`) with its error,
-        ``eval/grader_errors``, ``time/eval_s``, and, if a dialog had a second user turn, ``eval/first_turn_accuracy``.
+        """Evaluate the policy and return metrics.
 
-        With a ``target`` (a fraction) the first problems, :data:`SUBSET` of all, are evaluated first; if the target
-        :func:`is_out_of_reach`, no others are. ``eval/num_samples`` is the number of problems that were evaluated.
+        Greedy: ``eval/accuracy``, ``eval/stderr``, ``eval/reward``, ``eval/reward_stderr``, ``eval/reward/<term>``, of
+        :meth:`benchmark` ``eval/task/<name>`` and ``eval/task_stderr/<name>``, and, if a dialog had a second user turn,
+        ``eval/first_turn_accuracy``. Sampled, unless ``avg_at_k`` is 0: ``eval/avg_at_k``, ``eval/avg_at_k_stderr``.
+        Both: ``eval/num_samples`` (evaluated problems), ``eval/grader_errors``, ``time/eval_s``. With a ``target`` (a
+        fraction), the first :data:`SUBSET` of the problems is evaluated first; if the target :func:`is_out_of_reach`,
+        no others are.
         """
         began, count, problems = time.perf_counter(), len(self.examples), list[list[Response]]()
         for share in (1.0,) if target is None else (SUBSET, 1.0):
@@ -187,16 +188,17 @@ class Evaluator:
         temperature: float = 1.0,
         on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
     ) -> dict[str, Any]:
-        """Measure greedy accuracy, and of ``avg_at_k`` samples per problem avg@k and pass@1, 2, 4, ..., k.
+        """Measure the accuracy of greedy responses, and avg@k and pass@1, 2, 4, ..., k of ``k = avg_at_k`` samples.
 
         Args:
             greedy: graded greedy responses to the first problems, if sampled before: only these problems are evaluated.
             temperature: of the ``avg_at_k`` samples.
-            on_graded: called for each problem with (is greedy, problem index, graded responses).
+            on_graded: called for each problem with (is greedy, problem index, graded responses), not for ``greedy``.
 
         Returns:
-            JSON-serializable dict; accuracies are fractions in [0, 1] with the standard error over problems. ``counts``
-            has (hits, trials) of each problem for every greedy accuracy, as :func:`gains` needs them.
+            JSON-serializable dict: ``num_problems``, ``grader_errors``, ``greedy``, ``counts``; if sampled, also ``k``,
+            ``temperature``, ``sampled``, ``pass_at_k``. Accuracies are fractions with the standard error over problems;
+            ``counts`` has (hits, trials) per problem of each greedy accuracy, for :func:`gains`.
         """
         problems = greedy or self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
         indices = range(len(problems))
@@ -217,7 +219,7 @@ class Evaluator:
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """Return a sentence on the :meth:`measure` after ``steps`` steps: accuracy, and mean reward if it differs."""
+        """Describe :meth:`measure` metrics after ``steps`` training steps: accuracy, and mean reward if it differs."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if metrics["eval/num_samples"] < len(self.examples):
@@ -271,10 +273,10 @@ class Evaluator:
         problems: range | None = None,
         on_graded: Callable[[int, Sequence[Response]], object] = lambda problem, responses: None,
     ) -> list[list[Response]]:
-        """Return ``num_samples`` graded responses to each problem, in order; temperature 0 is greedy.
+        """Return ``num_samples`` graded responses to each problem, in order of problems; temperature 0 is greedy.
 
-        ``problems`` are the indices of the problems; None: all of them.
-        ``on_graded(problem index, responses)`` is called in this thread when a problem is graded.
+        ``problems`` are the indices of the problems; None: all of them. ``on_graded(problem index, responses)`` is
+        called in this thread as problems are graded, in any order.
         """
         indices = range(len(self.examples)) if problems is None else problems
         prompts = [

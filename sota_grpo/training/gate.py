@@ -170,7 +170,7 @@ class TrainingComponents:
 
     @property
     def max_tokens(self) -> int:
-        """``max_tokens`` of the checks' responses: that of training, or fewer, so that checks cost at most a step."""
+        """``max_tokens`` of the checks: training's, or fewer (at least 64) so that checks cost about a step."""
         step = self.sampling.max_tokens * self.learner.settings.optim_batch_size
         affordable = step // (ROWS_TRAINED * self.num_prompts * NUM_SAMPLES)
         return min(self.sampling.max_tokens, max(affordable, FEWEST_TOKENS))
@@ -266,8 +266,7 @@ def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
 def engine_and_trainer_agree(run: TrainingComponents) -> Check:
     """Check that the mean and the largest |engine's - trainer's log-prob| of sampled tokens are within their bounds.
 
-    In half precision, the largest gaps are ignored, one for every two responses: a mistake at one token of every
-    response is still found.
+    In half precision, the ``len(rows) // 2`` largest gaps are ignored; a mistake in every response is still found.
     """
     gaps, allowed = run.gaps.abs(), allowed_gaps(run)
     left_out, far = (0, SINGLE_FAR) if run.exact else (len(run.rows) // 2, FAR)
@@ -297,9 +296,9 @@ def _whose_gap(run: TrainingComponents) -> str:
 
 
 def first_ratio_is_one(run: TrainingComponents) -> Check:
-    """Check that before any update the mean ratio and the effective sample size are 1, and in float32 nothing clips.
+    """Check that before any update mean ratio and effective sample size are 1, the KL 0, and in float32 nothing clips.
 
-    Log-prob gaps of small mean square ``v`` lower the effective sample size to ``1 - v``; the KL is ``v / 2``.
+    Bounds: log-prob gaps of small mean square ``v`` lower the effective sample size to ``1 - v``; the KL is ``v / 2``.
     """
     diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
     ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
@@ -316,7 +315,7 @@ def first_ratio_is_one(run: TrainingComponents) -> Check:
 
 
 def prompts_are_computed_once(run: TrainingComponents) -> Check:
-    """Check that rows are packed, so each prompt is computed once, if the model family supports it."""
+    """Check that rows are packed (each prompt is computed once), unless the model or the options prevent it."""
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
@@ -330,9 +329,9 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
 def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
     """Check that micro-batches of several rows give the same gradient as micro-batches of one row each.
 
-    Rows of two prompts are compared, with advantages and log-probs such that no ratio is clipped. In float32 the two
-    differ by 1e-6 of the norm (allowed: 1e-4); in half precision by 0.011 to 0.069 for 4 to 30 layers (allowed: 0.2):
-    losing or double-counting one of four rows changes about half of it.
+    Rows of two prompts are used, with advantages and log-probs such that no ratio is clipped. In float32 the gradients
+    differ by 1e-6 of the norm (allowed: 1e-4); in half precision by 0.011 to 0.069 for 4 to 30 layers (allowed: 0.2).
+    Losing or double-counting one of four rows changes about half of the gradient. A zero gradient fails.
     """
     rows = run.rows[:NUM_COMPARED]
     together = max(run.learner.settings.micro_batch_tokens, 2 * max(rows.lengths(keys.FULL_TOKENS)))
@@ -349,18 +348,18 @@ def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
 
 
 def pushed_weights_landed(run: TrainingComponents) -> Check:
-    """Check that the engine samples from changed weights after they are sent, and from the old ones after a resend.
+    """Check that the engine samples from changed weights after a push, and from the old weights after a second push.
 
-    Every trainable tensor is changed and sent (pushed). In half precision the gap between the engine and the changed
-    weights may be the larger of 1.5 times the gap after the resend, scaled by the ratio of both rounding errors, and
-    :data:`LEFT_OUT` of the gap to the old weights over ``sqrt(L)``: one missing layer of ``L`` makes about
-    ``1 / sqrt(L)`` of that gap. If rounding is not measurable, the larger of twice the former gap and a tenth of the
-    latter is allowed. A token's gap counts for at most 1 nat.
+    Every trainable tensor is changed, sent (pushed), restored and sent again. After the first push the engine has the
+    mean gap *new* to the changed weights and *old* to the old ones; after the second, *back* to the old ones. In half
+    precision *new* may be the larger of ``1.5 back``, scaled by the ratio of both rounding errors, and ``LEFT_OUT old /
+    sqrt(L)``: one missing layer of ``L`` makes a gap of about ``old / sqrt(L)``. If rounding is not measurable, the
+    larger of ``2 back`` and ``old / 10`` is allowed. A token's gap counts for at most 1 nat.
 
     Measured on SmolLM2 in bfloat16: a correct push reaches 0.50 to 0.73 of the bound, one without a layer 1.5 or more.
 
-    One missing tensor may be hidden by rounding: if the engine reports checksums, every tensor's is compared. In
-    float32, missing tensors are found by their effect on log-probs.
+    Rounding may hide one missing tensor, so checksums of all tensors are compared if the engine reports them. In
+    float32, the effect on log-probs shows which tensors are missing.
     """
     learner, version = run.learner, run.learner.version
     learner.perturb()
@@ -427,7 +426,7 @@ def _left_out(run: TrainingComponents, rows: RowTable, allowed: float) -> list[s
 
 
 def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
-    """Check that the reference has the policy's token ids, and a context long enough for the longest sample."""
+    """Check that the reference has the policy's token ids, and a context for the run's longest prompt plus response."""
     other = run.reference
     assert other is not None
     ids = run.rollouts.env.tokenizer.get_vocab()
@@ -445,9 +444,10 @@ def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
 
 
 def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
-    """Check that gold answers of the first examples of both splits are right and earn more than empty answers.
+    """Check that gold answers are right, and all of a task earn the same reward, above that of empty answers.
 
-    If the task has no gold answers, at least one empty answer must be gradable. Graders of groups get whole groups.
+    The examples are the first of both splits (for a group grader or a judge: a few of training). Without gold answers,
+    at least one empty answer must be gradable.
     """
     task, num_texts, graded, applies = run.task, 0, False, False
     known: list[tuple[Example, Score, Score]] = []  # (example, score of the empty answer, score of the gold answer)
@@ -521,9 +521,9 @@ def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
 
 
 def responses_end_and_are_graded(run: TrainingComponents) -> Check:
-    """Check that a response ends before max_tokens, and that a response of each task can be graded.
+    """Check that some response ends before max_tokens, and that some response of each task can be graded.
 
-    If none ends, more are sampled; if the checks' limit is below training's, none needs to end.
+    If none ends, more are sampled. None needs to end under ``ignore_eos`` or if the checks' limit is below training's.
     """
     rows, faults = run.rows, []
     ended = int((~rows.get(keys.TRUNCATED)).sum())
@@ -709,7 +709,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply; of a reference: one for another model, one for the policy's start, at version 0."""
+    """Return the checks that apply; a reference is checked if it is another model, or the policy at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
@@ -722,10 +722,10 @@ def run_gate(
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Run these checks, or all that apply, call ``on_check`` with each result, and return the results.
+    """Run ``checks`` (None: all that apply; ``off``: none), call ``on_check`` with each result, return the results.
 
     Raises:
-        CheckError: a check failed and ``mode`` is ``strict``, which runs no further one; ``off`` runs no check.
+        CheckError: a check failed and ``mode`` is ``strict``; no further check is run.
         UserError: the sampled responses have rewards or log-probs that the algorithm cannot use.
         RunFailed: a device has too little memory for a check.
     """
@@ -757,7 +757,7 @@ def run_gate(
 
 
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
-    """Write the results of these checks to ``gate.json`` in the run directory; RunFailed if that is impossible."""
+    """Write the results of ``checks`` to ``gate.json`` in the run directory; RunFailed if it cannot be written."""
     path = run_dir / GATE_FILE
     try:
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
