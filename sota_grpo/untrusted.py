@@ -64,10 +64,10 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
 
 
 def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = None) -> None:
-    """Check a run's folder before a library reads it or sota_grpo writes to it; a missing folder passes.
+    """Check that a run's folder has no link out of ``run_dir``, no pipe and no device, before it is used.
 
     Args:
-        folder: is checked with its direct contents.
+        folder: is checked with its direct contents; a missing folder passes.
         run_dir: directory in which the targets of links must be.
         below: subfolders that are checked recursively; None: all.
 
@@ -88,7 +88,7 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
     """Read a YAML file of a run with OmegaConf, interpolations unresolved; refuse aliases and deep nesting.
 
-    ``levels`` and OSError are as in :func:`open_file`.
+    ``levels`` and OSError are as in :func:`open_file`; a file above 1 MiB raises it, too.
 
     Raises:
         UnicodeDecodeError, YAMLError, OmegaConfBaseException: it is no valid YAML, has aliases, or is nested deeply.

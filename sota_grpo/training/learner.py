@@ -118,7 +118,7 @@ class Learner:
             self._apply_entropy_coef(0.0)
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
-        """Do a training step: ``epochs`` epochs over all rows, each in optimizer steps of ``optim_batch_size`` rows.
+        """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows (or ``optim_groups``).
 
         Returns:
             Metrics, combined over the optimizer steps (mostly means). ``mismatch_kl`` is measured with the weights
@@ -304,16 +304,16 @@ class Learner:
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
-        """Return this rank's gradient {name: tensor on the CPU} over ``rows``, with made-up advantages, unclipped."""
+        """Return this rank's gradient {name: CPU tensor} over ``rows`` for made-up advantages and unclipped ratios."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
-        """Return the relative distance between :meth:`gradient` under two micro-batch token budgets.
+        """Return norm and relative change of :meth:`gradient`, over all ranks, between two micro-batch token budgets.
 
-        On a CPU with float32 parameters both are computed in float32, else in the precision of training. GPU memory is
-        no more than in a step.
+        On a CPU with float32 parameters both gradients are computed in float32, else in the precision of training. The
+        peak of GPU memory is at most that of a training step.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -390,7 +390,7 @@ class Learner:
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def coefficients(self, rows: Sequence[Row]) -> Tensor:
-        """Return ``-d loss_objective / d log_prob`` of every token at ratio 1, ``[sum T_i]``, rows concatenated."""
+        """Return ``-d surrogate / d log_prob`` of every token, at ratio 1 and loss weight 1: ``[sum T_i]``, CPU."""
         sampled = []
         for row, measured in self._with_ratio(rows):
             if self.loss.distill_coeff:  # makes the teacher agree with the advantage
@@ -445,8 +445,8 @@ class Learner:
     def state_dict(self, full: Callable[[Tensor], Any] = gather) -> dict[str, Any]:
         """Return trainable parameters, optimizer, schedule, scaler and counters, for ``torch.load(weights_only=True)``.
 
-        All ranks must call this; only rank 0 gets the full tensors. The structure does not depend on the number of
-        ranks. ``full`` maps this rank's shard of a tensor to its entry in the state (default: gather the tensor).
+        All ranks must call this; only rank 0 gets gathered tensors. Tensors that are not sharded are not copied. The
+        structure does not depend on the number of ranks. ``full`` maps a tensor, or this rank's shard, to its entry.
         """
         adapts = self.settings.entropy_target is not None
         return {
@@ -461,7 +461,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a full :meth:`state_dict`, bit for bit on as many ranks; UserError if it has other parameters."""
+        """Restore a gathered :meth:`state_dict` of any number of ranks; UserError if it has other parameters."""
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
@@ -493,7 +493,7 @@ class Learner:
         save_hf(self.policy.model, self.tokenizer, folder, progress)
 
     def within_memory(self, compute: Callable[[], Result]) -> Result:
-        """Return ``compute()``; at the first out-of-memory error, halve the micro-batches and call it again.
+        """Return ``compute()``; at the run's first out-of-memory error, halve the micro-batches and call it again.
 
         The smaller size is kept for the rest of the run. ``compute`` must not update state; gradients are dropped.
 
@@ -543,7 +543,7 @@ class Learner:
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
         """Return a right-padded ``[N, T]`` batch on the learner's device.
 
-        ``weights`` has the loss weight of a trained token of each row; None: no loss weights are set.
+        ``weights`` has one loss weight per row, for each of its trained tokens; None: no loss weights are set.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
@@ -602,7 +602,7 @@ class Learner:
 
     @contextlib.contextmanager
     def computing(self, precision: str) -> Iterator[None]:
-        """Compute in ``fp32``, ``bf16`` or ``fp16`` in a ``with`` block; layers are not recompiled."""
+        """Compute in ``fp32``, ``bf16`` or ``fp16`` in a ``with`` block, with compiled layers run eagerly."""
         trained = self.settings
         eager = torch.compiler.set_stance("force_eager") if self.policy.fused else contextlib.nullcontext()
         self.settings = replace(trained, precision=precision)
@@ -677,7 +677,7 @@ class Learner:
 
     @property
     def half_precision(self) -> torch.dtype | None:
-        """The dtype of autocast; None without it."""
+        """The dtype of autocast; None if the precision is fp32."""
         return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.settings.precision]
 
     def autocast(self) -> contextlib.AbstractContextManager:

@@ -41,13 +41,13 @@ class LearnerSettings(Rates):
         optim_batch_size: rows per optimizer step.
         optim_groups: prompt groups per optimizer step, for groups of different sizes; None: use ``optim_batch_size``.
         micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
-        forward_tokens: packed tokens per forward pass without a backward pass; None: ``micro_batch_tokens``.
+        forward_tokens: packed tokens per forward pass that only computes log-probs; None: ``micro_batch_tokens``.
         aggregation, max_response_tokens, drop_truncated: see :func:`sota_grpo.rl.collate.set_loss_weights`.
         top_entropy_quantile: fraction of an optimizer step's tokens, those of highest entropy, that the surrogate is
             computed on; below 1, a forward pass before each optimizer step measures the entropies.
         entropy_target, entropy_coef_delta, entropy_coef_max: ``target``, ``delta`` and ``largest`` of
             :func:`sota_grpo.functional.divergences.adapted_entropy_coef`; target None: the coefficient is constant.
-        recompute: this learner recomputes the proximal log-probs before the first optimizer step on a batch.
+        recompute: the learner recomputes the proximal log-probs of all rows at the start of a training step.
         precision: ``fp32``, or ``bf16`` or ``fp16`` autocast; fp16 scales the loss.
     """
 
@@ -87,7 +87,7 @@ def learning_rate_factor(step: int, settings: LearnerSettings) -> float:
 
 
 class Pass(NamedTuple):
-    """One micro-batch of an optimizer step: its row indices, and whether it has a backward pass."""
+    """One micro-batch of an optimizer step: row indices, loss weights, and whether it has a backward pass."""
 
     rows: list[int]  # indices
     weights: list[float]  # loss weight per trained token of each row; all 0: filler, so that ranks run equally many
@@ -117,7 +117,7 @@ class Planner:
     shape: ModelShape  # model sizes, from which the FLOPs of a row follow
 
     def shares(self, table: RowTable, version: int) -> list[Share]:
-        """Return each rank's rows and micro-batches of a training step; the weights' ``version`` seeds its shuffles."""
+        """Return each rank's rows and micro-batches of a training step; the weights' ``version`` seeds the shuffles."""
         settings = self.settings
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
@@ -143,7 +143,7 @@ class Planner:
     ) -> Iterator[list[int]]:
         """Yield the row indices of each optimizer step of ``epoch`` (from 0); later epochs shuffle whole groups.
 
-        ``optim_batch_size`` may split a group over two steps; ``optim_groups`` never does. The last one may be smaller.
+        ``optim_batch_size`` may split a group over steps; ``optim_groups`` never does. The last step may be smaller.
         """
         order = list(range(len(rows)))
         if epoch:
@@ -171,8 +171,8 @@ class Planner:
     ) -> list[list[Pass]]:
         """Return each rank's micro-batches for rows ``batch`` of one optimizer step; those with a backward pass first.
 
-        Under ``advantage_only``, zero-advantage groups get a forward pass only; rows of weight 0 are skipped. If no row
-        has a gradient, one row still has a backward pass: the optimizer's momentum moves the weights on zeros too.
+        Rows of weight 0 are skipped. Under ``advantage_only``, zero-advantage groups get a forward pass only. If no row
+        has a gradient, one row still has a backward pass: momentum moves the weights on zero gradients too.
         """
         settings = self.settings
         chosen = [rows[index] for index in batch]

@@ -49,8 +49,8 @@ def _on_thread(
 class LearnerWorker:
     """Worker (:mod:`sota_grpo.workers.base`) with one rank of a :class:`~sota_grpo.training.learner.Learner`.
 
-    All ranks must receive the same calls in the same order. Rank 0 returns gathered values (states, weights); the other
-    ranks return None. A collective waits for every rank, at most for the timeout of the process group.
+    All ranks must receive the same calls in the same order. Calls of the learner run on one thread and return futures.
+    Gathered values (states, weights) are None except on rank 0. A collective waits up to the process group's timeout.
 
     Args:
         make_learner: joins the process group and builds this rank's learner
@@ -128,7 +128,7 @@ class LearnerWorker:
 
     @_on_thread
     def run_method(self, method: str, *args: Any) -> Any:
-        """Call ``learner.<method>(*args)`` on the thread; return a future of the result."""
+        """Return the result of ``learner.<method>(*args)``."""
         return getattr(self.learner, method)(*args)
 
     def ping(self) -> float:
@@ -154,7 +154,7 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns except reward terms, prompts and responses; ValueError if a row lacks one of them."""
+    """Return the tensor columns without reward terms, prompts, responses; ValueError if a row lacks such a column."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
@@ -202,7 +202,7 @@ class _Pings:
 
 
 class RemoteLearner:
-    """Proxy with the interface of :class:`~sota_grpo.training.learner.Learner` over the rank processes ``workers``.
+    """Proxy with the main methods of :class:`~sota_grpo.training.learner.Learner` over rank processes ``workers``.
 
     Thread-safe. Every call goes to all ranks, in one order, because collectives must match, and returns rank 0's
     result. If a rank dies or makes no progress for ``silence_s``, all ranks are killed, and every pending call raises
@@ -212,7 +212,7 @@ class RemoteLearner:
         workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.
         settings: settings of the ranks' learners.
         share: stores a large argument once for all ranks (:meth:`sota_grpo.workers.base.Launcher.share`).
-        silence_s: longest time without progress; more than a micro-batch, an optimizer update or a gathered tensor.
+        silence_s: longest time without progress; must exceed that of a micro-batch, an update or a gathered tensor.
         start_silence_s: longest time without progress while ranks start (:class:`sota_grpo.workers.base.Start`).
         grace_s: how long the other ranks may take to answer after one rank raised.
     """
@@ -239,7 +239,7 @@ class RemoteLearner:
         self._died: LearnerDied | None = None
 
     def wait_ready(self) -> None:
-        """Wait until every rank has built its learner; methods that call the ranks wait, too.
+        """Wait until every rank has built its learner; every method that calls the ranks does so first.
 
         Raises:
             LearnerDied: a rank failed to start, or starting ranks made no progress for ``start_silence_s``.
@@ -270,7 +270,7 @@ class RemoteLearner:
         self._ready = True
 
     def poll(self) -> None:
-        """Check that every rank is alive; for a thread that waits for something else.
+        """Check without blocking that every rank is alive; call this repeatedly while waiting for something else.
 
         Raises:
             LearnerDied: a rank died, or made no progress for ``silence_s``.
@@ -312,7 +312,7 @@ class RemoteLearner:
             self._call("sees", probe.name)
 
     def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
-        """Return (state without tensors, the ranks' files); every rank starts to write its tensors to ``folder``."""
+        """Start to write every rank's tensors to ``folder``; return (state without tensors, the pending files)."""
         return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:

@@ -108,18 +108,17 @@ def _content(name: str, value: Any) -> Any:
 
 
 class RunRefused(UserError):
-    """The run directory cannot be used: it has another run or process, or none to continue. Its run is unchanged."""
+    """The run directory is in use, already has a run, or has none that this command can continue; no run is changed."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
     """A run directory, locked by this process until :meth:`close` or the end of the process.
 
     Attributes:
-        path: the directory.
         resumed: the directory already has a run.
-        finished: that run has done all steps requested now or, if ended at a target, its accuracy meets this command's.
-        reached: the step at which that run reached its target, the accuracy and the target; else None.
-        shorter: number of steps of that run, if more are requested now; else None.
+        finished: that run has ended, after all steps requested now, or at an accuracy that meets the target set now.
+        reached: step, accuracy and target of that run, if it reached its target; else None.
+        shorter: number of steps requested of that run before, if more are requested now; else None.
     """
 
     def __init__(
@@ -147,9 +146,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._lock = lock
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
-        """Raise RunRefused if the model files differ from those of the run's start; :meth:`start` records them.
+        """Raise RunRefused if the model files differ from those of the run's last start; :meth:`start` records them.
 
-        ``digests`` maps the options ``model.name`` and ``ref_model.name`` to digests of their files; None: not known.
+        ``digests`` maps ``model.name`` and ``ref_model.name`` to digests of their files; None: not known, not compared.
         """
         before = (read_record(self.path) or {}).get("models")
         for option, digest in digests.items():
@@ -189,14 +188,15 @@ class RunDir(AbstractContextManager["RunDir"]):
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
     """Choose, lock and return the run directory of this command.
 
-    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir`` if there is one; else, if
-    ``run_dir`` ends in ``DATE/TIME``, the unfinished run of the same config in such a folder of the same root that no
-    process uses and whose checkpoint is newest; else it starts a run in ``run_dir``. Any other value is the path of the
-    run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
+    ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir``. If there is none, and
+    ``run_dir`` is ``ROOT/DATE/TIME``, it continues a run in another ``ROOT/DATE/TIME``: of the unfinished runs of the
+    same config that no process uses, that with the newest checkpoint. Else it starts a run. Any other value is the
+    path of the run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
 
     Raises:
         RunRefused: the directory already has a run or is used by a process, or the run to continue is missing, has
             another config or was started for more steps.
+        UserError: the directory cannot be written, or has a link out of itself, a pipe or a device.
     """
     digest, passed = signature(config), config.get("passed")
     target = config.get("eval", {}).get("target")
@@ -225,7 +225,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
 
 
 def require_free(run_dir: Path, resume: str | None) -> None:
-    """Do the checks of :func:`open_run` that need no config, and raise RunRefused; write nothing."""
+    """Do the checks of :func:`open_run` that need no config; raise RunRefused if one fails, and write nothing."""
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):

@@ -74,7 +74,7 @@ class ConstructionFailed(WorkerDied):
 class WorkerSpec:
     """How a worker is constructed: ``factory(**options)``, called once in the worker's process.
 
-    :meth:`Worker.call` may call its public methods, one after the other. A slow method should return a
+    :meth:`Worker.call` may call the worker's public methods, one after the other. A slow method should return a
     :class:`concurrent.futures.Future`, else later calls wait for it. These methods are optional:
 
     - ``ping()`` returns for how many seconds the worker has had work without making progress (0 when idle). It is
@@ -139,9 +139,8 @@ def starter(
     The worker of slot 0 is named ``role-0``, its first replacement ``role-0.1``.
 
     Args:
-        launcher: starts every worker.
+        launcher, spec: start and construct every worker.
         role: first part of the names.
-        spec: constructs every worker.
         placements: keyword arguments of ``launcher.start`` for slot 0, 1, ...; empty: no arguments.
     """
     starts: dict[int, int] = {}
@@ -226,15 +225,15 @@ class WorkerThread:
 
 
 class Host(WorkerThread):
-    """Constructs a worker and calls its methods in order, all on the thread that runs :meth:`serve`.
+    """Constructs a worker and calls its methods in order, all but ``ping`` on the thread that runs :meth:`serve`.
 
-    If the construction raises, every call fails with :class:`ConstructionFailed`. The call ``"__idle_s__"`` returns at
-    once, also during the construction, for how many seconds this process has been idle. :meth:`close` closes the
-    worker after the queued calls.
+    If the construction raises, every call fails with :class:`ConstructionFailed`. :meth:`post` itself answers
+    ``ping``, if the worker is constructed, and at any time ``"__idle_s__"``, with the seconds for which this process
+    has been idle. :meth:`close` closes the worker after the queued calls.
 
     Args:
         name: name of the worker in messages.
-        unpack_spec: returns the worker's spec; called on that thread, where an exception is a failed construction.
+        unpack_spec: returns the worker's spec; called in :meth:`serve`; an exception is a failed construction.
 
     >>> host, answers = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2})), queue.SimpleQueue()
     >>> host.post("total", tuple, lambda *answer: answers.put(answer))  # waits: nothing is constructed yet
@@ -251,7 +250,7 @@ class Host(WorkerThread):
         self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
-        """Queue ``method(*unpack())`` for the worker's thread; ``answer(succeeded, result or error)`` follows it."""
+        """Queue ``method(*unpack())`` for the worker; pass the outcome to ``answer(succeeded, result or error)``."""
         # unpack imports the modules of its arguments: imports on two threads may see a partly initialized module
         if method == IDLE_METHOD:
             answer(True, self._activity.idle_s())
@@ -373,7 +372,7 @@ class OpenCalls:
         self.dead: WorkerDied | None = None  # error of every later call
 
     def open(self, send: Callable[[int], object]) -> Future[Any]:
-        """Call ``send(number)``; return a future of the answer. It fails if ``send`` raises or the worker is dead."""
+        """Call ``send(number)``; return the future of its answer, failed if ``send`` raises or the worker is dead."""
         future = pending_future()
         with self._lock:
             number = next(self._numbers)
@@ -406,7 +405,7 @@ class OpenCalls:
 
 
 def portable(name: str, error: BaseException) -> BaseException:
-    """Return an exception to send to the caller: ``error`` with the worker's traceback as a note (WorkerDied without).
+    """Return an exception for the caller: ``error`` with the worker's traceback as a note (a WorkerDied gets none).
 
     A RuntimeError with its text replaces an error that cannot be pickled, or that would end or disturb the caller's
     event loop (SystemExit, CancelledError, StopIteration).

@@ -30,8 +30,8 @@ class EnvironmentWorker:
     """Worker that creates, calls and deletes environment objects, by integer key.
 
     The main thread runs the user's file in the constructor, and calls the environments one after the other. A process
-    that a call started is killed when its environment ends. An adapter's environments have a thread each, in which
-    random numbers are not seeded. If seeds are given, an environment's attribute ``seed`` is set, if it has one.
+    that a call started is killed when its environment ends. An adapter's environments have a thread each, no seeded
+    random numbers, and end their own processes. Given seeds, an environment's attribute ``seed`` is set, if it has one.
 
     Args:
         spec, max_chars: see :class:`~.instances.Instances`.

@@ -157,8 +157,8 @@ class Fleet:
         start_silence_s: a start fails if this worker and all others that are starting are idle for so long
             (:class:`~.base.Activity`), if it does not answer for so long, or if it takes 12 times as long.
         max_attempts: a task fails with :class:`TaskLost` when so many workers died with it.
-        max_start_failures: failed starts in a row after which the slot is retired; without slots the fleet ends. If a
-            construction raises in a slot that never had a ready worker, the slot is retired at once.
+        max_start_failures: failed starts in a row after which the slot is retired; once all slots are retired, all
+            tasks fail. If a construction raises in a slot that never had a ready worker, the slot is retired at once.
         shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; workers have both
             methods.
 
@@ -230,10 +230,10 @@ class Fleet:
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
 
     def wait_ready(self) -> None:
-        """Wait until all workers have been ready for the first time; return at once after that.
+        """Wait until all workers have once been ready at the same time; return at once after that.
 
         Raises:
-            WorkerDied: a slot was retired: its worker's construction raised, or too many starts failed.
+            WorkerDied: before that, a slot was retired (see ``max_start_failures``) or the fleet was closed.
         """
         self._ready.result()
 

@@ -52,7 +52,7 @@ _EXPENDABLE = "1000"  # oom_score_adj: out of memory, the kernel kills such a pr
 class ThreadWorker:
     """A worker on a thread of this process (:class:`~.base.Worker`).
 
-    A thread cannot be killed: :meth:`kill` fails pending calls, but queued ones still run before the worker is closed.
+    A thread cannot be killed: :meth:`kill` fails pending futures, but queued calls run before the worker is closed.
     """
 
     pid: int | None = None

@@ -199,7 +199,7 @@ class RayWorker:
 
 
 def cluster_gpus(address: str) -> int:
-    """Connect to the running cluster at ``address``, unless connected, and stay so; return its number of GPUs."""
+    """Return the number of GPUs of the cluster at ``address``; connect to it if not connected, and stay connected."""
     ray = _imported_ray(local=False)
     if not ray.is_initialized():
         _connect(ray, address, 0, None)
@@ -220,7 +220,7 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
 
     Returns:
         A tuple for each node: its address; the function's result, or the exception raised (TimeoutError: no answer
-        within ``deadline_s``); the time of arrival here (seconds since the epoch).
+        within ``deadline_s``); when this process received it (seconds since the epoch).
 
     Raises:
         ImportError: Ray is not installed.
@@ -277,6 +277,7 @@ class RayLauncher(Launcher):
 
     Raises:
         TimeoutError: Ray did not allocate the bundles in time; the message has the request and the resources.
+        ConnectionError, UserError: no process listens at ``address``, or the cluster requires another token.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def reference_worker(
         model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device: arguments of
             :func:`sota_grpo.policy.load.load_model`.
         num_threads: torch's CPU threads in this process; None: not set.
-        options: keyword arguments of :class:`ReferenceWorker`.
+        options: keyword arguments of :class:`ReferenceWorker`, except ``shared_prompt``.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)

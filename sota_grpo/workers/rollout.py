@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 class RolloutWorker:
     """A worker that runs one engine; between two engine steps its host runs all pending calls, in order.
 
-    So new weights are loaded within one step, while groups are being sampled, and requests that arrive together start
-    together. A call's ``ValueError`` is returned to the caller. Any other exception of the engine breaks the worker:
-    all pending futures and later calls fail with :class:`WorkerDied` and the cause, and the engine is closed.
+    So new weights are loaded within one step, while groups are being sampled, and requests received during one step
+    start together. A call's ``ValueError`` is returned to the caller. After any other exception of the engine, all
+    pending futures and later calls fail with :class:`WorkerDied` and the cause, and the engine is closed.
 
     Args:
         engine: the engine, which this worker closes.
@@ -106,7 +106,7 @@ class RolloutWorker:
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
-        """Free the engine's device memory until :meth:`wake`; no group may be in progress."""
+        """Free the engine's device memory until :meth:`wake` or the next group; no group may be in progress."""
         self._do(self._engine.sleep)
 
     def wake(self) -> None:
@@ -171,7 +171,7 @@ class FleetEngine(Streams):
         name: name of the workers' engine.
         max_model_len: context length in tokens.
         share: :meth:`~sota_grpo.workers.base.Launcher.share` of the workers' launcher.
-        deadline_s: longest wait for one worker in :meth:`update_weights`, :meth:`sleep` and :meth:`wake`.
+        deadline_s: longest wait for one worker's answer to any call but :meth:`submit`.
         base: returns the packed base weights, if the learner sends only its adapter; called once.
     """
 
@@ -196,14 +196,14 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Queue one group; return its uncancellable future. Each token is sampled with the then newest weights."""
+        """Queue one group; return its uncancellable future. ValueError if the prompt leaves no room for a response."""
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Send weights to every worker while groups are running; return when every ready worker serves ``version``.
 
-        A worker that becomes ready later loads them before its first group.
+        Running groups use them from the next token. A worker that becomes ready later loads them before it samples.
 
         Raises:
             RuntimeError: a worker serves another version afterwards.
