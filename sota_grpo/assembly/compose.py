@@ -357,7 +357,9 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     odd = [item.input_line for item in parsed if item.is_delete() or item.is_add() or item.is_sweep_override()]
     if odd:
-        raise UserError(f"{odd[0]} cannot change the config of a saved run; write OPTION=VALUE.")
+        raise UserError(
+            f"{odd[0]} cannot change the config of a saved run; write OPTION=VALUE with one value, without + or ~."
+        )
     for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
         if not item.key_or_group.startswith("hydra."):
             node = _overridden(node, item.key_or_group, item.value())

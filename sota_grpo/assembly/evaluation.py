@@ -95,7 +95,7 @@ def find_target(
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
         if config_name is not None:
-            raise UserError(f"--config-name is for models, and {name} is a run; leave it out.")
+            raise UserError(f"{name} is a run, which has its own config; leave out --config-name.")
         target = _run_target(name, run_dir, overrides, task, step, trust)
     elif trust:
         raise UserError(f"--trust-run is for runs, and {name} is not one; leave it out.")
@@ -172,7 +172,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
         step = int(best["step"])
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
-        raise UserError(f"{run_dir} has no checkpoint and no exported model; resume it, or give another run.")
+        raise UserError(f"{run_dir} has no checkpoint; resume the run if it is unfinished, or give another run.")
     chosen = [(steps, path) for steps, path in paths if step in (None, steps)]
     if not chosen:
         there = ", ".join(str(steps) for steps, _ in reversed(paths))
@@ -181,7 +181,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's trained weights into ``model``; UserError if its trainable parameters are not the run's."""
+    """Copy a checkpoint's trained weights into ``model``; UserError if trainable names or shapes differ."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}

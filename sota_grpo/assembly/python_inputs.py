@@ -274,7 +274,7 @@ def _write(folder: Path, item: PythonInput, config: Config) -> None:
                     temporary.write_bytes(content)
         except OSError as error:
             raise RunFailed(
-                f"{path} cannot be written ({error.strerror}); free space there, or choose another run_dir."
+                f"{path} cannot be written ({error.strerror}); make room, make it writable or choose another run_dir."
             ) from error
     value = item.value
     paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"

@@ -202,7 +202,7 @@ class MarkedCalls:
             return position + len(self.closing)
         if re.compile(rf"(?:\s|{'|'.join((OTHER, *map(re.escape, self.specials)))})*+\Z").match(text, position):
             return position  # the turn ends here
-        raise BadCall(f"its JSON is not followed by {self.closing}")
+        raise BadCall(f"{self.closing} is missing after its JSON")
 
     def _call(self, text: str, start: int) -> tuple[ParsedCall, int]:
         """Return the call that begins at ``start``, and the position after it."""

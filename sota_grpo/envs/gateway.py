@@ -10,7 +10,7 @@ of both, which are never tokenised again; any other request begins a branch (:mo
     [user q]                              p q                  sampled  c      a second branch (a retry)
 
 The server listens on this machine only. Requests need the key of an open session; ``POST /v1/sessions`` needs the
-queue's key.
+queue's key (SOTA_GRPO_AGENTS_KEY).
 """
 
 from __future__ import annotations
@@ -440,7 +440,8 @@ class Gateway:
                     is_right = secrets.compare_digest(_hash(bearer), _hash(self._queue.key))
                     session = self._queue if is_right else None
                 if session is None:
-                    raise BadRequest("the API key is not that of an open session.", 401, "invalid_api_key")
+                    sessions = "neither that of an open session nor, for /v1/sessions, SOTA_GRPO_AGENTS_KEY"
+                    raise BadRequest(f"the API key is {sessions}.", 401, "invalid_api_key")
                 body = None
                 if request.method == "POST":
                     try:

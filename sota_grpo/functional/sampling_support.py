@@ -36,7 +36,7 @@ class SupportSets(NamedTuple):
         """Build the sets from token ids ``[K]``, the size of each set ``[M]``, and the sampled tokens, int64 ``[M]``.
 
         Raises:
-            ValueError: a sampled token is not exactly once in its set, or the sizes do not add up to K.
+            ValueError: a sampled token is missing or repeated in its set, or the sizes do not add up to K.
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
@@ -48,7 +48,7 @@ class SupportSets(NamedTuple):
         if not torch.equal(rows[drawn], every):
             wrong = every[torch.bincount(rows[drawn], minlength=len(counts)) != 1]
             raise ValueError(
-                f"{len(wrong)} of {len(counts)} sampled tokens are not exactly once in their sampling support "
+                f"{len(wrong)} of {len(counts)} sampled tokens are missing or repeated in their sampling support "
                 f"(the first is token {int(targets[wrong[0]])}): the engine's supports do not match its tokens."
             )
         return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)

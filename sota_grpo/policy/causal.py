@@ -492,7 +492,9 @@ def joins_products(model: PreTrainedModel) -> bool:
     if gap <= 2e-2:
         return True
     logger.warning(
-        "Layers of %s are computed as they are: joined products change their output by %.1g.", type(model).__name__, gap
+        "Matrix products of %s are not joined: that changes its output by %.1g of the maximum; nothing to do.",
+        type(model).__name__,
+        gap,
     )
     decoder_layer.restore_layers(layers)
     return False

@@ -165,8 +165,8 @@ def _require_stored(config: PretrainedConfig, name: str) -> None:
     for described in (*(size * width for size in shape), width * width):
         if 0 < 8 * stored < described:
             raise ModelNotFoundError(
-                f"model.name={name}: its config.json describes a model with a tensor of {described} elements, and its "
-                f"weight files have {stored} bytes together: a file is damaged or belongs to another model; replace it."
+                f"model.name={name}: config.json describes a tensor of {described} elements, but all weight files have "
+                f"only {stored} bytes: config.json or a weight file is damaged or of another model; replace it."
             )
 
 
@@ -400,7 +400,9 @@ def require_causal(name: str, config: PretrainedConfig, option: str = "model.nam
     elif getattr(text, "num_attention_heads", None) is None:
         what = "has no attention"
     if what is not None:
-        raise UserError(f"{option}={name} ({config.model_type}) {what}; use a causal language model of text.")
+        raise UserError(
+            f"{option}={name} ({config.model_type}) {what}; use a causal language model of text with attention."
+        )
     quantized = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantized:
         settings = quantized if isinstance(quantized, dict) else vars(quantized)
@@ -441,8 +443,10 @@ WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64 << 20, 256, 64 << 10
 def model_digest(name: str) -> str | None:
     """Return a digest of a model's configuration, tokenizer and weights; None if the weights are not on this machine.
 
-    For a file above 64 MiB it covers the length and 256 evenly spread blocks of 64 KiB. For a hub id the cached
-    snapshot is read.
+    Of a file above 64 MiB: the length and 256 evenly spread blocks of 64 KiB. Of a hub id: the cached snapshot.
+
+    Raises:
+        ModelNotFoundError: ``name`` is a path without a model.
     """
     folder = Path(resolve_model_path(name))
     if not folder.is_dir():

@@ -120,7 +120,9 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
-        raise ObjectiveError(f"There is no file {path}; correct {option} (relative to {Path.cwd()}).") from error
+        raise ObjectiveError(
+            f"{path} cannot be read ({error.strerror or error}); correct {option} (relative to {Path.cwd()})."
+        ) from error
     except (SyntaxError, ValueError) as error:
         raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error
     functions = {n.name: n.args for n in tree.body if isinstance(n, ast.FunctionDef)}

@@ -165,7 +165,7 @@ class CheckpointStore:
         Tensors in the ranks' files, which are checked too, are :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
 
         Raises:
-            CheckpointError: the file is missing, unreadable, altered or no checkpoint, or lacks a key of ``entries``.
+            CheckpointError: the file is missing, unreadable or altered, has unexpected content or lacks an entry.
         """
         try:
             with open_file(path, levels=2) as file:
@@ -180,10 +180,14 @@ class CheckpointStore:
         except CheckpointError:
             raise
         except TensorFileError as error:
-            raise CheckpointError(f"checkpoint {path} is no checkpoint of this program: {error}") from None
+            raise CheckpointError(
+                f"checkpoint {path} lacks entries or has unexpected content ({error}); use another"
+            ) from None
         except NO_TENSORS as error:
             what = f"{type(error).__name__}; no code in it was run"
-            raise CheckpointError(f"checkpoint {path} is no checkpoint of this program ({what})") from None
+            raise CheckpointError(
+                f"checkpoint {path} lacks entries or has unexpected content ({what}); use another"
+            ) from None
 
     def _folders(self) -> list[Path]:
         folders = self.directory.iterdir() if self.directory.is_dir() else ()
@@ -215,7 +219,7 @@ class CheckpointStore:
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
         existing = self.paths()
         message += f"; {existing[0][1].name} is the last good one" if existing else "; there is no earlier one"
-        return message + ("; free space there or set another hydra.run.dir" * isinstance(error, OSError))
+        return message + ("; make room, make it writable or set another hydra.run.dir" * isinstance(error, OSError))
 
 
 def _inode(path: Path) -> int | None:

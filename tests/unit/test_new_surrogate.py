@@ -178,7 +178,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:near", "ref_model.name=org/other", None),
         (f"{mine}:hungry", "seed=1", "has the parameters values; parameters must be any of log_prob, log_ratio,"),
         (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
-        (f"{mine.parent}/no.py:clipped", "seed=1", "There is no file .*no.py; correct algorithm.objective"),
+        (f"{mine.parent}/no.py:clipped", "seed=1", "no.py cannot be read .*; correct algorithm.objective"),
         ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
     ):
         if sentence is None:
@@ -247,7 +247,7 @@ def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
     validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
     for baseline, sentence in (
         (f"{mine}:hungry", "has the parameters log_prob, values; parameters must be any of rewards, group_ids"),
-        (f"{mine.parent}/no.py:median", "There is no file .*no.py; correct algorithm.baseline"),
+        (f"{mine.parent}/no.py:median", "no.py cannot be read .*; correct algorithm.baseline"),
         ("median", "algorithm.baseline=median is not one of group_mean"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -128,7 +128,7 @@ def test_commands_and_the_functions_behind_them_refuse_before_anything_of_the_ru
 
 def test_an_evaluation_on_another_task_needs_no_consent_to_a_reward_that_it_leaves_behind(run_dir: Path) -> None:
     saved(run_dir, "model: {name: tiny}\nreward: {path: /nowhere/inputs/reward.pkl}")
-    with pytest.raises(UserError, match="has no checkpoint and no"):
+    with pytest.raises(UserError, match="has no checkpoint; resume"):
         find_target(str(run_dir), task="arithmetic")
 
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_needs_consent_is_a_sentence_and_the_one_before_is_tak
     torch.save(Attack(tmp_path / "PWNED"), path)
     body = path.read_bytes()
     path.write_bytes(body + b"SGRPOck1" + sha256(body).digest())
-    with pytest.raises(CheckpointError, match="is no checkpoint of this program") as refused:
+    with pytest.raises(CheckpointError, match="has unexpected content") as refused:
         CheckpointStore.load(path)
     assert "weights_only" not in str(refused.value)
     assert refused.value.__suppress_context__

@@ -51,7 +51,7 @@ def test_another_file_is_a_sentence_and_runs_nothing(name: str, tmp_path: Path) 
     with pytest.raises(UserError, match="damaged or not a stored step"):
         read_step(step)
     step.write_bytes(archive + b"SGRPOck1" + sha256(archive).digest())
-    with pytest.raises(CheckpointError, match=r"is no checkpoint of this program \(.*; no code in it was run"):
+    with pytest.raises(CheckpointError, match=r"has unexpected content \(.*; no code in it was run"):
         CheckpointStore.load(step)
 
 

@@ -151,7 +151,7 @@ class Comparison:
             if data == "or" or not any(all(condition(x) for condition in conditions) for x in self._probes()):
                 every = any  # after "or", and if the conditions exclude each other
         else:
-            raise Incomparable(f"{kind} is no set of real numbers")
+            raise Incomparable(f"a node {kind!r} is not a set of reals")
         return lambda x: every(condition(x) for condition in conditions)
 
     def _half_line(self, left: Node, sign: str, right: Node) -> Reals:
