@@ -100,7 +100,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def folder_for_sockets(room: int) -> str:
-    """Return the temporary folder, or ``/tmp`` if a socket's path with ``room`` bytes after the folder is too long.
+    """Return the temporary folder, or ``/tmp`` if it plus ``room`` bytes is too long for a socket's path.
 
     >>> folder_for_sockets(room=100)
     '/tmp'

@@ -47,8 +47,8 @@ def children() -> list[int]:
 def end_group_with(owner: int) -> None:
     """Start a thread that kills this process's own group (SIGKILL) when the process ``owner`` ends; return at once.
 
-    Linux: the thread waits 5 s, so that a subreaper acts first; when the parent ends, the kernel kills this process
-    alone. Elsewhere ``owner`` must be the parent.
+    Linux: the thread kills 5 s after ``owner`` ends, so that a subreaper acts first; the kernel is told to kill this
+    process alone when its parent ends. Elsewhere ``owner`` must be the parent.
     """
     die_with_parent()
 
@@ -123,7 +123,7 @@ def _end_descendants() -> None:
 def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
     """Linux: start and return a process that kills ``pids`` (SIGKILL) when this process has ended; elsewhere None.
 
-    A caller that ends these processes itself must kill the guard.
+    A caller that ends these processes itself must kill the guard, which otherwise stays as long as this process.
     """
     if not hasattr(os, "pidfd_open"):
         return None

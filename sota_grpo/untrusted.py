@@ -88,9 +88,10 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
     """Read a YAML file of a run with OmegaConf, interpolations unresolved; refuse aliases and deep nesting.
 
-    ``levels`` and OSError are as in :func:`open_file`; a file above 1 MiB raises it, too.
+    ``levels``: see :func:`open_file`.
 
     Raises:
+        OSError: as :func:`open_file`, or the file is above 1 MiB.
         UnicodeDecodeError, YAMLError, OmegaConfBaseException: it is no valid YAML, has aliases, or is nested deeply.
     """
     import yaml

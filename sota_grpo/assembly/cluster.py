@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads per process: local cores / the run's processes (macOS: 1); on a GPU cluster, cores / GPUs."""
+        """CPU threads per engine, reference, rank: local cores / their number (macOS: 1); GPU cluster: cores / GPUs."""
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 

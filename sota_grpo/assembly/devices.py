@@ -157,7 +157,8 @@ def resolve_device(config: Config) -> str:
     """Return ``cuda`` or ``cpu``, the device type of the run.
 
     Raises:
-        UserError: the model's folder is missing; or there is no GPU, which ``device=cuda`` or a hub model needs.
+        UserError: the model's folder is missing; or there is no GPU and ``device`` is ``cuda`` (without
+            ``ray.address``), or ``auto`` with a hub model.
     """
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":

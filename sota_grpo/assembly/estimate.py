@@ -408,7 +408,7 @@ class RunMemory:
 
     @property
     def largest_sample(self) -> tuple[int, int]:
-        """Return (tokens of the longest prompt, tokens of the longest response to that prompt)."""
+        """Return (tokens of the longest prompt, most tokens that a response to it can have)."""
         prompt = min(self.prompt_tokens, self.context - 1)
         has_agent = any(task.env.agent is not None for task in task_configs(self.config).values())
         most = self.context * (MOST_CONTEXTS if has_agent else 1)  # an agent's requests fork
@@ -517,7 +517,7 @@ class RunMemory:
 
 @dataclass(frozen=True)
 class Estimate(RunMemory):
-    """The memory that a run needs, and if it does not fit, a change of options with which it does."""
+    """The memory that a run needs and, if it does not fit, the change of options that makes it fit, if there is one."""
 
     sources: dict[str, str]  # where the facts on "model", "prompt" and "machine" come from, in words
     num_problems: int | None  # of the training split; None if the data is not on this machine

@@ -213,7 +213,7 @@ class SharedPrompts(GroupCache):
         return self._biases[heads]
 
     def spread(self, query: torch.Tensor) -> torch.Tensor:
-        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; ended rows are zeros."""
+        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; absent siblings are 0."""
         _, heads, n, width = query.shape
         groups, siblings = len(self.lengths), self._siblings
         if self._slots is not None:

@@ -81,7 +81,7 @@ class Responder(Protocol):
 
 
 class GradedTurns:
-    """Answers each turn with the ``reply`` of its score; a score with an error or without a reply ends the dialog."""
+    """Grades each policy turn and answers with the score's ``reply``; an error or no reply ends the dialog."""
 
     def __init__(self, grader: Grader, turns: TurnTokens):
         self._grader, self._turns = grader, turns
@@ -221,7 +221,7 @@ class ToolEpisode:
         return replies
 
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
-        """Get the instance's reward, close the instance, and return the dialog's record."""
+        """Get the instance's reward, close the instance, return the record, never None; arguments: :class:`Episode`."""
         calls = () if unanswered is None else self._parse(unanswered)
         if truncated:
             self._ended = TRUNCATED

@@ -98,7 +98,10 @@ class PromptStream:
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed, shuffle, number and hash of the prompts, position; of a mixture each task's size and weight."""
+        """Return the position (epoch, position, next group id), seed, shuffle, number of prompts and a hash of them.
+
+        The hash is of up to 64 prompts per task. A mixture's state also has the size and weight of each task.
+        """
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 

@@ -67,7 +67,7 @@ def group_advantages(
     Args:
         rewards: ``[N]``, one per response.
         group_ids: int64 ``[N]``, equal for the responses to one prompt; any values, in any order.
-        baseline: a name, or a tensor ``[N]`` with ``r - b`` of another estimator.
+        baseline: a name; or a tensor ``[N]`` that is used as ``r - b`` itself.
         eps: added to the standard deviation, in units of reward.
         lengths: ``[N]``, number of tokens of each response; read by ``length_weighted`` only.
 

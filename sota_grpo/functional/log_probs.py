@@ -241,7 +241,7 @@ class VocabShard(NamedTuple):
     group: dist.ProcessGroup  # the ranks that share the vocabulary, in the order of their rows
 
     def joined(self, local: _Scan, has_target: Tensor) -> _Scan:
-        """Return the softmax sums over all ranks (two all-reduces); ``has_target``: this rank has the row's target."""
+        """Join all ranks' softmax sums (two all-reduces); ``has_target``: the row's target is in this rank's shard."""
         top = local.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         drop = local.top - top

@@ -299,7 +299,7 @@ def _measuring(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """Return a copy of the config with default addresses and W&B arguments; absolute paths become file names.
+    """Return a copy to publish: addresses and W&B arguments are reset; absolute paths (all in lists) become file names.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"

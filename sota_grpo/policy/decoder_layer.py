@@ -194,7 +194,7 @@ class Joined:
 
 
 def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
-    """Make ``layers`` joined layers, in place: their forward becomes :func:`decoder_layer` for packed rows on a GPU.
+    """Make ``layers`` joined, in place: they call :func:`decoder_layer` for packed half-precision rows on a GPU.
 
     :func:`fits` must be True for each layer. ``windows``: sliding window of each layer in tokens; None: no window.
     """

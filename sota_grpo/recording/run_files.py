@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Save and return the file of a ``sota-grpo replay``, replacing one of equal step and options (``question``)."""
+    """Save a replay's result and return its file; a file of equal step and options (``question``) is replaced."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)

@@ -199,7 +199,7 @@ class StoredSteps:
         return self.learner.update(rows)
 
     def after_checkpoint(self) -> None:
-        """Mark the next step to be stored, because a checkpoint was saved, if the time limit allows."""
+        """Call this after a checkpoint: the next step is stored, unless storing has taken too much time."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
 

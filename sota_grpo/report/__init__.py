@@ -112,7 +112,7 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """Return the page's data as JSON: all curves, and groups in the rest of ``budget`` bytes, equal shares per run.
+    """Return the page's data as JSON: all curves, then groups up to ``budget`` bytes in all, equal shares per run.
 
     Error messages about unreadable groups and replays are appended to ``left_out``.
     """

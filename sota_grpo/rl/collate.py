@@ -140,7 +140,10 @@ def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
-    """Return one TensorDict per sample: entries of ``prompt`` (from :func:`prompt_rows`) and :func:`group_table`."""
+    """Return one TensorDict per sample: its row of :func:`group_table`, with the entries of ``prompt``.
+
+    ``prompt``: a row of :func:`prompt_rows`.
+    """
     (entries,) = RowTable.of([prompt]).rows()
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
@@ -225,7 +228,7 @@ def set_loss_weights(
     max_response_tokens: int | None = None,
     drop_truncated: bool = False,
 ) -> None:
-    """Write ``loss_weight``, 0 off the assistant mask, to all rows of an optimizer step, in place; return the rows.
+    """Write ``loss_weight`` to all rows of an optimizer step and return these; it is 0 outside the assistant mask.
 
     Args:
         rows: all rows of the step, ragged or dense, not yet micro-batches; rows with a grader error get weight 0.

@@ -343,7 +343,7 @@ def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """Decorator: ``write(table, ..)`` accepts TensorDicts of any form too, modifies the argument and returns it.
+    """Decorator: ``write(table, ..)`` then also takes a list or any TensorDict of rows; it modifies and returns this.
 
     Raises:
         ValueError: an entry is written to some rows only, but the TensorDict is dense.

@@ -94,7 +94,7 @@ class RowTransform(Transform):
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """Return ``(response text, example)`` of each finished row; adjacent rows of one prompt share the example."""
+    """Return ``(response text, example)`` of every row; consecutive rows of one prompt share one example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:

@@ -311,8 +311,8 @@ class Run:
                 self.components.learner.export_hf(folder)
             except OSError as error:
                 raise RunFailed(
-                    f"The model cannot be written to {folder} ({error.strerror or error}); free space there, "
-                    "then write it with train.resume=auto."
+                    f"The model cannot be written to {folder} ({error.strerror or error}); make room or make "
+                    "it writable, then write it with train.resume=auto."
                 ) from error
         self.saves.wait()
         self.directory.finish(self.reached)
@@ -367,14 +367,14 @@ class Run:
 
 
 def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
-    """Validate the config, build the components, train and close; return the completed steps, as :meth:`Run.train`.
+    """Validate the config, build components, train and close; return the completed steps, with those before a resume.
 
     A finished run is not trained again. Number of threads, random states and transformers' progress bars are restored.
 
     Args:
-        config: its paths become absolute.
+        config: modified: paths of existing files become absolute.
         run_dir: directory of a new run; with ``train.resume`` the run to continue may be in another one.
-        inputs: objects passed to :func:`sota_grpo.train`; ``inputs.run_dir`` becomes the directory of the run.
+        inputs: objects passed to :func:`sota_grpo.train`; this sets ``inputs.run_dir`` to the directory of the run.
 
     Raises:
         UserError: the run cannot start, or cannot continue (``RunFailed``).

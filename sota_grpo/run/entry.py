@@ -217,7 +217,7 @@ class Jobs:
         return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
-        """Call ``command``, which calls :meth:`run` for each run; return the highest exit code of the runs."""
+        """Call the function ``command``, which calls :meth:`run` per run; return the highest exit code (2: refused)."""
         completed = False
         try:
             self._attempt(command)

@@ -251,12 +251,12 @@ class Slots:
         self.num_taken = 0
 
     def fill(self) -> list[Group]:
-        """Draw prompts for free slots, and to replace zero-advantage groups (see ``refill``); return the new groups."""
+        """Draw a prompt per free slot and per zero-advantage group that ``refill`` lets go; return the new groups."""
         held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.num_taken
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
-        """Move a zero-advantage group from ``in_flight`` to ``refill``; return new groups that replace it or others."""
+        """Move a zero-advantage group from ``in_flight`` to ``refill``; return replacements drawn, perhaps none."""
         del self.in_flight[group.group_id]
         self.refill.add(group, rows)
         return self._replace()

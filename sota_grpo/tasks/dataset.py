@@ -281,8 +281,8 @@ def two_sides(
 ) -> tuple[list[Example], list[Example]]:
     """Return the training and the held-out split, without duplicates; a question in both splits is only held out.
 
-    If ``heldout`` is None, questions are held out in order of their hash, each with all its rows, until at least
-    ``num_heldout`` rows are (None: a tenth of the rows, 1 to 512). So the choice depends on the questions and
+    If ``heldout`` is None, whole questions are held out in order of their hash, until these have ``num_heldout`` rows
+    or more (None: a tenth of the rows, from 1 to 512). So the choice depends on the questions and
     ``data_seed``, not on the order of the rows. Training examples keep the file's order; held-out examples are sorted
     by :func:`hash_ordered`. ``source`` names the data in messages.
 

@@ -68,7 +68,7 @@ def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
 class MixedExamples(Sequence[Example]):
     """The examples of several tasks (``examples_of``), each tagged with its task's name, interleaved round-robin.
 
-    So a prefix of the sequence, as evaluation, checks and reports use it, has examples of all tasks.
+    So a prefix, as evaluation, checks and reports use it, has all tasks; ``weights`` decide only the training draws.
     """
 
     def __init__(self, examples_of: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:

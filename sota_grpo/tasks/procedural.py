@@ -28,7 +28,7 @@ HELDOUT_SHARE = 8  # one problem in eight is held out
 
 
 def is_heldout(problem: object) -> bool:
-    """Return whether a problem is in the held-out split: ``BLAKE2b(str(problem)) mod 8 == 0``, for every seed."""
+    """Return whether a problem is held out, for every seed: 64-bit ``BLAKE2b(str(problem)) mod 8 == 0``."""
     digest = hashlib.blake2b(str(problem).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_SHARE == 0
 
@@ -106,7 +106,7 @@ class ProceduralTask(BaseTask):
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: ``answer`` (text: ``N`` or ``.. #### N``) and optional ``question``."""
+        """Return the example of a row: ``answer`` (text: ``N`` or ``.. #### N``) and ``question``, empty if missing."""
         return Example(query=optional_text(row, ["question"]), answer=text_of(row, "answer", location))
 
 

@@ -191,7 +191,7 @@ class OpenEnv:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools: those that the server lists, or one for each type of action."""
+        """JSON schemas of the tools that the server lists (each read opens a new session), or one per action type."""
         if not self._lists_tools:
             return [schema for schema, _ in self._actions.values()]
         listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
@@ -363,7 +363,7 @@ def _tool_answer(seen: Mapping[str, Any]) -> str:
 def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (tool schema, constant fields) of each type of action: each branch of a union, or the whole JSON schema.
 
-    Fields with a single allowed value are omitted from the tool schema and returned as constant fields.
+    Fields with ``const`` are returned as constant fields, not in the tool schema; ``metadata`` is dropped.
 
     >>> up = {"title": "GoUpAction", "properties": {"kind": {"const": "up"}, "steps": {"type": "integer"}}}
     >>> schema = {"oneOf": [{"$ref": "#/$defs/Up"}], "$defs": {"Up": {**up, "required": ["kind", "steps"]}}}

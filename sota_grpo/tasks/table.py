@@ -95,7 +95,7 @@ def is_right(response: str, source: str, ground_truth: Any, answer_format: str |
     - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
     - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if it is a list. If
       the truth is no number, ``any`` tries tags, boxed and ``####``, then the text after "the answer is", then the
-      whole response, but not the last number.
+      whole response, never the last number.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
     (True, False)

@@ -575,7 +575,7 @@ class Learner:
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
-        """Return log-probs and entropies ``[2, sum T_i]`` on the CPU, without dropout; 0 off the assistant mask."""
+        """Return log-prob and entropy per token, ``[2, sum T_i]``, on the CPU, no dropout; 0 off the assistant mask."""
 
         def both(batch: TensorDictBase) -> Tensor:
             outputs = self._policy_outputs(batch)

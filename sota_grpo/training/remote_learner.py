@@ -306,7 +306,7 @@ class RemoteLearner:
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:
-        """Raise UserError unless every rank can write its shard of a checkpoint below ``folder``."""
+        """Raise UserError unless every rank sees the driver's folder and can write to it, for its checkpoint shards."""
         ending = f".{secrets.token_hex(6)}.tmp"  # deleted as a leftover if this process is killed here
         with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
             self._call("sees", probe.name)

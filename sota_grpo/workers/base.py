@@ -99,7 +99,7 @@ class Worker(Protocol):
     ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
     of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
     Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
-    ``kill`` fails pending and later calls and ends a process at once, a thread after its queued calls; idempotent.
+    ``kill`` fails pending and later calls; a process ends at once, a thread after running its queued calls; idempotent.
     """
 
     name: str

@@ -88,7 +88,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Broadcast:
-    """One call to every ready worker; it is pending until each has answered, died or exceeded the deadline."""
+    """One call to every ready worker; pending until each has answered or is lost; if all are, a new one is called."""
 
     method: str
     args: tuple[Any, ...]

@@ -303,7 +303,7 @@ class ProcessLauncher(Launcher):
         return worker
 
     def share(self, value: Any) -> Any:
-        """Return a handle to pass to ``call``: ``value`` is pickled once, and sent with every call."""
+        """Return a handle to pass to ``call`` for ``value``, which is pickled now; every call sends the bytes."""
         return Shared(value)
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class RolloutWorker:
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
-        """Free the engine's device memory until :meth:`wake` or the next group; no group may be in progress."""
+        """Free the engine's device memory until its next use or :meth:`wake`; a group in progress fails the worker."""
         self._do(self._engine.sleep)
 
     def wake(self) -> None:

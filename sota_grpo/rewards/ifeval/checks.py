@@ -121,7 +121,7 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Return whether there are ``relation`` ``threshold`` items, e.g. at least 3; reads no more items than needed."""
+    """Return whether the count of items is ``relation`` ``threshold`` (at least 3); stops soon after ``threshold``."""
     enough = threshold + _tolerance(threshold) + 1  # for this number and above no relation changes
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 

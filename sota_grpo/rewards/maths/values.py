@@ -58,11 +58,11 @@ class Values:
             raise Incomparable("the comparison takes too long")
 
     def inexact(self, value: Any) -> Any:
-        """Return the value as an mpmath number."""
+        """Return a ``Fraction`` as an mpmath number, any other value as it is."""
         return self._context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def close(self, left: Any, right: Any) -> bool:
-        """Return whether two values are equal: exactly if both are exact, else to 40 digits."""
+        """Return whether two values are equal: exactly if both are fractions, else to 40 significant digits."""
         if isinstance(left, Fraction) and isinstance(right, Fraction):
             return left == right
         left, right = self.inexact(left), self.inexact(right)
