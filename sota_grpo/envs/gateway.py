@@ -440,8 +440,11 @@ class Gateway:
                     is_right = secrets.compare_digest(_hash(bearer), _hash(self._queue.key))
                     session = self._queue if is_right else None
                 if session is None:
-                    sessions = "neither that of an open session nor, for /v1/sessions, SOTA_GRPO_AGENTS_KEY"
-                    raise BadRequest(f"the API key is {sessions}.", 401, "invalid_api_key")
+                    raise BadRequest(
+                        "the API key is neither that of an open session nor, for /v1/sessions, SOTA_GRPO_AGENTS_KEY.",
+                        401,
+                        "invalid_api_key",
+                    )
                 body = None
                 if request.method == "POST":
                     try:

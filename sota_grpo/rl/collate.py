@@ -228,7 +228,7 @@ def set_loss_weights(
     max_response_tokens: int | None = None,
     drop_truncated: bool = False,
 ) -> None:
-    """Write ``loss_weight`` to all rows of an optimizer step and return these; it is 0 outside the assistant mask.
+    """Write ``loss_weight``, 0 outside the assistant mask, to all rows of an optimizer step in place; return the rows.
 
     Args:
         rows: all rows of the step, ragged or dense, not yet micro-batches; rows with a grader error get weight 0.
