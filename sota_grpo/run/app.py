@@ -32,6 +32,7 @@ from sota_grpo.loop import run
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import (
     BEST_FILE,
+    CONFIG_FILE,
     EXPORTED,
     note_failure,
     read_config,
@@ -58,10 +59,13 @@ CONTINUES = "train.resume=auto continues from the last checkpoint"
 
 
 def as_planned(config: Config, directory: RunDir) -> Config:
-    """Return ``config``; in a resumed run, ``train.micro_batch_tokens=auto`` becomes the number used before."""
+    """Return ``config``; in a resumed run, ``train.micro_batch_tokens=auto`` becomes the number recorded before."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
-    planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens", "auto")
+    planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens")
+    if not isinstance(planned, int):
+        logger.warning("%s does not record what %s=auto was: it is chosen anew.", directory.path / CONFIG_FILE, MEMORY)
+        return config
     logger.info("%s is %s, as when this run was started.", MEMORY, planned)
     return with_options(config, {MEMORY: planned})
 

@@ -200,18 +200,14 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     """
     digest, passed = signature(config), config.get("passed")
     target = config.get("eval", {}).get("target")
-    if resume == "auto" and not (run_dir / RUN_FILE).exists():
-        sibling = _newest_sibling(run_dir, digest, num_steps, passed)
-        if sibling is not None:
-            drop_empty(run_dir)
-            return sibling
     path = run_dir
-    if resume not in (None, "auto"):
+    lock: IO[bytes] | None = None
+    if resume == "auto" and not (run_dir / RUN_FILE).exists():
+        path, lock = _newest_sibling(run_dir, digest, num_steps) or (run_dir, None)
+    elif resume not in (None, "auto"):
         path = Path(resume)
         _require_run(path, resume)
-    if read_record(path) is not None:
-        require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
-    lock = _lock(path)
+    lock = lock or _lock(path)
     if lock is None:
         raise RunRefused(_is_busy(path))
     sentence = _refusal(path, config, digest, num_steps, resume)
@@ -262,6 +258,8 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         names = [name for name, value in new.items() if name in old and old[name] != value]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         differs = ", ".join(names[:3]) + more if names else "the content of a file, or a Python input"
+        if not before:
+            return f"The run in {path} was started with another config, and its {CONFIG_FILE} is missing; {_ELSEWHERE}."
         return (
             f"The run in {path} was started with another config. Different: {differs}. Give the options of "
             f"{path / CONFIG_FILE}, or {_ELSEWHERE}."
@@ -274,7 +272,8 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
     return None
 
 
-def _newest_sibling(run_dir: Path, digest: str, num_steps: int, passed: Any) -> RunDir | None:
+def _newest_sibling(run_dir: Path, digest: str, num_steps: int) -> tuple[Path, IO[bytes]] | None:
+    """Return the run next to ``run_dir`` that ``train.resume=auto`` continues, and its lock; None without one."""
     shape = _BY_THE_CLOCK.search(run_dir.as_posix())
     if shape is None:
         return None
@@ -283,7 +282,7 @@ def _newest_sibling(run_dir: Path, digest: str, num_steps: int, passed: Any) -> 
     for path in sorted((path for path in siblings if _is_resumable(path, digest, num_steps)), key=_age, reverse=True):
         lock = _lock(path)
         if lock is not None and _is_resumable(path, digest, num_steps):  # still: its process may just have finished it
-            return RunDir(path, digest, num_steps, lock, passed)
+            return path, lock
         if lock is not None:
             lock.close()
     return None
@@ -312,6 +311,10 @@ def _age(path: Path) -> tuple[float, float]:
 
 def _lock(path: Path) -> IO[bytes] | None:
     """Lock ``path`` until this process ends; return the open lock file, or None if another process has the lock."""
+    if is_held(path):  # its files come and go
+        return None
+    if read_record(path) is not None:
+        require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK_FILE).open("ab")

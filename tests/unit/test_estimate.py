@@ -185,6 +185,19 @@ def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path
     assert kept == ["auto", 4321, 99]
 
 
+@pytest.mark.parametrize("config_yaml", [None, "seed: 1", "train: {micro_batch_tokens: auto}"])
+def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(
+    config_yaml: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if config_yaml is not None:
+        (tmp_path / "config.yaml").write_text(config_yaml)
+    config = compose("grpo_cpu")
+    with caplog.at_level("INFO"):
+        assert as_planned(config, SimpleNamespace(path=tmp_path, resumed=True)) is config
+    assert "as when this run was started" not in caplog.text
+    assert f"{tmp_path / 'config.yaml'} does not record what train.micro_batch_tokens=auto was" in caplog.text
+
+
 @NO_GPU
 def test_where_nothing_helps_it_says_so() -> None:
     actual = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)

@@ -153,6 +153,25 @@ def test_auto_leaves_a_run_that_is_alive_alone(tmp_path: Path) -> None:
         assert place.path == alive
 
 
+@pytest.mark.parametrize("resume", ["auto", "its name", "its own directory"])
+def test_a_run_is_continued_without_leftovers_and_not_through_links(resume: str, tmp_path: Path) -> None:
+    run_dir, fresh = started(run_at(tmp_path, "2026-01-01", "10-00-00")), run_at(tmp_path, "2026-01-02", "09-00-00")
+    own = run_dir if resume == "its own directory" else fresh
+    said = str(run_dir) if resume == "its name" else "auto"
+    (run_dir / ".metrics.jsonl.0123abcd.tmp").write_text("half")
+    with opened(own, said) as place:
+        assert place.path == run_dir
+    assert not [*run_dir.glob("*.tmp")]
+    (tmp_path / "victim").write_text("mine")
+    for name in ("rollouts.jsonl", ".lock"):
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).symlink_to(tmp_path / "victim")
+        with pytest.raises(UserError, match=rf"{name}: it is a link that leaves the run directory"):
+            opened(own, said)
+        (run_dir / name).unlink()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "not json", '{"signature": 3}'])
 def test_auto_passes_over_a_run_file_of_another_program(text: str, tmp_path: Path) -> None:
     foreign, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "09-00-00")
@@ -297,6 +316,9 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
     with pytest.raises(RunRefused, match="Different: the content of a file, or a Python input"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing; choose another"):
+        opened(run_dir, "auto", OTHER)
 
 
 def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
