@@ -277,10 +277,14 @@ def _text(content: Any) -> str:
         return (content or "").encode("utf-8", "replace").decode()
     texts = []
     for part in _list(content, "content"):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind, text = _object(part, "a part of content").get("type"), part.get("text")
+        if kind is None:
+            raise BadRequest('a part of content has no type; send {"type": "text", "text": ..}.')
+        if kind != "text":
             raise BadRequest(f"content of the type {one_line(str(kind), 40)!r} is not supported; send text.")
-        texts.append(part["text"])
+        if not isinstance(text, str):
+            raise BadRequest(f"the text of a part of content is a {type(text).__name__}, not a string.")
+        texts.append(text)
     return "".join(texts).encode("utf-8", "replace").decode()
 
 
@@ -297,7 +301,7 @@ def _arguments(arguments: Any) -> Any:
 
 def _call(given: Any, name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(name, str):
-        raise BadRequest("a tool call has no name.")
+        raise BadRequest("a tool call has no name, or one that is not a string.")
     return {"type": "function", "id": str(given or ""), "function": {"name": name, "arguments": arguments}}
 
 
@@ -310,7 +314,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = _object(_object(tool, "a tool").get("function"), "the function of a tool")
     name, parameters = function.get("name"), function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(name, str) or not name:
-        raise BadRequest("a tool has no name.")
+        raise BadRequest("a tool has no name, or one that is not a string.")
     parameters = _object(parameters, f"the schema of {name}")
     described = {} if "description" in function else {"description": ""}
     return {"type": "function", "function": {**function, **described, "parameters": parameters}}

@@ -438,10 +438,11 @@ class _Turn(Future[Future[GroupOutput]]):
 class GroupDialogs(Future[GroupOutput]):
     """Future of a group whose dialogs are sampled independently; it resolves when the last dialog has ended.
 
-    Every turn of every sample is a separate request: the first turn of sample ``i`` has the random stream that it
-    would have in a request for the group; turn ``t >= 2`` has the seed ``sample_seed(request.seed, i, t)``. A dialog is
-    a coroutine, which continues in the thread that resolves its pending future. The result is the group's output, or
-    the first exception of the engine, the responder or the chat template. :meth:`cancel` cancels the pending requests.
+    Every turn of every sample is a separate request: the first turn of sample ``i``, counted from
+    ``request.first_sample``, has the random stream that it would have in a request for the group; turn ``t >= 2`` has
+    the seed ``sample_seed(request.seed, i, t)``. A dialog is a coroutine, which continues in the thread that resolves
+    its pending future. The result is the group's output, or the first exception of the engine, the responder or the
+    chat template. :meth:`cancel` cancels the pending requests.
 
     Args:
         request: the group's request, with its example.
@@ -501,14 +502,15 @@ class GroupDialogs(Future[GroupOutput]):
         if self._is_left():  # cancelled in the meantime
             episode.leave()
             return
-        request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=index, example=None)
+        sample = self._request.first_sample + index
+        request = replace(self._request, prompt_ids=prompt_ids, num_samples=1, first_sample=sample, example=None)
         while True:
             future = await result(_Turn(partial(self._request_turn, index, request)))
             (said,) = (await result(future)).samples
             await dialog.follow(said, partial(self._order.drop, self._expect(index)))
             if dialog.is_over:
                 return
-            seed = sample_seed(self._request.seed, index, dialog.num_turns + 1)
+            seed = sample_seed(self._request.seed, sample, dialog.num_turns + 1)
             request = GroupRequest(self._request.group_id, tuple(dialog.ids), num_samples=1, seed=seed)
 
     def _go_on(self, index: int, dialog: Callable[[], object]) -> None:

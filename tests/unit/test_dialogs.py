@@ -201,6 +201,22 @@ def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     engine.close()
 
 
+def test_samples_that_are_requested_one_by_one_are_those_of_the_group(kind: str) -> None:
+    requests = some_requests(8)
+    parts = [
+        replace(request, group_id=3 * n + index, num_samples=1, first_sample=index)
+        for n, request in enumerate(requests)
+        for index in range(3)
+    ]
+    engine = of_kind(kind)
+    whole = {output.group_id - 10: output.samples for output in engine.generate(requests, SAMPLING)}
+    for output in engine.generate(parts, SAMPLING):
+        n, index = divmod(output.group_id, 3)
+        (sample,) = output.samples
+        assert as_lists(sample) == as_lists(whole[n][index]), f"seed {SEED}"
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("context", "said", "truncated"),
     [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],

@@ -175,18 +175,36 @@ def test_a_history_that_was_changed_is_a_branch(rig) -> None:
     assert len(spoken(rig, session)) == 2
 
 
+def of_parts(*parts: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": [*parts]}]}
+
+
 BAD = {
     "no JSON": (b"{", 400, "not JSON"),
     "no object": ([], 400, "not a JSON object"),
     "no messages": ({}, 400, "messages"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, 400, "'judge'"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    "an image with a text": (of_parts({"type": "image", "text": "hello"}), 400, "content of the type 'image' is not"),
+    "a null as a text": (of_parts({"type": "text", "text": None}), 400, "the text of a part of content is a NoneType"),
+    "a part without a type": (of_parts({"text": "hello"}), 400, "a part of content has no type"),
+    "a part without keys": (of_parts({}), 400, "a part of content has no type"),
+    "a part that is a string": (of_parts("hello"), 400, "a part of content is a str, not a JSON object"),
     "a bad limit": ({"messages": [QUESTION], "max_tokens": 0}, 400, "max_tokens=0"),
     "a bias": ({"messages": [QUESTION], "logit_bias": {"5": 100}}, 400, "logit_bias"),
     "a form": ({"messages": [QUESTION], "response_format": {"type": "json_object"}}, 400, "response_format"),
     "another stop string": ({"messages": [QUESTION], "stop": ["END"]}, 400, "inference_model.stop"),
     "a forced call": ({"messages": [QUESTION], "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
     "a tool without a name": ({"messages": [QUESTION], "tools": [{"function": {}}]}, 400, "name"),
+    "a tool whose name is a number": (
+        {"messages": [QUESTION], "tools": [{"function": {"name": 5}}]},
+        400,
+        "not a string",
+    ),
+    "a call whose name is a number": (
+        {"messages": [{**QUESTION, "tool_calls": [{"function": {"name": 5}}]}]},
+        *(400, "a tool call has no name, or one that is not a string"),
+    ),
     "a last message of the assistant": (
         {"messages": [QUESTION, {"role": "assistant", "content": "It"}]},
         *(400, "the last message is the assistant's"),
@@ -214,6 +232,16 @@ def test_a_bad_request_is_a_sentence_and_loses_nothing(rig, name) -> None:
     assert (session.num_turns, len(session.tree)) == (0, 0)
     assert rig.post(session, {"messages": [QUESTION], "stop": ["STOP"], "temperature": 0.1}).status == 200
     assert session.num_turns == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_text_in_parts_is_joined_and_any_other_part_is_refused(rig, path) -> None:
+    session, texts = rig.session(), [{"type": "text", "text": text} for text in ("What is ", "4 + 5?")]
+    assert rig.post(session, of_parts(*texts) | {"max_tokens": 9}, path).status == 200
+    assert "What is 4 + 5?" in rig.tokenizer.decode(rig.prompts[0])
+    for part in ({"type": "image", "text": "hello"}, {"type": "text", "text": None}, {"text": "hello"}):
+        assert rig.post(session, of_parts(*texts, part) | {"max_tokens": 9}, path).status == 400
+    assert len(rig.prompts) == 1
 
 
 def test_a_reply_ends_before_its_stop_string_and_is_continued_with_all_its_ids(rig) -> None:

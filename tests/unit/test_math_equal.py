@@ -22,6 +22,11 @@ MORE = (
     ("1,1,2", "1,2,2", False),
     ("2x+3y=6", "4x+6y=12", True),
     ("\\text{Tuesday}", "tuesday", True),
+    ("\\log_2 8", "3", True),
+    ("\\ln_2 8", "\\ln_2 8", True),
+    *((f"{name}_2 8", f"{name} 8", False) for name in ("\\ln", "\\sin", "\\exp", "\\tanh", "\\log")),
+    ("\\log_2_3 8", "\\log_3 8", False),
+    ("\\sin^2^3 x", "\\sin^3 x", False),
 )
 
 

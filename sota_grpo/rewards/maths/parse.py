@@ -253,6 +253,8 @@ class _Parser:
         """Parse a function: its power and base, and as argument a bracket or the factors that follow."""
         after: dict[str, tuple[Node, ...]] = {"^": (), "_": ()}
         while sign := self.accept("^", "_"):
+            if after[sign]:
+                raise Incomparable(f"{name} has two powers, or two bases")
             after[sign] = (self._signed(self._atom) if sign == "^" else self._argument(),)
         factors = [self._atom() if self.text in _BRACKETS else self._power()]
         while self.text not in _BRACKETS and self._starts_atom() and self.kind != "fn":

@@ -114,11 +114,14 @@ class Values:
             return self._checked(self._context.factorial(self.inexact(value)))
         return self._checked(Fraction(math.factorial(int(value))))
 
-    def _function(self, name: str, argument: Any, base: Any = Fraction(10)) -> Any:
-        """Return the value of an elementary function; ``log`` has base 10 by default."""
+    def _function(self, name: str, argument: Any, base: Any = None) -> Any:
+        """Return the value of an elementary function; only ``log`` has a base, by default 10."""
         self.spend(30)
         if name == "log":
+            base = Fraction(10) if base is None else base
             return self._exact(operator.truediv, self._function("ln", argument), self._function("ln", base))
+        if base is not None:
+            raise Incomparable(f"{name} has no base")
         value, limit = self.inexact(argument), _MAX_ARGUMENT_BITS if name in (*CIRCULAR, "ln") else _MAX_EXPONENT_BITS
         if value and self._context.mag(value) > limit:
             raise Incomparable("an argument is too large")
