@@ -25,6 +25,21 @@ def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig)
     return None if isinstance(role.num_devices, str) else role.num_devices
 
 
+def devices_option(name: str, role: TrainModelConfig | InferenceModelConfig, count: int) -> str:
+    """Return the option that gives the role ``name`` ``count`` devices, named if the config names the role's devices.
+
+    >>> devices_option("train_model", TrainModelConfig(num_devices=3), 1)
+    'train_model.num_devices=1'
+    >>> devices_option("train_model", TrainModelConfig(devices=[4, 5]), 1)
+    'train_model.devices=[4]'
+    """
+    if role.devices is None:
+        return f"{name}.num_devices={count}"
+    if count > len(role.devices):
+        return f"{count} devices in {name}.devices"
+    return f"{name}.devices={list(role.devices)[:count]}"
+
+
 def micro_batch_tokens(config: Config) -> int:
     """Return ``train.micro_batch_tokens``; for ``auto`` the value on a CPU (on CUDA the run has replaced ``auto``).
 
@@ -66,7 +81,7 @@ def the_learners_devices_are_a_product(config: Config) -> Iterator[str]:
         of = f" of tensor_parallel_size={parallel}" if option == "fsdp_size" and parallel > 1 else ""
         yield (
             f"train_model.{option}={getattr(learner, option)} does not divide the learner's {ranks} devices{of}; use "
-            f"train_model.num_devices={max(1, ranks // least) * least}."
+            f"{devices_option('train_model', learner, max(1, ranks // least) * least)}."
         )
 
 
@@ -75,8 +90,9 @@ def engines_fill_their_devices(config: Config) -> Iterator[str]:
     count = learner_ranks(config) if shared else device_count(config.inference_model) or size
     if size > 0 and count % size:
         option = f"inference_model.tensor_parallel_size={size} does not divide the {count} devices of the engines"
-        other = f"num_devices={max(1, count // size) * size}"
-        yield f"{option}; use inference_model.{f'tensor_parallel_size={math.gcd(count, size)}' if shared else other}."
+        other = devices_option("inference_model", config.inference_model, max(1, count // size) * size)
+        fix = f"inference_model.tensor_parallel_size={math.gcd(count, size)}" if shared else other
+        yield f"{option}; use {fix}."
 
 
 def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
@@ -123,7 +139,7 @@ def an_optimizer_trains_what_it_can(config: Config) -> Iterator[str]:
         yield f"{text}; use optimizer.name=adamw."
     if ranks > 1 and not OPTIMIZERS[name].over_ranks:
         text = f"optimizer.name={name} does not shard its moments, but the learner has {ranks} devices"
-        yield f"{text}; use optimizer.name=adamw or train_model.num_devices=1."
+        yield f"{text}; use optimizer.name=adamw or {devices_option('train_model', config.train_model, 1)}."
 
 
 def matrices_are_divided_where_that_is_tested(config: Config) -> Iterator[str]:
@@ -150,7 +166,8 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
         yield f"{option} quantises weights to 4 bits, which cannot be trained; add train_model.lora.enabled=true."
     if ranks > 1:
         text = f"{option} is for a learner of one device, but it has {ranks}"
-        yield f"{text}; use train_model.num_devices=1 or model.quantization=null."
+        fix = devices_option("train_model", config.train_model, 1)
+        yield f"{text}; use {fix} or model.quantization=null."
     ref = config.ref_model
     apart = wants_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:

@@ -175,7 +175,7 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 def declared(name: str) -> Metric:
     """Return the metric called ``name``, or the family that it belongs to, such as ``reward/<term>``.
 
-    ValueError if the metric is not listed here; the message suggests a similar name.
+    ValueError if the metric is not listed here (the message suggests a similar name), or is a family.
 
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
@@ -186,6 +186,10 @@ def declared(name: str) -> Metric:
         if pattern.fullmatch(name):
             without_task = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
             return METRICS.get(without_task if family == "grader/<name>" else family, METRICS[family])
+    if name in _PATTERNS:
+        raise ValueError(
+            f"The metric {name!r} is a family, which has no values; log a metric of it, with a name for <..>."
+        )
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"The metric {name!r} is not declared in sota_grpo/recording/metrics.py.{hint}")
@@ -194,14 +198,17 @@ def declared(name: str) -> Metric:
 def term_metric(term: str) -> str:
     """Return the name of the metric for the reward term ``term``.
 
-    ValueError if another metric has that name, or ``term`` has characters that are not allowed.
+    ValueError if another metric has that name, or ``term`` has or begins with a character that is not allowed.
 
     >>> term_metric("format")
     'reward/format'
     """
     name = f"reward/{term}"
-    if name in METRICS or not _PATTERNS["reward/<term>"].fullmatch(name):
-        raise ValueError(f"The reward term {term!r} cannot be logged as {name!r}: rename it (letters, digits, . _ -).")
+    fault = "another metric has that name" if name in METRICS else ""
+    if not _PATTERNS["reward/<term>"].fullmatch(name):
+        fault = "a term has ASCII letters, digits, . _ and -, and begins with a letter or _"
+    if fault:
+        raise ValueError(f"The reward term {term!r} cannot be logged as {name!r}: {fault}; rename it.")
     return name
 
 

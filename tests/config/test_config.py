@@ -208,10 +208,17 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     "an_optimizer_trains_what_it_can": [
         ("optimizer.name=muon train_model.lora.enabled=true", "use optimizer.name=adamw"),
         ("optimizer.name=adamw_8bit train_model.num_devices=2", "has 2 devices"),
-        ("optimizer.name=adamw_8bit train_model.devices=[0,1,2]", "has 3 devices"),
+        ("optimizer.name=adamw_8bit train_model.num_devices=2", "or train_model.num_devices=1."),
+        ("optimizer.name=adamw_8bit train_model.devices=[3,1,2]", "has 3 devices"),
+        ("optimizer.name=adamw_8bit train_model.devices=[3,1,2]", "or train_model.devices=[3]."),
     ],
     "the_learners_devices_are_a_product": [
         ("train_model.num_devices=5 train_model.tensor_parallel_size=2", "5 devices; use train_model.num_devices=4"),
+        (
+            "train_model.devices=[4,3,2] train_model.tensor_parallel_size=2",
+            "3 devices; use train_model.devices=[4, 3].",
+        ),
+        ("train_model.devices=[4] train_model.tensor_parallel_size=2", "; use 2 devices in train_model.devices."),
         (
             "train_model.num_devices=6 train_model.tensor_parallel_size=2 train_model.fsdp_size=2",
             "use train_model.num_devices=4",
@@ -224,7 +231,8 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "only_frozen_weights_are_in_4_bits": [
         ("model.quantization=nf4", "add train_model.lora.enabled=true"),
-        (QLORA + "train_model.num_devices=2", "one device, but it has 2"),
+        (QLORA + "train_model.num_devices=2", "one device, but it has 2; use train_model.num_devices=1 or"),
+        (QLORA + "train_model.devices=[1,0]", "one device, but it has 2; use train_model.devices=[1] or"),
         (QLORA + "train_model.compile=true", "leave it out"),
         (QLORA + "policy.kl_coef=0.01 ref_model.num_devices=1", "use policy.kl_coef=0, or mode=sync on one device"),
     ],
@@ -283,6 +291,10 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "engines_fill_their_devices": [
         ("inference_model.num_devices=5 inference_model.tensor_parallel_size=2", "inference_model.num_devices=4"),
+        (
+            "inference_model.devices=[4,3,2] inference_model.tensor_parallel_size=2",
+            "; use inference_model.devices=[4, 3].",
+        ),
         (
             "inference_model.num_devices=shared train_model.num_devices=6 inference_model.tensor_parallel_size=4",
             "use inference_model.tensor_parallel_size=2",

@@ -44,7 +44,7 @@ def test_a_metric_is_measured_by_the_clock_exactly_when_its_name_says_so():
 
 
 def test_an_undeclared_name_is_refused(tmp_path):
-    for name in ("rewards", "reward/", "reward/a b", "reward/<term>", "time/foo_s", "eval/acuracy"):
+    for name in ("rewards", "reward/", "reward/a b", "time/foo_s", "eval/acuracy"):
         with RunLog(tmp_path) as log, pytest.raises(ValueError, match="not declared") as refused:
             log.write_step(0, {name: 1.0})
     assert "'eval/accuracy'" in str(refused.value)
@@ -52,9 +52,18 @@ def test_an_undeclared_name_is_refused(tmp_path):
 
 def test_a_reward_term_cannot_overwrite_another_metric():
     assert declared(term_metric("format")) is METRICS["reward/<term>"]
-    for term in ("std", "a b", ""):
-        with pytest.raises(ValueError, match="rename"):
+    with pytest.raises(ValueError, match="another metric has that name; rename it"):
+        term_metric("std")
+    for term in ("a b", "", "2nd", ".a", "a/2nd", "<term>", "é"):
+        with pytest.raises(ValueError, match="and begins with a letter or _; rename it"):
             term_metric(term)
+
+
+@pytest.mark.parametrize("family", [name for name in METRICS if "<" in name])
+def test_a_family_has_no_values_itself(family):
+    with pytest.raises(ValueError, match="is a family, which has no values") as refused:
+        declared(family)
+    assert "not declared" not in str(refused.value)
 
 
 def test_updates_are_reduced_as_declared():
