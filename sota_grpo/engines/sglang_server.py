@@ -20,6 +20,7 @@ from sota_grpo.engines.stepping import Flight
 from sota_grpo.http import ServerError
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.text import one_line
 
 _SEED_BITS = 31  # SGLang keeps seeds as int32
 
@@ -129,4 +130,5 @@ class SGLangEngine(ServerEngine):
         load = {"model_path": folder, "weight_version": label, "abort_all_requests": False, "flush_cache": idle}
         answer = self._client.post("/update_weights_from_disk", load, timeout_s=self._deadlines.push)
         if not (isinstance(answer, dict) and answer.get("success")):
-            raise ServerError(f"The server at {self._client.url} failed to load the weights in {folder}: {answer}")
+            said = one_line(str(answer))
+            raise ServerError(f"The server at {self._client.url} failed to load the weights in {folder}: {said}")

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.tool_schemas import call_id
+from sota_grpo.text import one_line
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -235,7 +236,10 @@ class TurnTokens:
         except Exception as error:  # a template is code from the model repository: it may raise anything
             reason = f"{type(error).__name__}: {error}"
         if role == "tool":
-            logger.info("The chat template has no tool messages (%s): tool results are sent as user messages.", reason)
+            logger.info(
+                "The chat template has no tool messages (%s): tool results are sent as user messages.",
+                one_line(reason, None),
+            )
             return self._role_of("user")
         raise UserError(
             f"The chat template cannot render a user turn after an assistant turn ({reason}); use env.max_steps=1, or "

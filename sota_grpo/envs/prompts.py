@@ -275,7 +275,7 @@ class PromptSource:
                 rows.setdefault(one_line(file) + mark, []).append(row or repr(example.query[:60]))
             names = "; ".join(file + ", ".join(numbers) for file, numbers in rows.items())
             more = ", .." if len(left_out) > _NAMED else ""
-            first = left_out[0][1]
+            first = one_line(str(left_out[0][1]), None)
             logger.warning("%d prompts are skipped (%s%s). Reason for the first: %s", len(left_out), names, more, first)
         self.longest_prompt = longest
         return longest

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from sota_grpo.files import sync, write_json
 from sota_grpo.policy.weight_pack import as_bytes
+from sota_grpo.text import one_line
 from sota_grpo.untrusted import open_file
 
 SUFFIX = ".safetensors"
@@ -32,6 +33,7 @@ _DTYPES = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _METADATA, _SHARDING, _BEGINS = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
+_WHOLE = "whole_shapes"  # of the tensors whose slices are in the file; other readers ignore it
 _SLICE_BYTES = 16 << 20
 _SYNC_BYTES = 512 << 20  # bounds unwritten data, and lets a writer show progress
 _LEVELS = 3  # depth of a file in the run directory: checkpoints, the checkpoint's folder, the file
@@ -47,15 +49,17 @@ class Piece:
 
     Args:
         begin: first row and, for a matrix, first column of a slice; empty for a whole tensor.
+        whole: shape of the whole tensor; None: not known.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: tuple[int, ...] = ()
+    whole: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = ()) -> Piece:
-        return cls(tensor.dtype, tuple(tensor.shape), begin)
+    def of(cls, tensor: torch.Tensor, begin: tuple[int, ...] = (), whole: tuple[int, ...] | None = None) -> Piece:
+        return cls(tensor.dtype, tuple(tensor.shape), begin, whole)
 
     @property
     def box(self) -> tuple[range, range]:
@@ -124,6 +128,8 @@ def _header(layout: Mapping[str, Piece]) -> bytes:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     if any(any(piece.begin) for piece in layout.values()):
         header[_METADATA][_SHARDING] = json.dumps({name: {_BEGINS: begin} for name, begin in begins.items()})
+    if whole := {name: piece.whole for name, piece in layout.items() if piece.whole not in (None, piece.shape)}:
+        header[_METADATA][_WHOLE] = json.dumps(whole)
     end = 0
     for name, piece in layout.items():
         entry = {"dtype": _CODES[piece.dtype], "shape": list(piece.shape)}
@@ -216,10 +222,12 @@ def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     for path in paths:
         try:
             with _opened(path) as file:
-                names, begins = file.keys(), json.loads((file.metadata() or {}).get(_SHARDING, "{}"))
+                names, metadata = file.keys(), file.metadata() or {}
+                begins, whole = (json.loads(metadata.get(key, "{}")) for key in (_SHARDING, _WHOLE))
                 for name in names:
                     stored, begin = file.get_slice(name), begins[name][_BEGINS] if begins else []
-                    piece = Piece(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin))
+                    of = tuple(whole[name]) if name in whole else None
+                    piece = Piece(_DTYPES[stored.get_dtype()], tuple(stored.get_shape()), tuple(begin), of)
                     if any(begin[2:]) or any(cut.start < 0 for cut in piece.box):
                         raise TensorFileError(f"{name} has the invalid offset {begin}")
                     pieces.setdefault(name, []).append((path, piece))
@@ -246,4 +254,10 @@ def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
     if not fits or len(set(num_rows.values())) > 1:
         raise TensorFileError(f"the stored slices of {name} have gaps, overlap or differ in dtype: a file is damaged")
     shape = (rows.stop, columns.stop, *like.shape[2:])[: len(like.shape)]
+    for path, stored in pieces:
+        if stored.whole is not None and stored.whole != shape:
+            raise TensorFileError(
+                f"the stored slices of {name} make a tensor of the shape {list(shape)}, but by {path.name} it has "
+                f"{one_line(str(list(stored.whole)), 60)}: a file is missing or damaged"
+            )
     return StoredTensor(name, like.dtype, torch.Size(shape), tuple(pieces))

@@ -81,7 +81,7 @@ def guarded_scores(
         except WrongTerms:
             raise
         except BaseException as error:
-            reason = graders_error(error)
+            reason = one_line(graders_error(error))
             logger.debug("%d responses are graded one by one, because score_group failed: %s", len(pairs), reason)
     scores = []
     for response, example in pairs:

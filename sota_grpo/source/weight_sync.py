@@ -16,6 +16,7 @@ from torchrl.weight_update import WeightSyncScheme
 from sota_grpo.engines import Engine
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
+from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +126,13 @@ class EngineWeightSync(WeightSyncScheme):
                 remedy = "Resume from the last checkpoint, without that worker's machine if the fault returns."
                 raise RunFailed(f"{fault} {remedy}")
             if not self._has_logged:  # workers merge the adapter, and machines of two kinds round differently
-                logger.warning("%s Use machines of the same type for all engines.", fault)
+                logger.warning("%s Use machines of the same type for all engines.", one_line(fault, None))
                 self._has_logged = True
         if not self._has_logged and (compared.unread or not compared.reported):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
             logger.info(
                 "Engine %s reports no checksum of %s: after each push only the version number is verified there.",
-                *(self.engine.name, what if compared.reported else "its weights"),
+                *(self.engine.name, one_line(what, None) if compared.reported else "its weights"),
             )
             self._has_logged = True
 

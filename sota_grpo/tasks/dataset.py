@@ -22,7 +22,7 @@ from typing import Any, Self
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
-from sota_grpo.text import first_line, sentence
+from sota_grpo.text import first_line, one_line, sentence
 
 Row = Mapping[str, Any]
 HELDOUT_SPLITS = ("test", "validation", "train")  # of a hub dataset for evaluation, the first that it has
@@ -402,7 +402,8 @@ class FileTask(BaseTask):
         if len(broken) > self.max_broken * len(rows):
             raise DatasetError(f"{len(broken)} of {len(rows)} rows of {name} cannot be used; the first: {broken[0]}")
         if broken:
-            logger.warning("%d of %d rows of %s are skipped; the first: %s", len(broken), len(rows), name, broken[0])
+            first = one_line(str(broken[0]), None)
+            logger.warning("%d of %d rows of %s are skipped; the first: %s", len(broken), len(rows), name, first)
         return examples
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:

@@ -43,6 +43,7 @@ from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.sharding import Ranks, local_shard
 from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
+from sota_grpo.text import one_line
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
 from sota_grpo.workers.packing import emptied, filled
@@ -149,7 +150,8 @@ class CheckpointStore:
             try:
                 return step, self.load(path, entries)
             except CheckpointError as error:
-                logger.warning("Skipping the checkpoint of step %d and trying the previous one: %s", step, error)
+                what = one_line(str(error), None)
+                logger.warning("Skipping the checkpoint of step %d and trying the previous one: %s", step, what)
         if not paths:
             return None
         names = ", ".join(path.name for _, path in paths)
@@ -399,8 +401,8 @@ class ShardWriter:
     def begin(self, folder: Path, state: Any) -> Any:
         """Start to copy and write this rank's shard; return ``state`` with the tensors' names in place of tensors."""
         rest, tensors = emptied(state)
-        shards = ((name, local_shard(tensor, self._ranks)) for name, tensor in tensors.items())
-        mine = {name: shard for name, shard in shards if shard is not None}
+        shards = ((name, local_shard(tensor, self._ranks), tuple(tensor.shape)) for name, tensor in tensors.items())
+        mine = {name: (*shard, whole) for name, shard, whole in shards if shard is not None}
         launched = torch.cuda.Event() if self._ranks.device.type == "cuda" else None
         if launched is not None:
             launched.record()  # kernels launched before still change these tensors
@@ -425,15 +427,15 @@ class ShardWriter:
         self._thread.close()
 
     def _write(
-        self, folder: Path, local: dict[str, tuple[torch.Tensor, tuple[int, ...]]], launched: Any
+        self, folder: Path, local: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]], launched: Any
     ) -> tuple[str, str]:
         try:
-            layout = {name: Piece.of(tensor, begin) for name, (tensor, begin) in local.items()}
+            layout = {name: Piece.of(*shard) for name, shard in local.items()}
             copies: list[torch.Tensor] = []
             with nullcontext() if launched is None else torch.cuda.stream(torch.cuda.Stream(self._ranks.device)):
                 if launched is not None:
                     launched.wait()
-                for tensor, _ in local.values():
+                for tensor, *_ in local.values():
                     copies.append(on_host(tensor))
                     self._thread.progress()
         finally:

@@ -116,6 +116,15 @@ def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
     assert [each.message.partition(" (")[0] for each in caplog.records] == ["The chat template has no tool messages"]
 
 
+def test_a_template_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    made = tokenizer(MISTRAL.replace("Roles must", "Roles\\n2026-01-01 ERROR sota_grpo: forged"))
+    with caplog.at_level(logging.INFO, logger="sota_grpo"):
+        TurnTokens(made).ids([{"role": "tool", "content": "9716"}], 0)
+    (record,) = caplog.records
+    assert "Roles\\n2026-01-01 ERROR" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
 def test_a_template_that_insists_on_ids_has_tool_turns() -> None:
     rule = (
         "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -34,6 +35,21 @@ def asked(*texts: str) -> list[tuple[str, Example]]:
 
 def here(score: Scorer, pairs: list[tuple[str, Example]], terms: Collection[str] = WEIGHTS) -> list[Score]:
     return LocalGrader(score, terms).scores(pairs).result()
+
+
+def test_why_a_group_is_graded_one_by_one_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(pairs: list[tuple[str, Example]]) -> list[Score]:
+        raise ValueError(pairs[0][0])
+
+    class Both:
+        score_group = staticmethod(refuse)
+
+        def __call__(self, response: str, example: Example) -> Score:
+            return tame(response, example)
+
+    with caplog.at_level(logging.DEBUG):
+        here(Both(), asked("a\n2026-01-01 ERROR sota_grpo: forged"))
+    assert "ValueError: a\\n2026-01-01 ERROR" in caplog.records[0].getMessage()
 
 
 def outcomes(scores: list[Score]) -> list[tuple[Any, ...]]:

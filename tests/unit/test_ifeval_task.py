@@ -131,6 +131,13 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
     with caplog.at_level(logging.WARNING):
         assert len(make_task("ifeval").train) == 39
     assert "1 of 40 rows of allenai/RLVR-IFeval are skipped; the first: allenai/RLVR-IFeval, row 4" in caplog.text
+    forged = "x\n2026-01-01 00:00:00,000 ERROR sota_grpo: forged"
+    kwargs = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{forged: 1}], "prompt": "No commas."}
+    caplog.clear()
+    rows[3] = kwargs
+    with caplog.at_level(logging.WARNING):
+        make_task("ifeval")
+    assert "punctuation:no_comma has x\\n2026-01-01" in caplog.records[0].getMessage()
     rows[4:6] = [row | {"ground_truth": "{}"} for row in rows[4:6]]
     with pytest.raises(DatasetError, match=r"3 of 40 rows of allenai/RLVR-IFeval cannot be used; the first: .*row 4"):
         make_task("ifeval")

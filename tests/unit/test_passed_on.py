@@ -111,6 +111,18 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
 
+def test_a_row_cannot_forge_a_line_of_the_log(long_rows: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turns = [{"role": "x\n2026-01-01 ERROR sota_grpo: forged", "content": "?"}, {"role": "user", "content": "?"}]
+    with long_rows.open("a") as file:
+        file.writelines(json.dumps({"prompt": turns, "answer": str(number)}) + "\n" for number in range(40))
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}" + THINKS
+    with caplog.at_level(logging.WARNING):
+        env_of(of_table(long_rows, "env.skip_unreadable=true", "inference_model.max_model_len=4096"), tokenizer)
+    (record,) = caplog.records
+    assert "cannot render messages of the roles x\\n2026-01-01 ERROR sota_grpo: forged, user" in record.getMessage()
+
+
 def test_vllm_is_given_what_is_no_option_here() -> None:
     options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_tokens": 4096})
     for on_cpu in (True, False):

@@ -394,6 +394,14 @@ def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running
         engine.submit(request(9), SAMPLING)
 
 
+def test_what_sglang_says_of_weights_that_did_not_load_is_one_line(rigs: Rigs):
+    fake = FakeSGLang()
+    engine = rigs.engine(fake)
+    fake.answers["/update_weights_from_disk"] = lambda _: (200, "no\n2026-01-01 ERROR sota_grpo: forged")
+    with pytest.raises(ServerError, match=r"failed to load the weights in [^\n]*: no\\n2026-01-01 ERROR"):
+        engine.update_weights(weights().items(), 1)
+
+
 def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
     fake = FakeVLLM()
     mine, other = rigs.engine(fake), rigs.engine(fake)

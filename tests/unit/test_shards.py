@@ -45,7 +45,7 @@ def split(folder: Path, whole: dict[str, torch.Tensor], cuts: dict[str, list[int
             name: (value[cuts[name][rank] : cuts[name][rank + 1]], (cuts[name][rank],)) for name, value in whole.items()
         }
         pieces = {name: piece for name, piece in pieces.items() if piece[0].numel()}
-        layout = {name: Piece.of(*piece) for name, piece in pieces.items()}
+        layout = {name: Piece.of(*piece, tuple(whole[name].shape)) for name, piece in pieces.items()}
         write_tensors(path, layout, (tensor for tensor, _ in pieces.values()), durable=True)
     return paths
 
@@ -77,7 +77,7 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     paths = [tmp_path / f"rank_{rank:05d}.safetensors" for rank in range(4)]
     for path, (top, left) in zip(paths, product((0, 3), (0, 4))):
         own = whole[top : 3 if top == 0 else 5, left : 4 if left == 0 else 7].contiguous()
-        write_tensors(path, {"w": Piece.of(own, (top, left))}, [own])
+        write_tensors(path, {"w": Piece.of(own, (top, left), (5, 7))}, [own])
     stored = stored_tensors(paths[::-1])["w"]
     for rows, columns in product((slice(0, 5), slice(1, 4), slice(3, 5)), (slice(0, 7), slice(2, 5), slice(4, 6))):
         assert torch.equal(stored.block((rows, columns)), whole[rows, columns])
@@ -85,6 +85,19 @@ def test_any_part_of_a_matrix_comes_back_from_rows_and_columns_in_files(tmp_path
     actual = {"w": torch.empty(5, 7)}
     dcp.load(actual, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert torch.equal(actual["w"], whole)
+    for kept in (paths[:1], paths[:2], paths[::2]):  # the first block, its row of blocks, its column
+        with pytest.raises(
+            TensorFileError, match=r"slices of w make .*, but by rank_0000\d.* it has \[5, 7\]: a file is"
+        ):
+            stored_tensors(kept)
+
+
+def test_slices_of_files_that_do_not_record_the_whole_shape_are_joined(tmp_path: Path) -> None:
+    """As files of earlier versions."""
+    paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        write_tensors(path, {"w": Piece(torch.float32, (3, 2), (3 * rank, 0))}, [torch.full((3, 2), float(rank))])
+    assert stored_tensors(paths)["w"].read()[:, 0].tolist() == [0.0] * 3 + [1.0] * 3
 
 
 def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -108,6 +121,8 @@ LIES = {
         lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w": {"saved_offsets": [1, 0]}}')
     ),
     "no list of offsets": with_header(lambda h: h["__metadata__"].update(DCP_SHARDING_INFO="[]1")),
+    "another whole shape": with_header(lambda h: h["__metadata__"].update(whole_shapes='{"w": [5, 2]}')),
+    "no list as its whole shape": with_header(lambda h: h["__metadata__"].update(whole_shapes='{"w": 5}')),
     "a header longer than the file": lambda content: (1 << 60).to_bytes(8, "little") + content[8:],
     "a header that is no object": lambda content: (2).to_bytes(8, "little") + b"[]",
     "a header nested for ever": lambda content: (10**5).to_bytes(8, "little") + b"[" * 10**5,
@@ -222,6 +237,18 @@ def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(step: in
     assert names(tmp_path) == before
 
 
+def test_the_shard_of_one_rank_is_not_taken_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two ranks, whose rows begin at 0."""
+    monkeypatch.setattr("sota_grpo.training.checkpoint.local_shard", lambda tensor, ranks: (tensor[:2], (0, 0)))
+    writer = ShardWriter(Ranks())
+    folder = CheckpointStore(tmp_path).folder(1)
+    writer.begin(folder, {"w": torch.ones(4, 2)})
+    name, _ = writer.written().result(30)
+    writer.close()
+    with pytest.raises(TensorFileError, match=r"the shape \[2, 2\], but by rank_00000.* it has \[4, 2\]"):
+        stored_tensors([folder / name])
+
+
 def test_a_name_whose_sync_fails_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rename was done, so the new checkpoint is what a resumed run reads."""
     store, real = CheckpointStore(tmp_path), files.sync
@@ -261,6 +288,21 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(
     assert actual is not None
     assert actual[0] == 1
     assert "Skipping the checkpoint of step 2" in caplog.text
+
+
+def test_the_name_of_a_tensor_cannot_forge_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    saved(store, 1)
+    writer, shards = ShardWriter(Ranks()), Shards(store.folder(2), lambda: dict([writer.written().result()]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sota_grpo.training.checkpoint.local_shard", lambda tensor, ranks: (tensor, (1, 0)))
+        rest = writer.begin(shards.folder, {"x\n2026-01-01 ERROR sota_grpo: forged": torch.ones(4, 2)})
+        store.save(2, {"learner": rest}, shards)
+    writer.close()
+    with caplog.at_level(logging.WARNING):
+        assert store.latest(["learner"])[0] == 1
+    (record,) = caplog.records
+    assert "the stored slices of x\\n2026-01-01 ERROR" in record.getMessage()
 
 
 ODD = {"folder": "checkpoint_000001.0123456789ab", "files": {}}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +207,21 @@ def test_an_engine_that_cannot_report_says_so_once(five: Callable[[str], FleetEn
         "Engine transformers reports no checksum of its weights: after each push only the version number is verified "
         "there."
     )
+
+
+@pytest.mark.parametrize("other", ["no checksum", "another checksum"])
+def test_the_name_of_a_weight_that_a_worker_reports_is_logged_on_one_line(other: str, caplog: Any) -> None:
+    sums = {"w\n2026-01-01 ERROR sota_grpo: forged": Checksum.of(torch.zeros(2))}
+    others = {"no checksum": {}, "another checksum": dict.fromkeys(sums, Checksum.of(torch.ones(2)))}
+    engine = SimpleNamespace(
+        name="mixed", version=1, update_weights=lambda *_: None, weight_sums=lambda: {"a": sums, "b": others[other]}
+    )
+    pack = replace(WeightPack.of([("w:A", torch.ones(1))]), scales={"w": 2.0})
+    with caplog.at_level("INFO", logger="sota_grpo.source"):
+        EngineWeightSync(lambda: pack, engine).send(version=1)
+    (record,) = caplog.records
+    assert "w\\n2026-01-01 ERROR" in record.getMessage()
+    assert "\n" not in record.getMessage()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
