@@ -7,7 +7,7 @@ Three rows, the first two with the prompt ``p q``; ``a b c d e`` are response to
     row 2   r d e . .          block 0: prompt [0, 2), responses [2, 3) and [3, 5); block 1: [5, 6), [6, 8)
 
 Every response's positions continue those of its prompt, and a response attends to its prompt and itself. Within a
-block, responses are sorted by length. Nothing is padded or, on a CPU, copied.
+block, responses are sorted by length. Rows are not padded; on a CPU, attention pads copies of spans of similar lengths.
 
 With the scores of a response's token ``t`` split into those of the prompt (a) and of the response itself (b),
 
@@ -97,6 +97,11 @@ class Layout:
         return attention_tables(self.blocks, len(self.tokens))
 
     @cached_property
+    def spans(self) -> list[Spans]:
+        """All prompts and responses, in batches of similar lengths."""
+        return similar_spans(self.blocks)
+
+    @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest row; of a tree, of its longest path."""
         return int(self.positions.max()) + 1 if self.positions.numel() else 0
@@ -126,6 +131,51 @@ class Block:
     @property
     def stop(self) -> int:
         return self.runs[-1].end if self.runs else self.end
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Packed positions of prompts and responses of similar lengths, padded by repeating the last position of each."""
+
+    positions: Tensor  # int64 [N * T], those of N spans of up to T tokens
+    real: Tensor  # int64, places in ``positions`` that are no padding
+    padding: Tensor  # int64, the other places
+    count: int  # N
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return a copy ``[N, heads, T, ...]`` of ``tensor [1, heads, L, ...]``."""
+        taken = tensor[0].transpose(0, 1).index_select(0, self.positions)
+        return taken.unflatten(0, (self.count, -1)).transpose(1, 2)
+
+    def put(self, whole: Tensor, tensor: Tensor) -> None:
+        """Write ``tensor [N, heads, T, ...]`` without its padding to ``whole [1, heads, L, ...]``."""
+        rows = tensor.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
+        whole[0].transpose(0, 1).index_copy_(0, self.positions[self.real], rows)
+
+
+def similar_spans(blocks: Sequence[Block]) -> list[Spans]:
+    """Return all prompts and responses in batches, each of spans up to 8 tokens or an eighth longer than its shortest.
+
+    >>> [batch.positions.tolist() for batch in similar_spans([Block(0, 11, (Run(11, 1, 1), Run(12, 1, 2)))])]
+    [[11, 11, 12, 13], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    """
+    spans = [(block.end - block.start, block.start) for block in blocks if block.end > block.start]
+    runs = [run for block in blocks for run in block.runs]
+    spans += [(run.length, start) for run in runs for start in range(run.start, run.end, run.length)]
+    batches: list[list[tuple[int, int]]] = []
+    for length, start in sorted(spans):
+        if not batches or length > batches[-1][0][0] + max(8, batches[-1][0][0] // 8):
+            batches.append([])
+        batches[-1].append((length, start))
+    return [_padded_spans(*np.array(batch).T) for batch in batches]
+
+
+def _padded_spans(lengths: Any, starts: Any) -> Spans:
+    place = np.arange(lengths.max())
+    positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
+    is_real = (place < lengths[:, None]).ravel()
+    indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
+    return Spans(*map(torch.from_numpy, indices), len(starts))
 
 
 @dataclass(frozen=True)
@@ -440,22 +490,23 @@ class _FlashShared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        out = _like_rows(query)
-        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, of_prompt = (_like_rows(query).zero_() for _ in range(2))
+        lse, lse_of_prompt = (query.new_full(query.shape[:3], -torch.inf, dtype=wide) for _ in range(2))
+        for spans in layout.spans:  # every prompt and every response attends to itself
+            attended, attended_lse = _flash(*map(spans.take, (query, key, value)), 0.0, True, scale=scale)
+            spans.put(out, attended)
+            spans.put(lse, attended_lse)
         for block in layout.blocks:
-            prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
-            for queries, causal in ((prompt, True), (responses, False))[: 2 if block.runs else 1]:
-                attended, attended_lse = _flash(queries(query), prompt(key), prompt(value), 0.0, causal, scale=scale)
-                queries(out).copy_(attended)
-                queries(lse).copy_(attended_lse)
-            for run in block.runs:  # joined with the attention to their prompt in out and lse
-                of_run = _cut(run.start, run.end, run.count)
-                attended, attended_lse = _flash(of_run(query), of_run(key), of_run(value), 0.0, True, scale=scale)
-                whole = torch.logaddexp(of_run(lse), attended_lse)
-                of_prompt, of_responses = ((each - whole).exp_().unsqueeze(-1) for each in (of_run(lse), attended_lse))
-                of_run(out).copy_(of_run(out) * of_prompt + attended * of_responses)
-                of_run(lse).copy_(whole)
-        ctx.save_for_backward(query, key, value, out, lse)
+            if block.runs and block.end > block.start:
+                prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
+                attended, attended_lse = _flash(responses(query), prompt(key), prompt(value), 0.0, False, scale=scale)
+                responses(of_prompt).copy_(attended)
+                responses(lse_of_prompt).copy_(attended_lse)
+        whole = torch.logaddexp(lse, lse_of_prompt)
+        by_span, by_prompt = ((each - whole).exp_().unsqueeze(-1) for each in (lse, lse_of_prompt))
+        out.copy_(out * by_span + of_prompt * by_prompt)
+        ctx.save_for_backward(query, key, value, out, whole)
         ctx.layout, ctx.scale = layout, scale
         return out
 
@@ -466,22 +517,19 @@ class _FlashShared(torch.autograd.Function):
         wide = lse.dtype  # torch's kernel takes two to seven times as long in half precision
         query, key, value, out, grad = (tensor.to(wide) for tensor in (*saved, grad))
         totals = [_like_rows(tensor).zero_() for tensor in (query, key, value)]
-
-        def add(queries: View, keys: View, causal: bool) -> None:
-            of_queries = [queries(tensor) for tensor in (grad, query, out, lse)]
-            of_keys = [keys(tensor) for tensor in (key, value)]
-            grads = _flash_backward(*of_queries[:2], *of_keys, *of_queries[2:], 0.0, causal, scale=ctx.scale)
-            for view, total, tensor in zip((queries, keys, keys), totals, grads):
-                view(total).add_(tensor)
-
+        for spans in ctx.layout.spans:
+            inputs = [spans.take(tensor) for tensor in (grad, query, key, value, out, lse)]
+            inputs[0].transpose(1, 2).flatten(0, 1).index_fill_(0, spans.padding, 0.0)
+            for total, tensor in zip(totals, _flash_backward(*inputs, 0.0, True, scale=ctx.scale)):
+                spans.put(total, tensor)
         for block in ctx.layout.blocks:
-            prompt = _cut(block.start, block.end)
-            add(prompt, prompt, True)
-            if block.runs:
-                add(_cut(block.end, block.stop), prompt, False)
-            for run in block.runs:
-                of_run = _cut(run.start, run.end, run.count)
-                add(of_run, of_run, True)
+            if block.runs and block.end > block.start:
+                prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
+                of_responses = [responses(tensor) for tensor in (grad, query, out, lse)]
+                of_prompt = [prompt(tensor) for tensor in (key, value)]
+                grads = _flash_backward(*of_responses[:2], *of_prompt, *of_responses[2:], 0.0, False, scale=ctx.scale)
+                for view, total, tensor in zip((responses, prompt, prompt), totals, grads):
+                    view(total).add_(tensor)
         return *(total.to(tensor.dtype) for total, tensor in zip(totals, saved)), None, None
 
 
