@@ -224,7 +224,7 @@ def test_proposals_stay_within_the_gpus_that_there_are() -> None:
         assert (actual.other_change is None) == (gpus == 1)
     changed = actual.with_options(actual.other_change)
     assert {device.name for device in changed.devices} <= {f"cuda:{index}" for index in range(4)}
-    with pytest.raises(UserError, match=r"5 devices are needed .* and this machine has 4"):
+    with pytest.raises(UserError, match=r"5 devices are needed .* and 4 can be used"):
         planned(*LLAMA, "train_model.num_devices=4", "inference_model.num_devices=1", gpus=4)
 
 
