@@ -1,4 +1,4 @@
-"""Errors that the user can fix: the message is one sentence that says what is wrong and what to change."""
+"""Errors that the user can fix, with messages that say what is wrong and what to change; exit codes of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
 class UserError(Exception):
-    """A mistake in config, data or environment; printed without a traceback, exit code 2."""
+    """A mistake in config, data or environment, printed without a traceback; exit code 2 (:class:`RunFailed`: 1)."""
 
     exit_code = USER_MISTAKE
 
@@ -33,7 +33,7 @@ class RunFailed(UserError):
 
 @contextmanager
 def memory_for(what: str, fix: str) -> Iterator[None]:
-    """Replace torch's out-of-memory error in the block by :class:`RunFailed` "lacks memory for ``what``; ``fix``"."""
+    """Replace torch's out-of-memory error in the block by :class:`RunFailed`, which names ``what`` and ``fix``."""
     try:
         yield
     except RuntimeError as error:
@@ -41,39 +41,34 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
 
         if not isinstance(error, OutOfMemoryError):
             raise
-        raise RunFailed(f"The device lacks memory for {what} ({first_line(error)}); {fix}.") from error
+        raise RunFailed(f"The device lacks memory for {what} ({first_line(error).rstrip('.')}); {fix}.") from error
 
 
 @contextmanager
 def without_exit() -> Iterator[None]:
-    """Replace a SystemExit in the block, which Python code of a user raised, by :class:`RunFailed` with its line.
-
-    Otherwise the process would end without a message, and with the exit code that the user's code chose, such as 0.
-    """
+    """Replace a SystemExit that a user's Python code raises in the block by :class:`RunFailed`, with file and line."""
     try:
         yield
     except SystemExit as error:
         frame = extract_tb(error.__traceback__)[-1]
         raise RunFailed(
-            f"{frame.filename}, line {frame.lineno}: {frame.name} called sys.exit({error.code!r}) during the run; "
-            "raise an exception with a message instead."
+            f"{frame.filename}, line {frame.lineno}: {frame.name} raised SystemExit({error.code!r}), as sys.exit does; "
+            "raise another exception, with a message."
         ) from error
 
 
 def collect_garbage_rarely() -> None:
-    """Raise this process's garbage collection threshold to 50,000 objects: imports take 4 s instead of 5 s."""
+    """Set this process's garbage collection thresholds to 50,000 objects, 20 and 50, which shortens imports."""
     gc.set_threshold(50_000, 20, 50)
 
 
 def run_command(program: str, command: Callable[[], int], if_interrupted: str) -> NoReturn:
     """Call ``command`` and exit with the code that it returns.
 
-    A :class:`UserError` (its ``exit_code``) or Ctrl-C (130) prints one sentence to stderr. A closed stdout (1) prints
-    nothing. Other exceptions propagate.
-
-    Args:
-        program: name of the program, first word of each sentence.
-        if_interrupted: end of the sentence at Ctrl-C, if the KeyboardInterrupt has no message.
+    A :class:`UserError` (its ``exit_code``) or Ctrl-C (130) prints ``program`` and its message to stderr; a
+    KeyboardInterrupt without a message prints ``if_interrupted``. A BrokenPipeError (1), as of a closed stdout, closes
+    stderr and prints nothing. It first calls :func:`collect_garbage_rarely` and
+    :func:`~sota_grpo.stopping.interrupt_once`.
     """
     collect_garbage_rarely()
     interrupt_once()

@@ -31,12 +31,8 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of an empty temporary file next to ``path``; rename it to ``path`` if the block succeeds.
 
-    Args:
-        path: the file to write; until the block succeeds, it keeps its former content.
-        durable: flush the file and its directory entry to the disk, so that they survive a power cut.
-
-    Raises:
-        OSError: the folder of ``path`` is missing, or the file system fails. The temporary file is always removed.
+    Until then ``path`` keeps its former content; after an exception the temporary file is removed. OSError if ``path``
+    is a folder, its folder is missing, or the file system fails. ``durable``: the write survives a power cut.
 
     >>> folder = getfixture("tmp_path")
     >>> with atomic_file(folder / "a.txt") as temporary:
@@ -60,7 +56,7 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new empty folder next to ``path``; if the block succeeds, it replaces ``path``, else it is removed."""
+    """Yield a new folder next to ``path`` (parents too); it replaces ``path`` if the block succeeds, or is removed."""
     temporary, replaced = _sibling(path), _sibling(path, "old")
     temporary.mkdir(parents=True)
     try:
@@ -79,7 +75,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def drop_leftovers(folder: Path) -> None:
-    """Remove temporary files and folders of killed atomic writes from ``folder``; nothing may be writing there."""
+    """Remove temporary files and folders of killed atomic writes from ``folder``; no process may be writing there."""
     for leftover in folder.glob(".*"):
         if _LEFTOVER.fullmatch(leftover.name):
             if leftover.is_dir() and not leftover.is_symlink():
@@ -89,18 +85,18 @@ def drop_leftovers(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` in UTF-8, atomically."""
+    """Write ``text`` to ``path`` in UTF-8, atomically; UnicodeEncodeError if it has a lone surrogate."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` to ``path`` as strict JSON, atomically; ValueError for NaN and infinity."""
+    """Write ``content`` to ``path`` as JSON, atomically; ValueError for NaN or infinity, TypeError for other types."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def folder_for_sockets(room: int) -> str:
-    """Return the temporary folder, or ``/tmp`` if it plus ``room`` bytes is too long for a socket's path.
+    """Return the path of the temporary folder; ``/tmp`` if it and ``room`` more bytes are too long for a socket's path.
 
     >>> folder_for_sockets(room=100)
     '/tmp'
@@ -112,7 +108,7 @@ def folder_for_sockets(room: int) -> str:
 def run_python(path: Path) -> ModuleType:
     """Execute a user's Python file, anew at each call, and return its module; exceptions of the file propagate.
 
-    The file's folder is appended to ``sys.path``, so that the file can import modules next to it.
+    The file's folder is appended to ``sys.path``. The module stays in ``sys.modules``, unless the file raises.
     """
     name = f"user_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
     loader = SourceFileLoader(name, str(path))
@@ -130,12 +126,7 @@ def run_python(path: Path) -> ModuleType:
 
 
 def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, Any]:
-    """Execute a user's Python file (:func:`run_python`) and return its globals by name.
-
-    Raises:
-        error: the file does not exist (the message names ``option``), or executing it fails or calls ``sys.exit`` (the
-            message has the line).
-    """
+    """Return the globals of the Python file that ``option`` names (:func:`run_python`); ``error`` if that fails."""
     if not path.is_file():
         raise error(f"there is no file {path}; correct {option} (relative to {Path.cwd()}).")
     try:
@@ -143,28 +134,23 @@ def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, An
     except (Exception, SystemExit) as fault:
         line = error_line(path, fault)
         location = "" if line is None else f", line {line}"
-        raise error(f"{path}{location}: it cannot be imported ({sentence(fault)}); correct the file.") from fault
+        raise error(
+            f"{path}{location}: it cannot be imported ({sentence(fault).rstrip('.')}); correct the file or install "
+            "the packages that it imports."
+        ) from fault
 
 
 def file_reference(value: str) -> tuple[Path, str] | None:
-    """Return (file, function name) of ``FILE.py:FUNCTION``; None for any other value."""
+    """Return (file, name) of ``FILE.py:NAME``, with ``~`` expanded; None for a value without ``.py:``."""
     file, mark, function = value.rpartition(".py:")
     return (Path(f"{file}.py").expanduser(), function) if mark else None
 
 
 def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple[str, T]]:
-    """Load the objects that an option names as ``FILE.py:NAME``; a file with several names is executed once.
+    """Return ``(NAME=VALUE, instance)`` for each value of the option ``name``; UserError if a value cannot be used.
 
-    Args:
-        name: the option, such as ``env.transforms``.
-        named: its values; each ``NAME`` is an instance of ``base``, or a class or function that returns one when called
-            without arguments.
-
-    Returns:
-        ``(OPTION=VALUE, instance)`` of each value.
-
-    Raises:
-        UserError: a file or name does not exist, a file cannot be imported, a call fails, or the object is no ``base``.
+    A value is ``FILE.py:ATTRIBUTE``, with an instance of ``base``, or a class or function that returns one when called
+    without arguments. A file with several values is executed once.
     """
     modules: dict[Path, dict[str, Any]] = {}
     loaded = []
@@ -174,7 +160,7 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
         if path not in modules:
             modules[path] = load_python(path, option, UserError)
         if attribute not in modules[path]:
-            raise UserError(f"{option}: the file does not define {attribute}; correct the name.")
+            raise UserError(f"{option}: the file does not define {attribute!r}; correct the name.")
         made = modules[path][attribute]
         if not isinstance(made, base) and callable(made):
             try:
@@ -182,19 +168,19 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
             except Exception as error:
                 line = error_line(path, error)
                 location = "" if line is None else f" (line {line})"
-                fault = f"{type(error).__name__}: {error}."
+                fault = f"{sentence(error).rstrip('.')}; correct {attribute}."
                 raise UserError(f"{option}: calling {attribute} failed{location}: {fault}") from error
         if not isinstance(made, base):
             raise UserError(
-                f"{option} gives a {type(made).__name__}, not a TorchRL {base.__name__}; name an instance, its class, "
-                "or a function without parameters that returns one."
+                f"{option} gives an object of type {type(made).__name__}, not a TorchRL {base.__name__}; name an "
+                "instance, its class, or a function without parameters that returns an instance."
             )
         loaded.append((option, made))
     return loaded
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
-    """Return the number of the last line of ``path`` in the traceback of ``error``; None if the file is not in it."""
+    """Return the innermost line of ``path`` (from 1) in the traceback, or of its SyntaxError; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
     trace = traceback.walk_tb(error.__traceback__)

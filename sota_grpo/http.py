@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 400
 
 
 class ServerError(RunFailed, RuntimeError):
-    """The server answered with an error status (in ``status``), or (``status`` None) invalid JSON or too many bytes."""
+    """A request failed: an error status (``status``), or (``status`` None) an unusable answer or no answer."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -26,7 +26,7 @@ class ServerError(RunFailed, RuntimeError):
 
 
 class ServerSilent(ServerError):
-    """The server did not answer: no connection, a broken one, or the deadline passed (``is_late``)."""
+    """The server did not answer: no connection, a broken one, or (``is_late``) the deadline passed on a connection."""
 
     def __init__(self, message: str, *, is_late: bool = False):
         super().__init__(message)
@@ -36,17 +36,14 @@ class ServerSilent(ServerError):
 class HttpClient:
     """A thread-safe client for JSON over HTTP with one server; it follows no redirects, whose target would get the key.
 
-    The constructor does not connect. A request on a connection that breaks is sent once more.
+    The constructor does not connect. A request whose connection breaks before the response is sent once more.
 
     Args:
-        url: ``http://HOST:PORT``, followed by a path prefix if the server has one.
+        url: ``http[s]://HOST:PORT``, with a path prefix if the server has one; else UserError or ValueError.
         api_key: bearer token sent with every request; None: no token.
         option: name of the option with ``url``, for error messages.
         max_connections: most connections that stay open for later requests; more concurrent requests open further ones.
         max_bytes: size of the largest response that is accepted; None: no limit.
-
-    Raises:
-        UserError: ``url`` is not an http(s) address.
     """
 
     def __init__(
@@ -76,14 +73,12 @@ class HttpClient:
     def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """Send ``POST path`` with ``body`` as JSON (None: ``{}``); return the response's parsed JSON, else its text.
 
-        Raises:
-            ServerSilent: no connection, a broken one, or no response within ``timeout_s`` seconds.
-            ServerError: a status other than 2xx, invalid JSON that is declared as JSON, or more than ``max_bytes``.
+        It raises as :meth:`request`, and ServerError for a status other than 2xx or invalid JSON declared as JSON.
         """
         return self._parsed("POST", path, b"{}" if body is None else json.dumps(body).encode(), timeout_s)
 
     def close(self) -> None:
-        """Close the idle connections; idempotent."""
+        """Close the idle connections; later requests raise :class:`ServerSilent`. Idempotent."""
         self._pool.close()
 
     def request(
@@ -91,12 +86,10 @@ class HttpClient:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Send a request and return (status, headers, content) of the response, also for an error status.
 
-        Raises:
-            ServerSilent: no connection, a broken one, or no complete response within ``timeout_s`` seconds.
-            ServerError: the response has more than ``max_bytes``.
+        ServerSilent: no complete response within ``timeout_s`` seconds. ServerError: more than ``max_bytes``.
         """
         sent = f"{method} {self.url}{path}"
-        late = f"The server is silent: {sent} was not answered within {timeout_s:g} s."
+        late = f"{sent} was not answered within {timeout_s:g} s."
         options: dict[str, Any] = {
             "body": body,
             "headers": self._headers,
@@ -136,7 +129,7 @@ class HttpClient:
         except urllib3.exceptions.ReadTimeoutError:
             raise ServerSilent(late, is_late=True) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            cause = first_line(error).rpartition(": ")[2]
+            cause = first_line(error).rpartition(": ")[2].rstrip(".")
             raise ServerSilent(f"{sent} found no server, or the connection broke: {cause}.") from error
         return response.status, response.headers, bytes(content)
 
@@ -145,7 +138,7 @@ class HttpClient:
         sent, text = f"{method} {self.url}{path}", content.decode(errors="replace")
         if not 200 <= status < 300:
             shown = one_line(text.strip(), _SHOWN_CHARACTERS)
-            raise ServerError(f"{sent} was answered with status {status}: {shown}", status)
+            raise ServerError(f"{sent} was answered with status {status}: {shown or 'no text'}", status)
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:

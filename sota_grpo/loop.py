@@ -46,7 +46,7 @@ def run(
     """Run the training steps ``first_step`` to ``num_steps - 1``; return the steps completed, earlier ones included.
 
     Args:
-        batches: iterator over batches of complete groups within the age bound; it must not end before the last step.
+        batches: batches of complete groups within the age bound; StopIteration if they end before the last step.
         before: called before each step with the step's number, to evaluate; returning False ends the loop.
         after: called after each step with the number of completed steps, to save; returning False ends the loop.
     """

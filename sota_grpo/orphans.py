@@ -36,7 +36,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """Linux: return the process ids of this process's children, adopted ones included."""
+    """Return the process ids of this process's children, adopted ones included; elsewhere than on Linux []."""
     pids: list[int] = []
     for of_thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -45,10 +45,10 @@ def children() -> list[int]:
 
 
 def end_group_with(owner: int) -> None:
-    """Start a thread that kills this process's own group (SIGKILL) when the process ``owner`` ends; return at once.
+    """Start a thread that kills the process group of this process (SIGKILL) when the process ``owner`` ends.
 
-    Linux: the thread kills 5 s after ``owner`` ends, so that a subreaper acts first; the kernel is told to kill this
-    process alone when its parent ends. Elsewhere ``owner`` must be the parent.
+    Linux: the thread kills 5 s after ``owner`` ends, so that a subreaper acts first; also :func:`die_with_parent` is
+    called. Elsewhere ``owner`` must be the parent.
     """
     die_with_parent()
 
@@ -66,11 +66,11 @@ def end_group_with(owner: int) -> None:
 
 
 def fork_under_subreaper() -> None:
-    """Linux: fork, return in the child only, and make the calling process the child's subreaper.
+    """Linux: fork, return in the child only, and make the calling process the child's subreaper; elsewhere a no-op.
 
     The subreaper adopts descendants of the child whose parents end, also in other sessions. When the child ends, the
     subreaper kills them all and exits with the child's exit code or signal. After SIGTERM, or when the thread that
-    started the subreaper ends, it kills the child too. The calling process must have one thread.
+    started the subreaper ends, it kills the child too. Both ignore SIGINT. The calling process must have one thread.
     """
     if _LIBC is None:
         return
@@ -134,9 +134,9 @@ def guard(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
 def launcher(scratch: Path) -> list[str]:
     """Return a command prefix that runs a server's command and ends all its processes when this process ends.
 
-    The launcher must be started as leader of a process group. It runs the server until the server ends, SIGTERM comes,
-    or this process ends, even by SIGKILL. Then it sends SIGTERM to the server, waits up to 5 seconds, deletes the
-    folder ``scratch``, and kills its process group. It prints how the server ended, after ``LAUNCHER_SAYS``.
+    This process must start the launcher as leader of a process group. When the server ends, SIGTERM comes, or this
+    process ends, even by SIGKILL, the launcher prints which of these it was, after ``LAUNCHER_SAYS``. Then it sends
+    SIGTERM to the server, waits up to 5 seconds, deletes the folder ``scratch``, and kills its process group.
     """
     return [sys.executable, "-I", __file__, "--launch", str(os.getpid()), str(scratch)]
 

@@ -18,15 +18,15 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from sota_grpo.errors import UserError
+from sota_grpo.text import sentence
 
 Value = TypeVar("Value")
 
 
 class Registry(Mapping[str, Value], Generic[Value]):
-    """A mapping from names to built-in values (``builtin``) and to entry points of ``group``, imported at first access.
+    """A mapping from names to built-in values and to the entry points of ``group``, which are imported at first access.
 
-    Args:
-        builtin: {name: value}; a value ``"module:name"`` is imported at first access.
+    A value ``"module:name"`` in ``builtin`` is imported at first access, too.
     """
 
     def __init__(self, group: str, builtin: Mapping[str, Value | str]) -> None:
@@ -51,7 +51,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
             package = "a package" if entry.dist is None else f"the package {entry.dist.name}"
             raise UserError(
                 f"The entry point {name} ({self._group}) of {package} names {entry.value}, which cannot be imported "
-                f"({type(error).__name__}: {error}); reinstall or remove the package."
+                f"({sentence(error).rstrip('.')}); reinstall or remove the package."
             ) from error
 
     def __contains__(self, name: object) -> bool:

@@ -19,8 +19,8 @@ _LAST_S = 5.0  # to close the workers before the process exits; remaining worker
 def interrupt_once() -> None:
     """Let only the first Ctrl-C raise KeyboardInterrupt, so that further ones do not interrupt the cleanup.
 
-    A Ctrl-C more than 5 seconds after the first ends the process at once with exit code 130, and its workers too. No-op
-    if SIGINT is ignored or has a handler other than Python's own. For the main thread.
+    A Ctrl-C more than 5 seconds after the first ends the process at once with exit code 130. No-op if SIGINT is ignored
+    or has a handler other than Python's own; else ValueError outside the main thread.
     """
     began: list[float] = []
 
@@ -41,15 +41,12 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`, a second raises KeyboardInterrupt.
+    """A context manager: the first SIGINT, SIGTERM or SIGHUP sets :attr:`requested`.
 
-    A preempted node sends SIGTERM and later SIGKILL. So a step that takes longer than ``grace_s`` after SIGTERM or
-    SIGHUP is interrupted as by a second signal, and the run can resume from its last checkpoint; if that has no effect
-    for 5 seconds, the process exits. A closed terminal may send SIGHUP twice: only the first counts, and under
-    ``nohup`` none. Outside the main thread, which alone receives signals, the context does nothing.
-
-    Args:
-        grace_s: seconds that the current step may take after SIGTERM or SIGHUP; None: no limit.
+    A further SIGINT or SIGTERM raises KeyboardInterrupt; a further SIGHUP has no effect, because a closed terminal may
+    send two. Under ``nohup`` SIGHUP has none at all. A preempted node sends SIGTERM and later SIGKILL. So a step that
+    takes more than ``grace_s`` seconds (None: no limit) after SIGTERM or SIGHUP is interrupted as by a second signal;
+    if that has no effect for 5 seconds, the process exits with code 143. No-op outside the main thread.
 
     >>> with StopRequest() as stop:
     ...     stop.requested
@@ -75,7 +72,7 @@ class StopRequest:
         self.step_is_over()
 
     def step_is_over(self) -> None:
-        """Stop the timers of ``grace_s``, so that they cannot interrupt the checkpoint."""
+        """Cancel the timers of ``grace_s`` and of the exit after it, so that they cannot interrupt the checkpoint."""
         for timer in self._timers:
             timer.cancel()
 
@@ -87,7 +84,9 @@ class StopRequest:
             (interrupt if callable(interrupt) else signal.default_int_handler)(number, frame)
             return
         self.requested = True
-        logger.warning("%s: stopping after this step; a second signal stops at once.", signal.Signals(number).name)
+        logger.warning(
+            "%s: stopping after this step; a second SIGINT or SIGTERM stops at once.", signal.Signals(number).name
+        )
         if number != signal.SIGINT and self._grace_s is not None:
             self._after(self._grace_s, self._interrupt)
 
@@ -98,6 +97,8 @@ class StopRequest:
         self._timers.append(timer)
 
     def _interrupt(self) -> None:
-        logger.warning("The step still runs train.grace_s=%g after the signal; it is interrupted.", self._grace_s)
+        logger.warning(
+            "The step did not end within train.grace_s=%g s after the signal; it is interrupted.", self._grace_s
+        )
         self._after(_LAST_S, lambda: os._exit(128 + signal.SIGTERM))
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # reaches a blocking call too

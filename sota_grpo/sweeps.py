@@ -77,7 +77,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed, averaged."""
+    """The runs of one setting, which differ only in their seed: how many, and the metrics' means over finished ones."""
 
     overrides: Mapping[str, str]  # {option: value} of options that differ between settings; not the seed
     runs: int
@@ -102,7 +102,7 @@ class Sweep:
 
     @property
     def settings(self) -> list[Setting]:
-        """The settings, sorted as ``ranked`` by the mean of ``metric``; empty if no setting has several seeds."""
+        """The settings, sorted by the mean of ``metric`` as runs are in ``ranked``; empty if none has several seeds."""
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
@@ -139,7 +139,7 @@ class Sweep:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
 
     def measured(self) -> list[str]:
-        """Return the names of all metrics that any run measured: in the order of docs/logging.md, then the others."""
+        """Return the names of all metrics that any run measured: those of METRICS in its order, then others sorted."""
         names = {name for run in self.runs for name in run.metrics}
         return [name for name in METRICS if name in names] + sorted(names - METRICS.keys())
 
@@ -147,11 +147,7 @@ class Sweep:
 def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
     """Read the runs up to three levels below ``path``, the directory of a sweep or any folder of run directories.
 
-    Args:
-        metric: to sort by; None: held-out accuracy if any run has it, else reward.
-
-    Raises:
-        UserError: there is no run in ``path``, or ``path`` is itself a run.
+    ``metric``: to sort by; None: held-out accuracy if any run has it, else reward. UserError if there is no sweep.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give the directory of a sweep (multirun/DATE/TIME).")
@@ -233,7 +229,7 @@ def _overrides(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a list of Hydra overrides ({type(error).__name__}).") from error
+        raise UserError(f"{path} cannot be read as Hydra's overrides ({type(error).__name__}); remove it.") from error
     for override in noted if isinstance(noted, list) else []:
         name, _, value = str(override).partition("=")
         overrides[one_line(name.lstrip("+~"))] = "removed" if name.startswith("~") else one_line(value)
@@ -241,7 +237,7 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the sweep's headline, tables and notes as plain text, the tables at most ``width`` wide (None: 400)."""
+    """Return the sweep's headline, tables and notes as plain text; ``width``: characters of a table (None: 400)."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
     with console.capture() as capture:
         console.print(Text(sweep.headline), soft_wrap=True)

@@ -22,7 +22,7 @@ _ODD, _ODD_IN_HTML = re.compile(f"[{_RAW}]"), re.compile(f"[<>&{_RAW}]")
 
 
 def readable(text: str, keep: str = "\n\t") -> str:
-    """Escape control characters, direction overrides and lone surrogates, except the characters in ``keep``.
+    """Return ``text`` with unprintable characters escaped, except ``keep``, U+00A0, U+3000 and zero-width joiners.
 
     >>> readable("3 < 4\\x1b[2J\\u202e\\n5 Ångström \\ud800")
     '3 < 4\\\\x1b[2J\\\\u202e\\n5 Ångström \\\\ud800'
@@ -41,7 +41,7 @@ def one_line(text: str, limit: int | None = 500) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 500 characters, escaped; if it is empty, the type's name.
+    """Return the first line of an error's message, cut to 500 characters and escaped; without one the type's name.
 
     >>> first_line(ValueError("no route\\nand a page of details")), first_line(KeyError())
     ('no route', 'KeyError')
@@ -51,13 +51,13 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Return ``TYPE: MESSAGE`` of an exception, with the first line of its message, or ``TYPE`` if that is empty."""
+    """Return ``TYPE: LINE`` of an exception, with the :func:`first_line` of its message; ``TYPE`` without a message."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
 
 class ReadableFormatter(logging.Formatter):
-    """A log formatter that escapes control characters, since messages may quote untrusted text."""
+    """A log formatter that escapes control characters except line breaks and tabs, for untrusted text in messages."""
 
     def format(self, record: logging.LogRecord) -> str:
         return readable(super().format(record))
@@ -69,17 +69,17 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def shown(text: str, stream: TextIO, colour: int | None = None) -> str:
-    """Return ``text``; for a terminal, after a code that clears the line, in ``colour`` unless ``NO_COLOR`` is set."""
+    """Return ``text``; for a terminal with ANSI codes that clear the line and, without ``NO_COLOR``, set ``colour``."""
     if not is_terminal(stream):
         return text
     return "\x1b[2K" + (text if colour is None or os.environ.get("NO_COLOR") else f"\x1b[{colour}m{text}\x1b[m")
 
 
 class ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Prints log records from INFO on, except those marked ``file_only``; on a terminal warnings yellow, errors red.
+    """A log handler that prints records from INFO on, except those with the attribute ``file_only``.
 
-    On a terminal the next record overwrites one marked ``redrawn``. Without ``stream`` each record goes to the current
-    ``sys.stderr``: the live progress line replaces this so that records are printed above the line.
+    On a terminal warnings are yellow, errors red, and the next record overwrites one with the attribute ``redrawn``.
+    Without ``stream`` records go to the current ``sys.stderr``, which the live progress line replaces.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -103,9 +103,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
     """Return ``value`` as one line of JSON with control characters escaped.
 
-    Args:
-        html: escape ``<``, ``>`` and ``&`` too, for a ``<script>`` element.
-        options: passed to :func:`json.dumps`.
+    ``html``: escape ``<``, ``>`` and ``&`` too, for a ``<script>`` element. ``options``: see :func:`json.dumps`.
 
     >>> json_line({"text": "\\x1b[2J <b> é \\u202e\\ud800"})
     '{"text": "\\\\u001b[2J <b> é \\\\u202e\\\\ud800"}'
@@ -117,7 +115,7 @@ def json_line(value: Any, *, html: bool = False, **options: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return ``seconds`` as ``M:SS`` or ``H:MM:SS``.
+    """Return ``seconds``, rounded, as ``M:SS``, or as ``H:MM:SS`` from one hour on.
 
     >>> duration(151), duration(3661.2), duration(0.4)
     ('2:31', '1:01:01', '0:00')
@@ -128,16 +126,16 @@ def duration(seconds: float) -> str:
 
 
 class Output:
-    """A text stream that discards its output once it cannot be written (closed pipe, lost terminal, full disk).
+    """A text stream that discards its output after a write has failed (closed pipe, lost terminal, full disk).
 
-    It then logs one warning, and the run continues. ``stream`` None is standard output.
+    The failed write also points the stream's file descriptor to ``os.devnull``. ``stream`` None is standard output.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write ``text`` and flush; return its length."""
+        """Write ``text`` and flush, or log a warning if that fails; return the length of ``text``."""
         try:
             self._stream.write(text)
             self._stream.flush()
@@ -146,7 +144,7 @@ class Output:
             with suppress(OSError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())  # what is still buffered goes there, too
             # only now: the console's handler may write to this stream
-            logger.warning("%s cannot be written (%s); the run continues without it.", self._stream.name, cause)
+            logger.warning("%s cannot be written (%s); its further output is discarded.", self._stream.name, cause)
         return len(text)
 
     def flush(self) -> None:
@@ -157,6 +155,6 @@ class Output:
 
 
 def say(text: str, stream: TextIO | None = None, colour: int | None = None) -> None:
-    """Print a line to ``stream`` (None: standard output); if it cannot be written, log a warning and continue."""
+    """Print ``text`` as a line (:func:`shown`) to ``stream`` (None: standard output); if that fails, log a warning."""
     output = Output(stream)
     output.write(shown(text, cast(TextIO, output), colour) + "\n")  # at once: threads write, too

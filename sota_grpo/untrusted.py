@@ -1,7 +1,6 @@
 """Open files of run directories safely: another user may have made them, so they are untrusted.
 
-All code that reads a run opens its files here. Refusing a file raises ``OSError`` with the reason, as for any file that
-cannot be read.
+Code that reads a run opens its files with :func:`open_file`, which refuses a file with an ``OSError`` and the reason.
 """
 
 from __future__ import annotations
@@ -33,14 +32,10 @@ _NOT_REGULAR = "it is no regular file"
 
 
 def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, levels: int = 1) -> IO[bytes]:
-    """Open a regular file of a run directory for reading; never blocks on a pipe or a device.
+    """Open a regular file of a run directory for reading bytes; never blocks on a pipe or a device.
 
-    Args:
-        most_bytes: size of the largest file that is opened; None: no limit.
-        levels: depth of the file in the run directory, 1 for a file directly in it.
-
-    Raises:
-        OSError: it is not a regular file, too large, sparse, a link out of the run directory, or cannot be read.
+    ``levels`` is the file's depth in the run directory, 1 directly in it. OSError if the file cannot be read, has more
+    than ``most_bytes`` (None: no limit), is a link out of the run directory, not regular, or large and sparse.
 
     >>> folder = getfixture("tmp_path")
     >>> os.mkfifo(folder / "rollouts.jsonl")
@@ -64,15 +59,9 @@ def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, le
 
 
 def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = None) -> None:
-    """Check that a run's folder has no link out of ``run_dir``, no pipe and no device, before it is used.
+    """Raise UserError if a run's folder has a link out of ``run_dir``, a pipe, a socket or a device.
 
-    Args:
-        folder: is checked with its direct contents; a missing folder passes.
-        run_dir: directory in which the targets of links must be.
-        below: subfolders that are checked recursively; None: all.
-
-    Raises:
-        UserError: the folder contains a link out of ``run_dir``, a pipe or a device.
+    Checked are ``folder``, if it exists, its direct contents, and its subfolders ``below`` (None: all) recursively.
     """
     if not os.path.lexists(folder):
         return
@@ -88,11 +77,8 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
 def read_yaml(path: Path, *, levels: int = 1) -> Any:
     """Read a YAML file of a run with OmegaConf, interpolations unresolved; refuse aliases and deep nesting.
 
-    ``levels``: see :func:`open_file`.
-
-    Raises:
-        OSError: as :func:`open_file`, or the file is above 1 MiB.
-        UnicodeDecodeError, YAMLError, OmegaConfBaseException: it is no valid YAML, has aliases, or is nested deeply.
+    OSError: see :func:`open_file`; or the file has more than 1 MiB, or only a number or a boolean. UnicodeDecodeError,
+    YAMLError or OmegaConfBaseException: it is no valid YAML, has aliases, or is nested deeper than 32 levels.
     """
     import yaml
     from omegaconf import OmegaConf

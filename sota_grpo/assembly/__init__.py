@@ -1,1 +1,1 @@
-"""Build the components of a run from its config."""
+"""Build the components of a run from its config; :class:`~sota_grpo.errors.UserError` says why one cannot be built."""

@@ -1,7 +1,7 @@
 """Build the components of a run: first those that are cheap and may fail, then learner, engine and collector.
 
-In synchronous mode with one device for each role, or with a single GPU, engine, learner and reference are in this
-process. Otherwise engines, references and the ranks of a learner with several are worker processes.
+Unless the run has only one GPU, engines and references are workers in async mode, on a Ray cluster, or with several of
+them or of learner ranks. The learner is a worker if it has several ranks or is on a cluster.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[tuple[str, 
 
 @dataclass(kw_only=True)
 class RunComponents(TrainingComponents):
-    """The components of a run; ``opened`` closes those in other processes or on a device, in reverse order."""
+    """The components of a run; ``opened`` closes those that need it, in reverse order."""
 
     tokenizer: Any
     collector: PromptGroupCollector
@@ -120,11 +120,12 @@ def build(
     should_stop: Callable[[], bool] = lambda: False,
     functions: Functions | None = None,
 ) -> RunComponents:
-    """Build the components of a run and wait until they are ready; if one fails, close the others.
+    """Build the components of a run and wait until they are ready; if one fails, close the others and raise its error.
 
-    Args:
-        should_stop: called repeatedly while workers fill a batch; returning True ends the wait with ``Interrupted``.
-        functions: reward functions as Python objects, instead of those of ``reward.path``.
+    It seeds torch's global random state. Call it on the main thread: a local Ray may be started. ``should_stop`` is
+    called repeatedly while workers fill a batch; returning True ends the wait with ``Interrupted``. ``functions`` are
+    used instead of the reward functions in ``reward.path``. UserError if a component cannot be used; RunFailed if it
+    does not start.
     """
     from sota_grpo.source.collector import PromptGroupCollector  # TorchRL's collectors take seconds to import
 
@@ -252,12 +253,12 @@ def with_dialogs(
 
 
 def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
-    """Compose (phase, transform) pairs into one transform that logs the seconds of each phase as a metric."""
+    """Compose (phase, transform) pairs into one transform that measures the seconds of each phase, for metrics."""
     return Compose(*(Timed(phase, transform) for phase, transform in transforms))
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """Return an evaluator of the first ``eval.num_samples`` held-out problems; ``eval.target`` shuffles these."""
+    """Return an evaluator of the first ``eval.num_samples`` held-out problems; with ``eval.target`` in random order."""
     # a success may be no more than a reward above the limit
     rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])
@@ -281,8 +282,8 @@ def make_weight_sync(
 ) -> EngineWeightSync:
     """Return the sync that pushes the weights of ``trained`` to ``engine``; workers receive the weights in packs.
 
-    Under LoRA only the adapter is sent if the engine supports that, else merged weights. ``make_room``: see
-    :class:`~sota_grpo.source.weight_sync.EngineWeightSync`.
+    Under LoRA, if the engine supports that, only the adapter is sent, and ``engine.base`` becomes a function that
+    returns the base weights; else merged weights are sent. ``make_room`` is passed to ``EngineWeightSync``.
     """
     weights: Callable[[], Any]
     whole: Callable[..., Any]

@@ -24,20 +24,18 @@ from sota_grpo.workers.processes import ThreadLauncher
 
 
 class Cluster:
-    """Starts the engines, references and learner ranks of a run on their GPUs: in Ray, except engine servers.
+    """Starts the engines, references and learner ranks of a run on their devices: in Ray, except engine servers.
 
-    On one machine the plan assigns the GPUs; on a running Ray cluster, Ray does. The learner is in this process only
-    if it has one rank and there is no cluster. Each Ray worker has a bundle; an engine and ranks that share GPUs share
-    one, in which ``CUDA_VISIBLE_DEVICES`` assigns the GPUs, because Ray assigns a GPU to one process only.
+    If Ray is needed, the constructor joins the cluster at ``ray.address`` (UserError or RunFailed if it cannot), or
+    starts a local Ray, for which it must be on the main thread. On one machine the plan assigns the GPUs; on a cluster,
+    Ray does. The learner is in this process only if it has one rank and there is no cluster. Each Ray worker has a
+    bundle; an engine and the ranks that share its GPUs have the same one, in which ``CUDA_VISIBLE_DEVICES`` assigns the
+    GPUs, because Ray assigns a GPU to one process only.
 
     Attributes:
         launcher: starts references and learner ranks, and shares large values with them.
         engine_launcher: starts the engines' workers; for engine servers they are threads of this process.
-        num_engines: number of engines.
         num_ranks: number of learner ranks in other processes; 0: the learner is in this process.
-
-    Raises:
-        UserError: Ray is needed but not installed, or the cluster has too few CPUs or GPUs for the plan.
     """
 
     def __init__(self, config: Config, plan: Plan, run_dir: Path):
@@ -62,7 +60,10 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """CPU threads per engine, reference, rank: local cores / their number (macOS: 1); GPU cluster: cores / GPUs."""
+        """CPU threads of each engine, reference and learner rank, at least 1.
+
+        An equal share of this machine's cores (macOS: 1); on a GPU cluster, a node's fewest cores per GPU.
+        """
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu
 
@@ -92,7 +93,7 @@ class Cluster:
         return self._starter("reference", spec, self._references, first=self._engines_in_ray)
 
     def start_ranks(self) -> list[Worker]:
-        """Start one worker per learner rank, with the address of their process group; return them without waiting."""
+        """Start one worker per learner rank, with the address of their process group; return before they are ready."""
         first, per_engine = self._engines_in_ray + len(self._references), len(self._engines[0])
         ranks = range(self.num_ranks)
         bundles = [rank // per_engine if self._ranks_share_bundles else first + rank for rank in ranks]
@@ -166,7 +167,7 @@ class Cluster:
             return RayLauncher(bundles, address=self._config.ray.address, deadline_s=self._config.ray.timeout_s)
 
     def close(self) -> None:
-        """Kill the remaining workers; idempotent."""
+        """Kill the remaining workers, and end the local Ray or the connection to the cluster; idempotent."""
         for launcher in dict.fromkeys((self._servers, self.launcher)):
             launcher.close()
         if self._rendezvous_file is not None:  # killed ranks leave it behind
@@ -174,7 +175,7 @@ class Cluster:
 
 
 def visible_gpus(config: Config) -> int:
-    """Return the number of GPUs of the Ray cluster of ``ray.address``; without one, of those that this process sees."""
+    """Return the number of GPUs that this process sees, or of the cluster of ``ray.address``, which is then joined."""
     if config.ray.address is None:
         return torch.cuda.device_count()
     with _ray_mistakes(config.ray.address):
@@ -196,14 +197,14 @@ def _ray_mistakes(address: str | None) -> Iterator[None]:
     if find_spec("ray") is None:
         raise UserError(
             "mode=async, several devices and ray.address need Ray, which is not installed: "
-            "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role."
+            "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role and without ray.address."
         )
     try:
         yield
     except ConnectionError as error:
         raise UserError(
-            f"ray.address={address} does not answer ({error}); start a cluster there with `ray start --head`, or leave "
-            "ray.address out."
+            f"ray.address={address} does not answer ({str(error).rstrip('.')}); start a cluster there with "
+            "`ray start --head`, or leave ray.address out."
         ) from error
     except TimeoutError as error:
         raise RunFailed(str(error)) from error

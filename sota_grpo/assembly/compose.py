@@ -54,12 +54,9 @@ _GLOBAL_PACKAGE = "@package _global_"  # marks a group that sets options of othe
 def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> Config:
     """Return the preset ``config_name`` with ``overrides`` applied, as the command line of ``grpo.py`` does.
 
-    The config is not validated: see :func:`sota_grpo.config.validators.validate`. A hub token among the overrides moves
-    to ``HF_TOKEN``. Hydra's own options are ignored, except ``hydra.searchpath=[file://DIR]``, which adds a folder of
-    configs. The global state of a Hydra that runs in this process is restored.
-
-    Raises:
-        UserError: the config or an option does not exist, or an option or token has a wrong type or form.
+    The config is not validated: see :func:`sota_grpo.config.validators.validate`. Tokens among the overrides move to
+    environment variables (:func:`sota_grpo.config.secrets.without_tokens`). Hydra's own options are ignored, except
+    ``hydra.searchpath=[file://DIR]``, which adds a folder of configs. UserError if a name or value is not valid.
 
     >>> config = compose("grpo_cpu", ["env.repeats=4", "algorithm=dapo"])
     >>> config.env.repeats, config.algorithm.name, config.model.name
@@ -105,7 +102,7 @@ def _no_other_hydra() -> Iterator[None]:
 
 
 def sentence_of(error: Exception, overrides: Sequence[str] = ()) -> str:
-    """Return the message for an error of Hydra or OmegaConf; ``overrides`` are those that were being applied."""
+    """Return the message for an error that Hydra or OmegaConf raised when it applied ``overrides``."""
     text = " ".join(re.split("Config search path:|See https://hydra.cc", str(error))[0].split())
     primary, preset, unknown = (pattern.search(text) for pattern in (_NO_PRIMARY, _NO_PRESET, _UNKNOWN))
     if primary is not None:
@@ -157,16 +154,12 @@ def load_config(
 ) -> Config:
     """Return the config of a run, read from ``run_dir/config.yaml``, with ``overrides`` in the syntax of ``grpo.py``.
 
-    A preset of one section (``algorithm=dapo``) replaces that section. Options that the file lacks have their defaults.
-    The config is not validated, as in :func:`compose`. The run may be another user's: unless ``trust`` is true, options
-    that execute code or contact servers (:func:`needs_consent`) are refused, except if an override sets the same value.
-
-    Args:
-        unused: options that have no effect in the caller and need no consent.
-        remedy: end of the error message: how the user consents.
-
-    Raises:
-        UserError: there is no run, an option or override is not valid, or consent is missing.
+    A preset of one section (``algorithm=dapo``) replaces that section; one of several (``hardware=one_gpu``) sets only
+    its own options. Options that the file lacks have their defaults. The config is not validated, and tokens are moved,
+    as in :func:`compose`. The run may be another user's: unless ``trust`` is true, options that execute code or contact
+    servers (:func:`needs_consent`) are refused, except if an override sets the same value, or they are in ``unused``,
+    the options without effect in the caller. UserError if there is no valid run, an override is wrong or consent is
+    missing; ``remedy`` is the end of that message: how the user consents.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -212,11 +205,12 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{path}: {reason}; correct this file or the overrides.") from None
 
 
 def needs_consent(config: Config) -> dict[str, str]:
-    """Return {option: phrase} for each option by which a config executes code or contacts a server.
+    """Return {option: phrase} for options that execute code, or name a file to send or a server (not the hub or W&B).
 
     >>> config = Config()
     >>> needs_consent(config)
@@ -261,18 +255,18 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError that lists ``acts``, phrases of :func:`needs_consent`, unless ``acts`` is empty."""
+    """Raise UserError with ``acts``, phrases as of :func:`needs_consent`, and ``remedy``, unless ``acts`` is empty."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the saved config of the run in ``train.resume``, with ``overrides``; ``config`` if that names no run."""
+    """Return :func:`load_config` of the run in ``train.resume``; ``config`` if that is null, ``auto`` or no run."""
     resume = config.train.resume
     if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
         return config
     logger.info("Options that this command does not set are taken from %s.", Path(resume) / CONFIG_FILE)
-    return load_config(Path(resume), overrides, remedy="give the same option again")  # it has no --trust-run
+    return load_config(Path(resume), overrides, remedy="repeat each of these options")  # it has no --trust-run
 
 
 def no_run_or_model(name: str) -> str:
@@ -281,7 +275,7 @@ def no_run_or_model(name: str) -> str:
 
 
 def anchor_paths(config: Config) -> None:
-    """Make the paths of existing files in ``config`` absolute, so that they do not depend on the current directory."""
+    """Make the paths of existing files, folders and models, and of any ``FILE.py:NAME``, in ``config`` absolute."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
     for name, value in list(_paths(config)):

@@ -38,7 +38,7 @@ class Role:
 
     @property
     def option(self) -> str:
-        """Name of the option that requests the devices."""
+        """Name of the option that requests the devices; ``num_devices`` if none does."""
         return f"{self.name}.{'devices' if self.devices is not None else 'num_devices'}"
 
     @property
@@ -48,27 +48,22 @@ class Role:
 
 @dataclass(frozen=True)
 class Placement:
-    """Device indices of each role; ``colocated``: engine and learner share a device (on a CPU always)."""
+    """Device indices of each role, from 0; on a CPU they only count the role's workers."""
 
     train: tuple[int, ...]
     inference: tuple[int, ...]
     ref: tuple[int, ...]
-    colocated: bool
+    colocated: bool  # engine and learner share a device; on a CPU always True
 
 
 def place(train: Role, inference: Role, ref: Role | None, *, available: int, concurrent: bool = False) -> Placement:
-    """Assign devices to the roles: roles that request devices get different ones, the other roles share.
+    """Assign devices to the roles: the learner and each role that requests devices get different ones, others share.
 
-    An engine without a request shares the learner's devices, since in synchronous mode they run one after the other;
-    ``shared`` engines do so in workers too. A reference without a request gets the first free device, else the
-    learner's first. If there is only one device, and no role requests several, all roles share it.
-
-    Args:
-        available: number of GPUs; 0: the CPU, where the indices of a role only count its workers.
-        concurrent: engine and learner run at the same time, so of several devices they share none (unless ``shared``).
-
-    Raises:
-        UserError: too many devices are requested, an index does not exist, or two roles name one GPU though more exist.
+    An engine without a request shares the learner's devices, unless they run at the same time (``concurrent``) and it
+    is not ``shared``: then it gets its own. A reference without a request gets the first free device, else the
+    learner's first. If there is only one device, and no role requests several, all roles share it. ``available`` is the
+    number of GPUs; 0: the CPU, where the indices of a role only count its workers. UserError if a request cannot be
+    met.
 
     Example:
         >>> place(Role("train_model"), Role("inference_model"), Role("ref_model"), available=2)
@@ -90,8 +85,8 @@ def place(train: Role, inference: Role, ref: Role | None, *, available: int, con
         for index in role.devices or ():
             if not 0 <= index < available:
                 raise UserError(
-                    f"{role.name}.devices has device {index}, but this machine has only {available} "
-                    f"(0 to {available - 1}); use {role.name}.devices=[{available - 1}] or leave it out."
+                    f"{role.name}.devices has device {index}, but devices are numbered 0 to {available - 1}; use "
+                    f"{role.name}.devices=[{available - 1}] or leave it out."
                 )
             if index in taken_by and available > 1:
                 raise UserError(f"{taken_by[index]}.devices and {role.name}.devices both have {index}; change one.")
@@ -138,7 +133,7 @@ def _check_amount(needed: Sequence[Role], total: int) -> None:
     else:
         shared = next((role for role in needed if role.requested), largest)
         fix = f"leave {shared.option} out, so that {shared.name} shares a device"
-    raise UserError(f"{num_devices} devices are needed ({counts}) and this machine has {total}; {fix}.")
+    raise UserError(f"{num_devices} devices are needed ({counts}), and {total} can be used; {fix}.")
 
 
 @dataclass(frozen=True)
@@ -154,12 +149,7 @@ class Plan:
 
 
 def resolve_device(config: Config) -> str:
-    """Return ``cuda`` or ``cpu``, the device type of the run.
-
-    Raises:
-        UserError: the model's folder is missing; or there is no GPU and ``device`` is ``cuda`` (without
-            ``ray.address``), or ``auto`` with a hub model.
-    """
+    """Return the device type of the run, ``cuda`` or ``cpu``; UserError if its model or a necessary GPU is missing."""
     model = resolve_model_path(model_name(config))  # a mistyped folder is not a model from the hub
     if config.device == "cpu":
         return "cpu"
@@ -172,7 +162,7 @@ def resolve_device(config: Config) -> str:
 
 
 def reference_has_own_weights(config: Config) -> bool:
-    """Whether the run loads weights for a reference: not for the policy without its LoRA adapter in this process."""
+    """Whether the run loads weights for a reference: not for the policy without its adapter in the same process."""
     options = config.ref_model
     is_apart = options.num_devices is not None or options.devices is not None or wants_workers(config)
     is_the_base = config.train_model.lora.enabled and options.name is None
@@ -192,14 +182,10 @@ def _roles(config: Config) -> tuple[Role, Role, Role]:
 
 
 def make_plan(config: Config, device_type: str, num_gpus: int | None = None, engine: str | None = None) -> Plan:
-    """Choose devices and processes of the run; with one GPU, sampling and training alternate on it in any mode.
+    """Choose the engine, the devices and the processes of the run; UserError if a request cannot be met.
 
-    Args:
-        num_gpus: GPUs to use; None: all that this process sees.
-        engine: name of the engine; None: resolved from ``engine.name`` and the installed packages.
-
-    Raises:
-        UserError: as :func:`place`; the engine is missing or cannot use its devices; on Ray two roles share a GPU.
+    If engine and learner have only one GPU, they alternate on it in this process, with ``mode=async`` too. ``num_gpus``
+    None: all GPUs that this process sees. ``engine`` None: resolved from ``engine.name`` and the installed packages.
     """
     learner, engines, ref = _roles(config)
     reference = ref if reference_has_own_weights(config) else None
@@ -212,14 +198,14 @@ def make_plan(config: Config, device_type: str, num_gpus: int | None = None, eng
     placement = place(learner, engines, reference, available=available, concurrent=workers)
     if engines.default > 1 and device_type == "cpu":
         raise UserError(
-            f"inference_model.tensor_parallel_size={engines.default} needs GPUs; use inference_model.num_devices="
-            f"{engines.default} engines on the CPU."
+            f"inference_model.tensor_parallel_size={engines.default} needs GPUs; on a CPU leave it at 1, and use "
+            f"inference_model.num_devices={engines.default} for as many engines."
         )
     taken = [*placement.train, *(() if shared else placement.inference), *placement.ref]
     if config.ray.address is not None and device_type == "cuda" and len(set(taken)) < len(taken):
         raise UserError(  # Ray gives each GPU to one process
             f"On a Ray cluster each role needs its own GPUs: {len(taken)} in all, and this one has {available}; add "
-            "nodes, set policy.kl_coef=0 to train without a reference, or leave ray.address out."
+            f"nodes{', train without a reference' if reference else ''}, or leave ray.address out."
         )
     if workers and device_type == "cuda" and placement.colocated and not shared:
         notes.append("There is one GPU: sampling and training alternate on it, as in mode=sync.")
@@ -269,5 +255,5 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def device_name(device_type: str, indices: tuple[int, ...]) -> str:
-    """Return torch's name of the first of a role's GPUs (``cuda:0``), or ``cpu``."""
+    """Return torch's name of a role's first GPU, such as ``cuda:0``, or ``cpu``; ``indices``: its GPUs'."""
     return device_type if device_type == "cpu" else f"{device_type}:{indices[0]}"

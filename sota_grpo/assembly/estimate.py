@@ -118,13 +118,13 @@ class Learning:
         return OPTIMIZERS[self.optimizer].state_bytes(trained)
 
     def trained_bytes(self, model: Architecture) -> int:
-        """Bytes of the trainable weights; their gradients take as many, and so does each optimizer moment."""
+        """Bytes of the trainable weights; their gradients take as many."""
         return 4 * model.adapter_parameters(self.rank) if self.rank else self.weight_bytes * model.parameters
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Number of packed tokens, sampled tokens and padded slots of one micro-batch."""
+    """Sizes of one micro-batch: numbers of packed tokens, sampled tokens and padded slots."""
 
     tokens: int  # packed, each prompt counted once
     predicted: int  # sampled tokens: those with logits
@@ -152,8 +152,7 @@ def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
 
 def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that the decoder saves for its backward pass: activations of its layers (under checkpointing
-    their inputs only), rotary cosines and sines, the last norm, and under autocast without checkpointing cast weights.
+    """Return the bytes that the decoder saves for its backward pass: activations, rotary positions, any cast weights.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)
     >>> rows = MicroBatch(tokens=10, predicted=6, slots=20)
@@ -174,7 +173,7 @@ def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> in
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that the head saves: hidden states, indices, three vectors; if frozen: a gradient, indices."""
+    """Return the bytes that the head saves for backward: a hidden state and a few numbers per sampled token."""
     return rows.predicted * (how.product_bytes * model.hidden + 8 + (0 if how.rank else 20))
 
 
@@ -194,7 +193,7 @@ def _head_working_bytes(model: Architecture, how: Learning, rows: MicroBatch) ->
 
 
 def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[MicroBatch]) -> ByteCounts:
-    """Return the peak bytes of an optimizer step on one rank, by component; the first two micro-batches decide it.
+    """Return the peak bytes of an optimizer step on one rank, by component; ``micro_batches`` has the largest first.
 
     >>> tiny = Architecture(8, 2, 2, 1, 4, 16, vocab=32, tied=True, context=64)  # of 1448 parameters
     >>> parts = learner_memory(tiny, Learning(), [MicroBatch(tokens=10, predicted=6, slots=20)])
@@ -239,7 +238,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes that a no-grad forward pass adds to the weights: one MLP + one autocast matrix + the head."""
+    """Return the bytes of a forward pass without gradients, besides the weights: one MLP, one cast matrix, the head."""
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
@@ -248,14 +247,14 @@ def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
 
 
 def kv_bytes_per_token(model: Architecture, number_bytes: int) -> int:
-    """Return the KV cache bytes of one token over all layers."""
+    """Return the KV cache bytes of one token over all layers; ``number_bytes``: bytes of one number in the cache."""
     return 2 * model.layers * model.kv_width * number_bytes
 
 
 def vllm_pool_bytes(model: Architecture, share: int, *, number_bytes: int, rows: int, parallel: int = 1) -> int:
     """Return the bytes of ``share`` left for vLLM's KV cache on each of ``parallel`` devices; negative: too small.
 
-    Subtracted are weights, a forward pass of 8192 tokens, and two float32 copies of the logits of all rows.
+    Subtracted are weights of ``number_bytes`` each, a pass of 8192 tokens and two float32 copies of all rows' logits.
     """
     passing = VLLM_PASS_TOKENS * 3 * (model.intermediate + model.hidden)
     return share - (model.parameters + passing) * number_bytes // parallel - rows * model.vocab * 8
@@ -274,7 +273,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes allocated on a device in each phase of the run: sampling, reference, training."""
+    """The bytes allocated on a device by phase: sampling, reference, training, or ``at work`` if all run at once."""
 
     name: str  # cuda:0, or CPU for the whole machine
     roles: tuple[str, ...]
@@ -293,7 +292,7 @@ class DeviceMemory:
 
     @property
     def learning(self) -> tuple[int, int]:
-        """Return (bytes of learner and reference, bytes available to them) in the fullest phase other than sampling."""
+        """Return (bytes of learner and reference pass, bytes left to them) in their fullest phase except sampling."""
         moments = [entries for moment, entries in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(entries.get(name, 0) for name in _OF_LEARNER), sum(entries.values())) for entries in moments]
         left = [(learner, self.capacity - (whole - learner)) for learner, whole in sizes if learner]
@@ -311,7 +310,7 @@ class RunMemory:
     teacher: Architecture | None = field(default=None, kw_only=True)  # of the reference; None: the policy's
 
     def with_options(self, options: dict[str, Any]) -> Self:
-        """Return the same run with other options, by dotted name; a change of micro-batches alone keeps the plan."""
+        """Return the run with ``options``, {dotted name: value}; a change of micro-batches alone keeps the plan."""
         other = replace(self, config=with_options(self.config, options))
         if options.keys() == {"train.micro_batch_tokens"}:
             vars(other)["plan"] = self.plan
@@ -319,7 +318,10 @@ class RunMemory:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan; for another machine ``auto`` is vLLM, and ``machine.count=None`` the fewest GPUs that suffice."""
+        """The devices and processes of the run; UserError if a request cannot be met.
+
+        On another machine ``engine=auto`` is vLLM, and ``machine.count=None`` the fewest GPUs that suffice.
+        """
         config, machine = self.config, self.machine
         if machine.is_here:
             return make_plan(config, machine.device_type, machine.count or 0)
@@ -417,7 +419,7 @@ class RunMemory:
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
         """Return the micro-batches of an optimizer step on one of ``shares`` data-parallel ranks, the largest first.
 
-        All samples have the largest size, but each micro-batch is filled to ``budget`` tokens (None: the run's).
+        All samples have the largest size; a micro-batch has up to ``budget`` tokens (None: the run's) or one sample.
         """
         (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
         rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
@@ -436,9 +438,9 @@ class RunMemory:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """Tokens per micro-batch: ``train.micro_batch_tokens``, or for ``auto`` on a GPU the most that fit.
+        """Tokens per micro-batch: ``train.micro_batch_tokens``; for ``auto`` the most that fit, on a CPU 16384.
 
-        At most ``MOST_TOKENS``, a rank's share of a step and :data:`FILLED` of the memory; at least the longest sample.
+        That is at most ``MOST_TOKENS``, a rank's share of a step and :data:`FILLED` of memory; at least one sample.
         """
         if isinstance(self.config.train.micro_batch_tokens, int) or self.plan.device_type == "cpu":
             return micro_batch_tokens(self.config)
@@ -466,7 +468,7 @@ class RunMemory:
 
     @cached_property
     def reference(self) -> tuple[int, int]:
-        """Return (bytes of the reference's weights, 0 if it shares the policy's; bytes of a forward pass of it)."""
+        """Return (bytes of the reference's weights, 0 if they are the policy's; bytes of its forward pass)."""
         if not has_reference(self.config):
             return 0, 0
         model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
@@ -526,7 +528,7 @@ class Estimate(RunMemory):
 
     @property
     def refusal(self) -> str | None:
-        """Message: why the run does not fit, and which options to change; None if it fits."""
+        """The error message: why the run does not fit, and which options to change; None if it fits."""
         worst = max(self.devices, key=lambda device: (device.problem is not None, device.peak))
         reason = worst.problem or f"it needs {worst.peak / GIB:.1f} GiB and has {worst.capacity / GIB:.1f} GiB"
         fix = "no change of memory options is enough; use a smaller model or devices with more memory"
@@ -563,15 +565,14 @@ class Estimate(RunMemory):
 def estimate(
     config: Config, *, memory_gib: float | None = None, gpus: int | None = None, prompt_tokens: int | None = None
 ) -> Estimate:
-    """Estimate the memory and disk space of a run of a validated ``config``, and find options with which it fits.
+    """Estimate the memory and disk space of a run; if it does not fit, find options with which it does.
 
     Args:
-        memory_gib, gpus: GiB of each GPU (or of a CPU machine), number of GPUs; None: this machine's, else assumed.
+        config: a validated config; UserError if its devices, model or data cannot be used.
+        memory_gib: GiB of each GPU, or of a machine without GPUs; None: this machine's, or 80 for GPUs elsewhere.
+        gpus: number of GPUs; None: this machine's, or elsewhere as many as the config needs.
         prompt_tokens: tokens of the longest prompt; None: measured (which starts the run's tools and environments), or
-            assumed if data or tokenizer is not here.
-
-    Raises:
-        UserError: the devices are too few, the model or data cannot be read, or a prompt is too long.
+            assumed if data or tokenizer is not on this machine.
     """
     (model, model_source), teacher = _architectures(config)
     machine, machine_source = _machine(config, memory_gib, gpus)
@@ -609,7 +610,7 @@ def _machine(config: Config, memory_gib: float | None = None, gpus: int | None =
 
 
 def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config:
-    """Return a copy of ``config`` with ``train.micro_batch_tokens=auto`` estimated on local GPUs, else 16384."""
+    """Return a copy of ``config`` with a number for ``micro_batch_tokens=auto``: what local GPUs hold, else 16384."""
     tokens = micro_batch_tokens(config)
     if config.train.micro_batch_tokens == "auto" and plan.device_type == "cuda":
         machine, _ = _machine(config)
@@ -690,10 +691,7 @@ def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any
 
 
 def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield (price, alternative settings, mildest first) for each option that can save memory.
-
-    Prices rank a change of speed below a change of the trained weights, and that below more devices.
-    """
+    """Yield (price, settings, mildest first) per memory option; slower training is cheapest, more devices dearest."""
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]
     longest, sizes = sum(run.largest_sample), [run.micro_batch_tokens]
@@ -723,7 +721,7 @@ def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[st
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of one number of a dtype option; ``auto`` is float32."""
+    """Return the bytes of one number of a dtype option: 4 for ``auto`` and ``float32``, else 2."""
     return 4 if dtype in ("auto", "float32") else 2
 
 
@@ -763,7 +761,7 @@ def disk_of(config: Config, model: Architecture) -> Disk:
 
 
 def require_disk(config: Config, run_dir: Path) -> None:
-    """Raise UserError if the disk of ``run_dir`` has too little free space for the run."""
+    """Raise UserError if the disk of ``run_dir`` has too little space for the run, old checkpoints counted as free."""
     model, _ = find_architecture(model_name(config), trust_remote_code=config.model.trust_remote_code)
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     saved = CheckpointStore(run_dir / CHECKPOINTS).num_bytes  # they make room

@@ -79,18 +79,15 @@ def find_target(
     """Find the model or run ``name``; return its validated config, with ``overrides`` applied, and its weights' path.
 
     A run is evaluated on its held-out problems, with its seed and engine: its exported model if there is one, else its
-    newest checkpoint. A model is evaluated with the options of a preset.
+    newest checkpoint. A model is evaluated with the options of a preset. UserError if an argument or override is wrong.
 
     Args:
         name: directory of a run, folder of a model, name of a model on the hub, ``tiny`` or ``smollm2``.
-        config_name: preset for a model; None: the preset of the task, else of the model (``tiny``, ``smollm2``).
+        config_name: preset for a model; None: the preset of the task, else of the model, else ``grpo_gsm8k``.
         task: task to evaluate on, or the name of a mixture's entry; None: that of the run or preset. For another task
             than the run's, options of the run's task are dropped.
         step: evaluate the checkpoint of the run after this many training steps, or ``best`` (train.keep_best).
         trust: allow the code and the servers that the run's config names.
-
-    Raises:
-        UserError: there is no such run, model or checkpoint, or an argument or option is not valid for it.
     """
     run_dir = Path(name).expanduser()
     if (run_dir / CONFIG_FILE).is_file():
@@ -105,7 +102,7 @@ def find_target(
         try:
             is_here = Path(resolve_model_path(name)).is_dir()
         except ModelNotFoundError as error:
-            raise UserError(f"{no_run_or_model(name)}.") from error
+            raise UserError(f"{no_run_or_model(name)}; give one of these, or a model of the hub.") from error
         of_tasks = PRESET_OF | (_PRESET_OF_SMOLLM2 if name == SMOLLM2 else {})
         preset = config_name or of_tasks.get(task or "", _PRESET_OF_MODEL.get(name, "grpo_gsm8k"))
         _require_unset(overrides, name, "model.name", "model.size")
@@ -157,7 +154,7 @@ def _require_unset(overrides: Sequence[str], model: str, *options: str) -> None:
 
 
 def exported_steps(run_dir: Path, config: Config) -> int | None:
-    """Return the training steps of a finished run's exported model; None if there is no such model."""
+    """Return the training steps of a finished run's exported model; None if it is not finished or exported none."""
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
     return int((record.get("reached") or {}).get("step", record["num_steps"])) if is_whole else None
@@ -168,7 +165,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
     if step == BEST:
         best = read_json(run_dir / BEST_FILE)
         if not best:
-            raise UserError(f"{run_dir} has no {BEST_FILE}: a run with train.keep_best=METRIC writes it.")
+            raise UserError(f"{run_dir} has no {BEST_FILE}, which train.keep_best=METRIC writes; give a step instead.")
         step = int(best["step"])
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
@@ -181,7 +178,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's trained weights into ``model``; UserError if trainable names or shapes differ."""
+    """Copy a checkpoint's trained weights into ``model``; UserError if it cannot be read, or names or shapes differ."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}
@@ -229,7 +226,8 @@ def check(
     """Run all start-up checks on ``config``, whatever its ``check.mode``; return all, failed ones too.
 
     Each check is passed to ``on_check`` when done. ``gate.json`` and the engines' logs are written to ``run_dir``,
-    which must not be a run's (None: only the logs, to a temporary folder). W&B is disabled in ``config``.
+    which must not have a run (None: only the logs, to a temporary folder). W&B is disabled in ``config``. UserError if
+    a component cannot be built or ``run_dir`` cannot be used.
     """
     require_tokens()
     validate(config)

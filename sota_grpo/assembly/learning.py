@@ -45,13 +45,7 @@ _TIMES_WITHOUT_GRADIENT = 4  # a forward pass without gradients takes less than 
 
 
 def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
-    """Check that the models of the config can be used, without reading weights; return the policy's tokenizer.
-
-    Raises:
-        UserError: the policy or ``ref_model.name`` is of an unsupported kind or incomplete, ``engine`` cannot sample
-            from the policy, or ``train_model.tensor_parallel_size`` does not divide its dimensions.
-        ModelNotFoundError: a model is neither a local folder nor reachable on the hub.
-    """
+    """Return the policy's tokenizer; UserError if a model of the config cannot be used. Weights are not read."""
     name = model_name(config)
     loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
     require_causal(name, loaded)
@@ -71,7 +65,7 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
 
 
 def model_digests(config: Config) -> dict[str, str | None]:
-    """Return {option: digest} of the policy's and the reference's files, see :func:`model_digest`."""
+    """Return {option: digest} of the policy's files and, if there is one, the reference's (:func:`model_digest`)."""
     names = {"model.name": model_name(config)}
     if has_reference(config):
         names["ref_model.name"] = reference_name(config)
@@ -94,9 +88,9 @@ def make_model(config: Config, device: torch.device, *, weights: bool = True) ->
 
 
 def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | None = None) -> nn.Module:
-    """Return ``model``; with ``train_model.lora`` it is frozen and has a new adapter, initialised from the seed.
+    """Return ``model``; with ``train_model.lora`` it is frozen, in place, and has a new adapter, drawn from the seed.
 
-    With ``model.quantization``, too, the frozen weights are quantised to 4 bits and moved to ``device``.
+    With ``model.quantization``, too, the frozen weights are quantised to 4 bits and moved to ``device`` (None: stay).
     """
     lora = config.train_model.lora
     if not lora.enabled:
@@ -111,7 +105,7 @@ def add_adapter(config: Config, model: PreTrainedModel, device: torch.device | N
 def make_policy(
     config: Config, base: PreTrainedModel, device_type: str, device: torch.device | None = None
 ) -> CausalPolicy:
-    """Return the policy: ``base`` with adapter and sampling temperature; ``device``: see :func:`add_adapter`."""
+    """Return the policy: ``base``, changed in place by :func:`add_adapter`, with the sampling temperature."""
     return CausalPolicy(
         add_adapter(config, base, device),
         temperature=config.inference_model.temperature,
@@ -132,7 +126,7 @@ def wants_fused_layers(config: Config, device_type: str) -> bool:
 def make_reference(
     config: Config, policy: CausalPolicy, placement: Placement, device_type: str, autocast: Context = nullcontext
 ) -> ReferencePolicy | None:
-    """Return the reference: the policy without its adapter, or a separate model; None if the config uses none."""
+    """Return the reference for this process: the policy without its adapter, or another model; None if not needed."""
     if not has_reference(config):
         return None
     if not reference_has_own_weights(config):
@@ -165,9 +159,7 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
 
 
 def forward_tokens(tokens: int, device_type: str) -> int:
-    """Return the tokens of a forward-only micro-batch (scoring, reference), given the ``tokens`` of one in training.
-
-    On a CPU the same number; on a GPU four times as many up to :data:`MOST_TOKENS`, but at least ``tokens``.
+    """Return the tokens of a forward-only micro-batch, given those of one in training: on a GPU up to 4 times as many.
 
     >>> [forward_tokens(tokens, "cuda") for tokens in (4096, 32768, 131072)], forward_tokens(4096, "cpu")
     ([16384, 65536, 131072], 4096)
@@ -201,7 +193,10 @@ def make_learner(
     ranks: Ranks | None = None,
     objective: type[GRPOLoss] = GRPOLoss,
 ) -> Learner:
-    """Return the learner of this process; ``ranks``: its process group, if several ranks train the policy."""
+    """Return the learner of this process; ``ranks`` is its process group, if several ranks train the policy.
+
+    The batch of a step with a NaN or infinite loss or gradient is saved in ``run_dir``.
+    """
     settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
     return Learner(
         policy,
@@ -292,7 +287,7 @@ def make_transforms(
 
 
 def kl_in_reward(config: Config) -> float | None:
-    """Return the coefficient of the KL penalty in the reward; None if it is in the loss or 0."""
+    """Return the coefficient of the KL penalty in the reward; None if the penalty is in the loss or is 0."""
     return None if config.train.kl_coef_in_loss else config.policy.kl_coef or None
 
 
@@ -313,11 +308,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def use_expandable_segments(config: Config | None = None) -> None:
-    """Set ``expandable_segments:True`` for torch's CUDA allocator, to fragment less, unless the user has set it.
+    """Set ``PYTORCH_ALLOC_CONF=expandable_segments:True``, unless the user has set options of torch's allocator.
 
-    Child processes inherit the setting. Two engines cannot run with it: vLLM's all-reduce under tensor parallelism
-    shares buffers by handles that such segments lack (vllm-project/vllm#42609), and SGLang's memory saver refuses it.
-    vLLM's sleep mode switches it off for its own pool. With ``config``, nothing is set if the run has such an engine.
+    CUDA memory is then less fragmented. Child processes inherit the variable. It is not set if the run of ``config``
+    has an engine that fails with it: vLLM under tensor parallelism, as its all-reduce shares buffers by handles that
+    such segments lack (vllm-project/vllm#42609), or SGLang, whose memory saver refuses it.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR):
         return
@@ -342,7 +337,7 @@ def learner_worker(
     num_threads: int,
     run_dir: str,
 ) -> LearnerWorker:
-    """Return the worker of learner rank ``rank`` of ``size``; on ``cuda`` it uses this process's only visible GPU."""
+    """Return the worker of learner rank ``rank`` of ``size``; on ``cuda`` it uses this process's first visible GPU."""
     tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
     if device_type == "cuda":

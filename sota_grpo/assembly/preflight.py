@@ -33,7 +33,10 @@ _AMD = Path("/dev/kfd")  # device file of the AMD driver
 
 
 def preflight(config: Config, run_dir: Path | None = None) -> None:
-    """Raise UserError with the first reason why the run cannot start; ``run_dir`` None: skip its checks."""
+    """Raise UserError with the first reason, of those found without torch, why the run cannot start.
+
+    ``run_dir`` None: the run directory, and that only one process starts the run, are not checked.
+    """
     require_tokens()
     validate(config)
     if run_dir is not None:
@@ -77,10 +80,10 @@ def _require_files(config: Config) -> None:
     for option, value in (*named, ("train.sampler", config.train.sampler or "")):
         place = file_reference(value)
         if place is not None and not place[0].is_file():
-            raise UserError(f"{option}: there is no file {place[0]} (relative to {Path.cwd()}).")
+            raise UserError(f"there is no file {place[0]}; correct {option} (relative to {Path.cwd()}).")
     rubric = rubric_file(config.reward.judge.rubric)
     if rubric is not None and not rubric.expanduser().is_file():
-        raise UserError(f"reward.judge.rubric: there is no file {rubric} (relative to {Path.cwd()}).")
+        raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (relative to {Path.cwd()}).")
     if (server := server_of(config.env.environment)) is not None:
         server.require()
 
@@ -88,7 +91,7 @@ def _require_files(config: Config) -> None:
 def announce(config: Config) -> None:
     """Log the model, data and size of the run, before the slow imports."""
     logger.info(
-        "Starting to train %s on %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
+        "Policy %s, task %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
         *(num_steps(config), mean_responses_per_step(config)),
     )
@@ -121,7 +124,7 @@ def why_no_gpu() -> str | None:
 
 
 def has_no_gpu() -> bool:
-    """Whether this machine surely has no GPU for torch, as no driver library is found; does not import torch."""
+    """Whether this machine has neither NVIDIA's driver library nor AMD's driver, so no GPU; does not import torch."""
     try:
         ctypes.CDLL("libcuda.so.1")  # what torch loads
     except OSError:
@@ -143,7 +146,7 @@ def needs_a_gpu(config: Config) -> str:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, for example ``550.54.15``; None if there is no driver."""
+    """Return the version of the NVIDIA driver, for example ``550.54.15``; None if no driver reports one."""
     with suppress(OSError):
         version = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
         if version:

@@ -65,8 +65,8 @@ class PythonInput:
 class PythonInputs:
     """All objects passed to :func:`sota_grpo.train`.
 
-    An objective and transforms are written as two files: a pickle, and a Python file that reads the pickle and that the
-    config names as ``FILE.py:NAME``. Until the run has a directory, these files are in a temporary one.
+    An objective is written as two files, and so are transforms: a pickle, and a Python file that reads the pickle and
+    that the config names as ``FILE.py:NAME``. Until the run has a directory, these files are in a temporary one.
     """
 
     inputs: dict[str, PythonInput] = field(default_factory=dict)  # by their names in the run's signature
@@ -87,12 +87,15 @@ class PythonInputs:
             _write(folder, item, config)
 
     def add(self, config: Config, name: str, item: PythonInput) -> None:
-        """Add an input, and set its option in ``config`` to :data:`PASSED`."""
+        """Add ``item`` as the input ``name``, and set its option in ``config`` to :data:`PASSED`."""
         self.inputs[name] = item
         _set(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
-        """Write a pickle of ``objects``, and ``text``, Python that reads it, to a temporary folder; set the option."""
+        """Add ``objects`` as the input ``name``, and set ``option`` in ``config`` to the paths of its files.
+
+        These are a pickle and ``text``, Python that reads it, in a temporary folder. UserError if pickling fails.
+        """
         pickle = pickled(objects, name, "make what it needs inside the function")
         names = [f"{name}.py:{one}" for one in objects]
         value = names if name == "transforms" else names[0]
@@ -117,8 +120,7 @@ def take(
     """Convert the object arguments of :func:`sota_grpo.train` to inputs, and set their options in ``config``.
 
     A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
-    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an object is of a wrong type, or its
-    option is set, too.
+    the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an argument cannot be used.
     """
     inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
     for argument, option, name, table in (
@@ -190,7 +192,7 @@ def _lines(table: Any, argument: str) -> Iterable[bytes]:
     for number, row in enumerate(rows, start=1):
         location = f"{argument}, row {number}"
         if not isinstance(row, Mapping):
-            raise UserError(f"{location} is a {type(row).__name__}, not a dict of its columns.")
+            raise UserError(f"{location} is a {type(row).__name__}, not a dict of its columns; pass such a dict.")
         yield json.dumps(plain_columns(row, location)).encode() + b"\n"
 
 
@@ -242,7 +244,7 @@ def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: A
         raise UserError(f"{option} is {tools if environment is None else environment!r}; give {kind}.")
     functions = {_name_of(tool): tool for tool in value}
     if len(functions) < len(value):
-        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename those that are equal.")
+        raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are equal.")
     file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
     inputs.add(config, option, PythonInput(f"env.{option}", fingerprint(functions), {file: content}, file))
 
@@ -274,7 +276,7 @@ def _write(folder: Path, item: PythonInput, config: Config) -> None:
                     temporary.write_bytes(content)
         except OSError as error:
             raise RunFailed(
-                f"{path} cannot be written ({error.strerror}); make room, make it writable or choose another run_dir."
+                f"{path} cannot be written ({error.strerror}); free disk space, or make its folder writable."
             ) from error
     value = item.value
     paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"

@@ -85,7 +85,7 @@ class Replay:
 def replayed(
     run_dir: Path, number: int | None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> dict[str, Any]:
-    """Recompute a stored step with the run's algorithm and optionally with others, and compare the metrics.
+    """Recompute a stored step with the run's algorithm and optionally with others; UserError if it cannot be replayed.
 
     Args:
         number: number of the step; None: the last that can be replayed.
@@ -172,7 +172,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             before = learner.optimizer_steps
             update = learner.update(rows)
     except NonFiniteStep as error:
-        raise UserError(f"Step {step.stored.step}: loss or gradient is not finite; change an override.") from error
+        raise UserError(f"Step {step.stored.step}: loss or gradient is not finite; use another algorithm.") from error
     finally:
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
@@ -186,7 +186,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
 
 
 class CountedLoss(GRPOLoss):
-    """GRPOLoss that counts in ``moved`` the tokens whose surrogate has a gradient, once per forward pass."""
+    """GRPOLoss that counts in ``moved``, over all forward passes, the tokens whose surrogate has a gradient."""
 
     moved = 0
 
@@ -208,8 +208,8 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
     free = shutil.disk_usage(file.parent).free
     if 4 * size > free:  # a mapped file that the disk cannot hold kills the process
         raise UserError(
-            f"A gradient takes {4 * size / 2**30:.1f} GiB, but {file.parent} has {free / 2**30:.1f} GiB free; compare "
-            "fewer algorithms, or set TMPDIR to a folder with more space."
+            f"Each algorithm's gradient takes {4 * size / 2**30:.1f} GiB, but {file.parent} has only "
+            f"{free / 2**30:.1f} GiB free; set TMPDIR to a folder with more space, or compare fewer algorithms."
         )
     flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)
     for parameter, slice_ in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
@@ -222,7 +222,7 @@ def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:
 
 
 def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
-    """Return {name: {name: cosine of the two gradients}}, summed in float64; None if a gradient is 0."""
+    """Return {name: {name: cosine}} of flat gradients of one length, summed in float64; None if one of the two is 0."""
 
     def product(first: Tensor, second: Tensor) -> float:
         return sum(float(a.double() @ b.double()) for a, b in zip(first.split(_CHUNK), second.split(_CHUNK)))
@@ -239,7 +239,7 @@ def cosines(gradients: Mapping[str, Tensor]) -> dict[str, dict[str, float | None
 
 
 def scored_rows(step: Step, config: Config) -> RowTable:
-    """Return the stored rows with new advantages, and new rewards if the KL penalty in the reward differs."""
+    """Return the stored rows with ``config``'s advantages, and rewards if its KL penalty in the reward differs."""
     rows = step.stored.rows.without(keys.ADVANTAGE)
     coefficient = kl_in_reward(config)
     if coefficient != kl_in_reward(step.config):
@@ -253,10 +253,10 @@ def scored_rows(step: Step, config: Config) -> RowTable:
 
 
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:
-    """Return (the run's config, {algorithm: config with it}, notes); the dict is empty if only memory options change.
+    """Return (the run's config, {algorithm: config with it}, notes); UserError if an override cannot be replayed.
 
-    Options of a preset that act while responses are collected stay the run's, and a note lists them. UserError: such an
-    option is among ``overrides``, the step lacks what an algorithm reads, or ``overrides`` change nothing.
+    The dict is empty if overrides at most save memory. Options of a preset that act while responses are collected stay
+    the run's, and a note lists them.
     """
 
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
         if ignored:
             notes.append(f"{name}: {', '.join(ignored)} acts on collection only, so the run's value is kept.")
     if not differ and any(not override.startswith(_MEMORY) for override in overrides):
-        raise UserError(f"The run already had {' '.join(overrides)}; there is nothing to compare.")
+        raise UserError(f"{' '.join(overrides)} changes nothing in the step: nothing to compare; leave it out.")
     config = with_options(step.config, {_MEMORY: others[names[0]].train.micro_batch_tokens})
     return config, others if differ else {}, notes
 
@@ -308,7 +308,7 @@ def _require_stored(step: Step, changed: Config) -> None:
     if changed.algorithm.decouple_terms and not step.config.algorithm.decouple_terms:
         raise UserError(
             f"algorithm.decouple_terms=true cannot be replayed: {has} no weights of the reward terms, which are stored "
-            "only if the run was trained with that option."
+            "only if the run was trained with that option; leave it out."
         )
     if has_reference(changed) and not step.stored.rows.has(keys.REF_LOG_PROBS):
         readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}

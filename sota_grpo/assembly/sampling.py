@@ -60,10 +60,7 @@ GPU_ROWS = 256, 1024  # below: a GPU reads all weights for few tokens; above: it
 
 
 def heldout_task(config: Config) -> Task:
-    """Return the task for an evaluation; a file ``env.eval_path`` is read alone unless ``env.dataset_path`` is set.
-
-    UserError if the data or the reward functions cannot be used.
-    """
+    """Return the task for an evaluation; a file ``env.eval_path`` is read alone unless ``env.dataset_path`` is set."""
     if config.env.mixture is not None:
         return _mixed(config, heldout_task)
     path = config.env.eval_path
@@ -81,19 +78,14 @@ def require_heldout(config: Config, task: Task) -> None:
     """Raise a UserError if there are no held-out problems to evaluate."""
     if not task.heldout:
         raise UserError(
-            f"env.dataset={tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
+            f"The task {tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
         )
 
 
 def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
-    """Return the task of the config, graded by its own reward or by the functions of ``reward.path``.
+    """Return the task of the config, graded by its own reward or by reward functions; UserError if it cannot be used.
 
-    Args:
-        functions: reward functions as Python objects, used in place of those of ``reward.path``.
-        bare: do not read the data, which scoring does not need.
-
-    Raises:
-        UserError: the options, the data or the reward functions cannot be used.
+    ``functions`` replace those in ``reward.path``. ``bare``: do not read the data, which scoring does not need.
 
     >>> task = task_of(Config(), bare=True)
     >>> task.score("#### 4", task.read_row({"answer": "4"}, "demo, row 1")).success
@@ -141,7 +133,7 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
 
 
 def make_grader(config: Config, task: Task) -> Grader:
-    """Return a pool of grader processes, which start in the background; with env.reward_workers=0 a local grader."""
+    """Return a pool of grader processes, which start in the background; a local grader if ``env.reward_workers=0``."""
     scorer, weights, count = scorer_of(task), task.term_weights, config.env.reward_workers
     if count == 0:
         return LocalGrader(scorer, weights)
@@ -151,10 +143,7 @@ def make_grader(config: Config, task: Task) -> Grader:
 def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     """Start the workers of tools, environments and agents; return {task: its workers} when all are ready.
 
-    ``env.agent=sessions`` has a queue instead of workers.
-
-    Raises:
-        UserError: tools, environment or agent cannot be loaded, there are no tools, or sessions have no key.
+    ``opened`` closes the workers; equal options share them. ``env.agent=sessions`` has a queue instead of workers.
     """
     offered = {}
     for name, entry in task_configs(config).items():
@@ -185,7 +174,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with a reward of its environment or agent replacing its own, or added to ``reward.path``'s."""
+    """Return ``task`` with any reward of its environment or agent replacing its own, or added to ``reward.path``'s."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -204,10 +193,7 @@ def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instanc
 def dialog_rules(
     config: Config, env: PromptSource, instances: Mapping[str, Instances], max_model_len: int
 ) -> dict[str | None, Rules]:
-    """Return the dialog rules of each multi-turn task, by its name in the mixture (None for the only task of a run).
-
-    UserError if the chat template does not support tools that a task has.
-    """
+    """Return the rules of each multi-turn task without agent, by its name in the mixture (None for the only task)."""
     rules: dict[str | None, Rules] = {}
     for name, entry in task_configs(config).items():
         if entry.env.max_steps > 1 and entry.env.agent is None:
@@ -250,9 +236,9 @@ def open_env(
     opened: ExitStack,
     run_dir: Path | None = None,
 ) -> tuple[PromptSource, Mapping[str, Instances]]:
-    """Return (environment with its grader, tool workers by task), which ``opened`` closes.
+    """Start graders, tools and judge; return (environment with its grader, workers of tools and agents by task).
 
-    ``run_dir`` gets the cache of the judge's answers.
+    ``opened`` closes graders and workers. ``run_dir`` gets the cache of the judge's answers.
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
@@ -268,12 +254,7 @@ def make_env(
     grader: Grader,
     instances: Mapping[str, Instances] = {},
 ) -> PromptSource:
-    """Return the environment; its prompts describe the tools of ``instances``.
-
-    Raises:
-        UserError: the chat template does not use one of ``env.chat_template_kwargs``, or a prompt cannot be used
-            (``env.skip_unreadable`` removes it instead).
-    """
+    """Return the environment, with the tools of ``instances`` in its prompts; UserError if a prompt cannot be used."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     for name in config.env.chat_template_kwargs or ():  # a typing error would have no effect
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -297,7 +278,7 @@ def make_env(
 
 
 def max_model_len(config: Config) -> int:
-    """Return the run's context length: the smaller of the config's and the model's; UserError if neither is given."""
+    """Return the context length in tokens: the smaller of the config's and the model's; UserError if none is given."""
     name, trust = model_name(config), config.model.trust_remote_code
     text = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust).get_text_config()
     lengths = [config.inference_model.max_model_len, getattr(text, "max_position_embeddings", None)]
@@ -322,12 +303,15 @@ def make_sampling(config: Config) -> Sampling:
 
 
 def engine_dtype(name: str, device_type: str) -> str:
-    """Return the dtype's name; ``auto``: bfloat16 on CUDA, else float32; ``native``: bfloat16 on bf16 CPUs too."""
+    """Return the dtype that the option's value ``name`` means on ``cuda`` or ``cpu``.
+
+    ``auto`` is bfloat16 on CUDA, else float32; ``native`` is bfloat16 also on CPUs that multiply bf16 fast.
+    """
     return {"bf16": "bfloat16", "fp32": "float32"}.get(chosen := automatic_precision(name, device_type), chosen)
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
-    """Return the number of sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
+    """Return the most sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
 
     It is ``inference_model.max_num_seqs``, else ``env.num_envs / num_engines``, which vLLM on a GPU raises to 256 or to
     its share of the responses in flight (at most 1024), because it queues what its KV cache cannot hold.
@@ -356,7 +340,7 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
 def engine_options(
     config: Config, engine: str, device_type: str, tokenizer: Any, run_dir: Path, num_engines: int = 1
 ) -> EngineOptions:
-    """Return the options of an engine; UserError if an option has no effect, or the tokenizer has no end token."""
+    """Return the options of one of ``num_engines`` engines; UserError if an option or the tokenizer cannot be used."""
     inference, ends = config.inference_model, end_token_ids(tokenizer)
     if not ends:
         raise UserError("The tokenizer of the model has no end token; set eos_token in its tokenizer_config.json.")
@@ -403,10 +387,9 @@ def engine_options(
 def start_engine(
     config: Config, device: str, tokenizer: Any, model: PreTrainedModel | None, run_dir: Path
 ) -> SteppingEngine:
-    """Start the engine in this process with a copy of ``model`` (without adapter); None: it loads the model itself.
+    """Start the engine in this process, or a client of a server; UserError or RunFailed if it cannot start.
 
-    Raises:
-        RunFailed: vLLM does not start; its traceback is in the run's log file.
+    engine=transformers copies ``model``, the policy without adapter; other engines, and all for None, read its files.
     """
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)
@@ -417,9 +400,11 @@ def start_engine(
         if name != "vllm" or isinstance(error, UserError):
             raise
         logger.error("engine=vllm cannot start.", exc_info=error, extra={"file_only": True})
-        reason = " ".join(str(error).split())
-        fix = "; install vLLM again, or use engine=transformers" if isinstance(error, ImportError) else ""
-        raise RunFailed(f"engine=vllm cannot start ({type(error).__name__}: {reason}){fix}.") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        fix = "install vLLM again" if isinstance(error, ImportError) else "correct this"
+        raise RunFailed(
+            f"engine=vllm cannot start ({type(error).__name__}: {reason}); {fix}, or use engine=transformers."
+        ) from error
 
 
 CACHE_FILE = "judge.jsonl"
@@ -429,8 +414,8 @@ _LONGEST_RUBRIC = 1 << 16
 def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
     """Return (task, its grader); connect the LLM judge of the config, if any, and add its reward terms.
 
-    A judged task has no gold responses, because the judge's score of a gold answer is not known. ``make_grader`` makes
-    the grader without the judge; ``run_dir`` gets a cache of the judge's answers (None: the cache is temporary).
+    A judged task is a copy without gold responses, whose scores are not known. ``make_grader(task)`` makes the grader
+    without the judge; ``run_dir`` gets the cache of the judge's answers. UserError if the judge is unusable.
     """
     options = config.reward.judge
     if options.kind is None:

@@ -25,7 +25,7 @@ _NO_PREFIX = "\0"  # begins no argument, so argparse passes all arguments to Hyd
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a ``sota-grpo`` command and exit: 2 after a user's mistake (one sentence), 1 after a failure, 130: Ctrl-C."""
+    """Run a ``sota-grpo`` command and exit: 2 after a user's mistake, 1 after a failure, 130 after Ctrl-C, else 0."""
     argv = sys.argv[1:] if arguments is None else arguments
     run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
 
@@ -87,7 +87,7 @@ def _complete(arguments: Sequence[str], commands: Collection[str]) -> int:
 def add_parser(
     commands: Any, name: str, summary: str, description: str | None, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """Add and return the parser of a command; ``run`` executes the command and returns the exit code."""
+    """Add and return a command's parser; ``description`` is for its ``--help``; ``run`` returns the exit code."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
         name, help=summary, description=inspect.cleandoc(description or ""), formatter_class=raw
@@ -113,7 +113,7 @@ def whole(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 
 def step(text: str) -> int | str:
-    """Convert the value of ``--step``, which chooses a checkpoint: a number of steps, or ``best``."""
+    """Convert the value of ``--step``: a number of steps, or ``best``; ``ArgumentTypeError`` for any other text."""
     return text if text == "best" else whole("a number of steps", least=0)(text)
 
 
@@ -149,7 +149,7 @@ def print_trust(options: argparse.Namespace, config: Config) -> None:
 def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
     """Check the run in ``options.run_dir`` before torch is imported, and return its directory.
 
-    UserError if there is no run, or its config needs ``--trust-run`` for options other than ``unused``.
+    UserError if it is no valid run, or options not in ``unused`` need ``--trust-run``, which prints what it allows.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console

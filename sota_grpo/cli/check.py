@@ -1,12 +1,12 @@
 """``sota-grpo check``: run the start-up checks of training on any config, without training.
 
 Model, engine, reference and task are built as for training, a few responses are sampled, and each check prints what it
-measured. No run directory is written::
+measured. Files are written only to ``--run-dir``::
 
     sota-grpo check --config-name grpo_cpu engine=transformers
     sota-grpo check --config-name grpo_gsm8k model.name=./my-model env.dataset_path=train.jsonl
 
-The exit code is 0 if all checks passed and 1 if one failed.
+The exit code is 0 if no check failed and 1 if one did.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the checks; return 0 if all passed, else 1."""
+    """Run the checks and print their results; return 0 if none failed, else 1; UserError if the config is unusable."""
     from sota_grpo.assembly.preflight import announce, preflight
     from sota_grpo.recording.progress import Heartbeat
     from sota_grpo.run.entry import quiet_console

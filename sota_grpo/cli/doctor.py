@@ -32,10 +32,10 @@ _OF_DEVELOPERS = ("test", "docs", "bench", "mutation")  # extras for developers 
 
 
 class Finding(NamedTuple):
-    """Result of one check: ``state`` is ``warning`` if some runs fail or are slow; ``sentence`` contains the fix."""
+    """Result of checking ``subject``; ``sentence`` says what was found and, if there is one, the fix."""
 
     subject: str
-    state: str
+    state: str  # ok, warning (some runs fail or are slow, or the check could not be made) or FAILED
     sentence: str
 
 
@@ -188,7 +188,7 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
             answers = each_node(address, examine, folder, mark.name, deadline_s=120.0)
     except Exception as error:  # Ray's own, many kinds; it may not be installed
         fix = "use `pip install 'sota-grpo[ray]'`" if isinstance(error, ImportError) else "see `ray status`"
-        raise UserError(f"The cluster at {address} was not checked ({sentence(error)}); {fix}.") from error
+        raise UserError(f"The cluster at {address} was not checked ({sentence(error).rstrip('.')}); {fix}.") from error
     return [_of_answer(name, answer) for name, answer, _ in answers]
 
 

@@ -6,9 +6,9 @@ and response of the largest size), and the number of steps. It needs no weights,
     sota-grpo estimate --config-name grpo_gsm8k
     sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
 
-The exit code is 0 if the run fits. Otherwise it is 2, and the smallest change of options with which the run fits (on
-``--gpus`` GPUs) is printed. The learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests measure both);
-engines and several GPUs have not been compared. The C library's heap is not counted.
+The exit code is 0 if the run fits. Otherwise it is 2, and the smallest change of options with which it fits (on
+``--gpus`` GPUs) is printed, if there is one. The learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests
+measure both); engines and several GPUs have not been compared. The C library's heap is not counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate; return 0 if the run fits, else 2."""
+    """Print the estimate; return 0 if the run fits, else 2. ``HF_HUB_OFFLINE`` is set if the hub cannot be reached."""
     from sota_grpo.config.validators import validate
 
     config = config_of(options)

@@ -64,7 +64,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate the model or run; return 0."""
+    """Evaluate the model or run, print the result, write the files of ``--out`` and ``--responses``; return 0."""
     _require_writable(options.out)
     if options.responses is not None and options.responses == options.out:
         raise UserError(f"--out and --responses both write {options.out}; give two files.")
@@ -147,9 +147,9 @@ def _read_result(name: str) -> dict[str, Any]:
     try:
         result = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"--against {name} cannot be read ({error}).") from error
+        raise UserError(f"--against {name} cannot be read ({error}); give a file that --out has written.") from error
     if not isinstance(result, dict) or not {"steps", "counts", "problems", "max_tokens"} <= result.keys():
-        raise UserError(f"--against {name} is not a file that sota-grpo eval --out has written.")
+        raise UserError(f"--against {name} is not a result of sota-grpo eval; give a file that --out has written.")
     return result
 
 
@@ -157,10 +157,10 @@ def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str,
     """Raise UserError unless both evaluations have the same problems and token limit, as paired errors need."""
     if before["problems"] != heading["problems"]:
         measured = f"--against {name} was evaluated on other problems ({before['num_problems']} of {before['task']})"
-        raise UserError(f"{measured}; use the same --task, --num-samples and env.eval_path for both.")
+        raise UserError(f"{measured}; use the same --task, --num-samples, --seed and env.eval_path for both.")
     if before["max_tokens"] != heading["max_tokens"]:
-        option = f"inference_model.max_tokens={before['max_tokens']}"
-        raise UserError(f"--against {name} was evaluated with {option}, not {heading['max_tokens']}; use the same.")
+        limit = f"at most {before['max_tokens']} tokens per response, not {heading['max_tokens']}"
+        raise UserError(f"--against {name} was evaluated with {limit}; use the same eval.max_tokens for both.")
 
 
 def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[Response]) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from sota_grpo.text import readable
 
 
 def add_command(commands: Any) -> None:
-    """Add the four commands to the parser of ``sota-grpo``."""
+    """Add ``report``, ``replay``, ``export`` and ``sweep`` to the parser of ``sota-grpo``."""
     summary = "write an HTML report of one run or several"
     add = add_parser(commands, "report", summary, report.__doc__, report).add_argument
     add("runs", nargs="+", metavar="RUN", help="run directory, or a folder of runs (a multirun)")
@@ -168,8 +168,9 @@ def sweep(options: argparse.Namespace) -> int:
     """Print a table of the runs of a sweep, while it runs or afterwards.
 
     Each row has the options in which the runs differ, the mean reward of the last 10 steps, the last held-out accuracy
-    with its standard error, the completed steps, the state, and the time of the steps. A second table averages runs
-    that differ only in their seed. DIR may be any folder of run directories::
+    with its standard error, the completed steps, the state, and the time of steps and evaluations. If there are several
+    seeds, a second table averages the finished runs that differ only in their seed. DIR may be any folder of run
+    directories; the default is the newest sweep in ``multirun/``::
 
         sota-grpo sweep multirun/2026-01-31/10-00-00
         sota-grpo sweep --sort time/step_s --ascending

@@ -48,22 +48,16 @@ def _lines_of(name: str) -> AbstractContextManager[TextIO]:
     try:
         return open(name, encoding=_ENCODING, errors=_ERRORS)
     except OSError as error:
-        raise UserError(f"--input {name} cannot be read ({error.strerror}).") from error
+        raise UserError(f"--input {name} cannot be read ({error.strerror}); give another file.") from error
 
 
 @contextmanager
 def row_writer(name: str, read: str | None = None, option: str = "--output") -> Iterator[RowWriter]:
     """Yield a function that writes a row to ``NAME.partial``, renamed to ``NAME`` if the block succeeds; ``-``: stdout.
 
-    Args:
-        read: name of the input file, which must be another file.
-        option: command line option that has set ``name``, for messages.
-
-    Raises:
-        UserError: the file cannot be opened.
-        RunFailed: a row cannot be written, or the file not renamed (for example on a full disk).
-        BrokenPipeError: the reader of stdout has closed it.
-        KeyboardInterrupt: was raised in the block; the message has the number of rows written.
+    ``read`` is the input file, which must be another; ``option`` is the command line option of ``name``, for messages.
+    UserError if the file cannot be used, RunFailed if writing fails, BrokenPipeError if the reader of stdout has closed
+    it. The message of a KeyboardInterrupt in the block gets the number of rows written.
     """
     partial, target, count = Path(f"{name}.partial"), f"{option} {name}", 0
     try:
@@ -78,7 +72,7 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
         else:
             file, holder = partial.open("w", encoding="utf-8"), str(partial)
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror}).") from error
+        raise UserError(f"{target} cannot be written ({error.strerror}); give another file.") from error
 
     def attempt(action: Callable[..., object], *arguments: str) -> None:
         try:
@@ -139,7 +133,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Grade the responses; return 0, also if some lines could not be read or graded."""
+    """Grade the responses and write the graded rows; return 0, also if some lines could not be read or graded."""
     if (options.text is None) == (options.input is None):
         raise UserError("give either --input FILE or --text RESPONSE.")
     if options.text is None and options.answer is not None:
@@ -179,7 +173,7 @@ def _score_text(task: Task, options: argparse.Namespace) -> None:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
-        raise UserError(f"--row {options.row!r} is not a JSON object.")
+        raise UserError(f"--row {options.row!r} is not a JSON object; give the columns as one.")
     row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
     line = _line(task, 1, json.dumps(row))
     if line.pair is None:
@@ -231,7 +225,7 @@ def _line(task: Task, number: int, text: str) -> Line:
 
 
 def graded_row(task: Task, row: dict[str, Any], score: Score) -> dict[str, Any]:
-    """Return ``row`` with further columns: the grader's (``score.info``), reward, terms, success and error."""
+    """Return ``row`` with the grader's columns (``score.info``), reward, terms, success and error added or replaced."""
     reward = total_reward(score.terms, task.term_weights)
     grades = {"reward": reward, "terms": dict(score.terms), "success": score.success, "error": score.error}
     return {**row, **score.info, **grades}

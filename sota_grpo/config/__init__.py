@@ -35,9 +35,9 @@ def opt(
     high: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return an option's dataclass field. A number is at least 0 unless ``low`` (None: no limit) or ``above`` is given.
+    """Return an option's dataclass field, with the help ``text`` and the ``choices`` besides the default.
 
-    The limits ``above`` and ``below`` are exclusive.
+    A number is at least 0, unless ``low`` (None: no limit) or ``above`` (exclusive, as is ``below``) is passed.
     """
     limits = {"above": above, "at least": low if above is None else None, "at most": high, "below": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
@@ -65,7 +65,7 @@ class EvalConfig:
 
 @dataclass
 class RayConfig:
-    """The Ray cluster of worker processes: for mode=async, or several learner ranks, references or engines."""
+    """Settings of the Ray cluster of workers: for mode=async, or several learner ranks, references or engines."""
 
     address: str | None = opt(None, "running Ray cluster: HOST:PORT, or auto; null: start one on this machine")
     timeout_s: float = opt(
@@ -157,7 +157,7 @@ class EnvConfig:
 
 @dataclass
 class JudgeConfig:
-    """Settings of an LLM judge, a model whose score of a response is the reward term ``judge``."""
+    """Settings of an LLM judge, a model whose score of a response is a reward term, ``judge`` or ``TASK/judge``."""
 
     kind: str | None = opt(None, "chat: scores by a rubric; score, classify: vLLM's reward model APIs", KINDS)
     url: str | None = opt(None, "base URL of the judge server; set its API key in SOTA_GRPO_JUDGE_KEY")
@@ -171,7 +171,7 @@ class JudgeConfig:
 
 @dataclass
 class RewardConfig:
-    """Your own reward functions, and the weights of the built-in reward terms."""
+    """Settings of the reward: your own functions, the weights of built-in terms, a judge."""
 
     path: str | None = opt(None, "Python file with reward functions, which replace the task's reward")
     name: Any = opt(None, "function in reward.path, or a list (builtin: the task's reward); null: compute_score")
@@ -193,7 +193,7 @@ _SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
 
 @dataclass
 class AlgorithmConfig:
-    """The terms of the objective; a preset in ``config/algorithm/`` chooses among them (docs/algorithm.md)."""
+    """Settings of the objective's terms; a preset in ``config/algorithm/`` chooses among them (docs/algorithm.md)."""
 
     name: str = opt("grpo", "label of the preset, written to the logs")
     baseline: str = opt(
@@ -256,7 +256,7 @@ class EngineConfig:
 
 @dataclass
 class ModelConfig:
-    """The policy that is trained."""
+    """Settings of the policy's model."""
 
     name: str | None = opt(
         None,
@@ -272,7 +272,7 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) instead of full fine-tuning."""
+    """Settings of low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained instead of all weights."""
 
     enabled: bool = opt(False, "train adapters, keep the base weights frozen")
     r: int = opt(16, "rank of the adapters", above=0)
@@ -287,7 +287,7 @@ _DEVICES = "device indices, in place of num_devices"
 
 @dataclass
 class TrainModelConfig:
-    """The learner's copy of the policy."""
+    """Settings of the learner's copy of the policy."""
 
     num_devices: int | None = opt(None, "number of the learner's devices, each an FSDP2 rank; null: 1", above=0)
     devices: list[int] | None = opt(None, _DEVICES)
@@ -302,7 +302,7 @@ class TrainModelConfig:
 
 @dataclass
 class InferenceModelConfig:
-    """The engine's copy of the policy, and the sampling parameters."""
+    """Settings of the engine's copy of the policy, and of sampling."""
 
     num_devices: int | str | None = opt(
         None,
@@ -329,7 +329,7 @@ class InferenceModelConfig:
 
 @dataclass
 class RefModelConfig:
-    """The frozen reference of the KL term, or the teacher; not loaded if policy.kl_coef and distill_coef are 0."""
+    """Settings of the frozen reference or teacher; it is loaded if the run has one (:func:`has_reference`)."""
 
     name: str | None = opt(None, "hub name or folder of the reference or teacher; null: the initial policy")
     num_devices: int | None = opt(None, "number of its devices; null: a free device, else the learner's", above=0)
@@ -346,7 +346,7 @@ class PolicyConfig:
 
 @dataclass
 class OptimizerConfig:
-    """The optimizer, AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) by default, and its schedule."""
+    """Settings of the optimizer, by default AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), and its schedule."""
 
     name: str = opt("adamw", "adamw; adamw_8bit (bitsandbytes); muon, for the layers' matrices", OPTIMIZERS)
     lr: float = opt(1e-6, "peak learning rate", above=0)
@@ -362,7 +362,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainConfig:
-    """Batch sizes, precision and checkpoints of training."""
+    """Settings of training: batch sizes, precision, checkpoints."""
 
     total_dialog_turns: int = opt(100_000, "responses in the whole run", above=0)
     dialog_turns_per_batch: int = opt(256, "responses per training step, after which weights are synced", above=0)
@@ -426,22 +426,22 @@ def register() -> None:
 
 
 def num_steps(config: Config) -> int:
-    """Return the number of training steps: ``train.total_dialog_turns`` over responses per step, rounded down."""
+    """Return the number of training steps, ``train.total_dialog_turns // train.dialog_turns_per_batch``."""
     return config.train.total_dialog_turns // config.train.dialog_turns_per_batch
 
 
 def model_name(config: Config) -> str:
-    """Return the hub name or directory of the policy (for ``model.name=null`` that of ``model.size``)."""
+    """Return the policy's hub name or directory: ``model.name``, else that of ``model.size`` (UserError if unknown)."""
     return config.model.name or model_of_size(config.model.size)
 
 
 def reference_name(config: Config) -> str:
-    """Return the hub name or directory of the reference: ``ref_model.name``, or the policy's if it is null."""
+    """Return the hub name or directory of the reference: ``ref_model.name``, or if it is null, :func:`model_name`."""
     return config.ref_model.name or model_name(config)
 
 
 def has_reference(config: Config) -> bool:
-    """Whether the run needs a reference: for a KL term, a teacher, or an objective that reads its log-probs."""
+    """Whether the run needs a reference: for a KL term, as teacher, or for an objective that reads its log-probs."""
     algorithm = config.algorithm
     return (
         config.policy.kl_coef > 0 or algorithm.distill_coef > 0 or surrogate(algorithm.objective).reads("ref_log_prob")
@@ -460,7 +460,7 @@ def max_support(config: Config) -> int:
 
 
 def reward_names(config: Config) -> list[str]:
-    """Return the names of the functions in ``reward.path``, in order; by default ``compute_score``, as in verl."""
+    """Return ``reward.name`` as a list: functions in ``reward.path`` or ``builtin``; by default ``compute_score``."""
     name = config.reward.name
     return ["compute_score"] if name is None else list(name) if isinstance(name, (list, tuple)) else [name]
 
@@ -478,7 +478,7 @@ IN_FILES = (
 
 
 def rubric_file(rubric: str | None) -> Path | None:
-    """Return ``reward.judge.rubric`` as a path if it is a file name; None if it is the text of a rubric.
+    """Return ``reward.judge.rubric`` as a path if it is a file name; None if it is the text of a rubric, or not set.
 
     >>> rubric_file("rubric.md"), rubric_file("Is it polite?"), rubric_file("Be brief.\\nSee notes.txt")
     (PosixPath('rubric.md'), None, None)

@@ -28,7 +28,7 @@ def a_group_baseline_has_siblings(config: Config) -> Iterator[str]:
 
 
 def distillation_has_a_teacher(config: Config) -> Iterator[str]:
-    """Refuse the initial policy as teacher, options that conflict with distillation, and an unused teacher."""
+    """Refuse the initial policy as teacher, options that conflict with distillation, and its options without effect."""
     algorithm, name = config.algorithm, config.ref_model.name
     option = f"algorithm.distill_coef={algorithm.distill_coef}"
     if algorithm.distill_coef == 0:
@@ -54,9 +54,9 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
 def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
     buffer, longest = config.algorithm.overlong_buffer, longest_response(config)
     if buffer > longest:
-        turns = f" times env.max_steps={config.env.max_steps}" if config.env.max_steps > 1 else ""
-        limit = f"inference_model.max_tokens={config.inference_model.max_tokens}{turns}"
-        yield f"algorithm.overlong_buffer={buffer} is longer than {limit}; use at most {longest}."
+        limit = f"inference_model.max_tokens={config.inference_model.max_tokens}"
+        text = f"algorithm.overlong_buffer={buffer} exceeds the most tokens of a response, {longest} ({limit} per turn)"
+        yield f"{text}; use at most {longest}."
 
 
 def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
@@ -116,7 +116,7 @@ def an_entropy_bonus_and_its_tokens_have_an_effect(config: Config) -> Iterator[s
     algorithm = config.algorithm
     if algorithm.entropy_target is not None and algorithm.entropy_coef > 1:
         option = f"algorithm.entropy_coef={algorithm.entropy_coef}"
-        yield f"{option} is above 1, the largest value that algorithm.entropy_target sets; use 0."
+        yield f"{option} is above 1, the largest value that algorithm.entropy_target sets; use 1 or less."
     if algorithm.top_entropy_quantile < 1 and surrogate(algorithm.objective).reads("mask"):
         text = f"algorithm.top_entropy_quantile={algorithm.top_entropy_quantile} keeps single tokens"
         other = f"algorithm.objective={algorithm.objective} weighs whole responses"

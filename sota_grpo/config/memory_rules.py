@@ -14,7 +14,7 @@ MICRO_BATCH_TOKENS = 16384  # train.micro_batch_tokens=auto on a CPU
 
 
 def shares_devices(config: Config) -> bool:
-    """Whether ``inference_model.num_devices=shared``: engine workers on the learner's devices, alternating with it."""
+    """Whether ``inference_model.num_devices=shared``: engines on the learner's devices, alternating with it."""
     return config.inference_model.num_devices == SHARED
 
 
@@ -172,8 +172,9 @@ def only_frozen_weights_are_in_4_bits(config: Config) -> Iterator[str]:
     apart = wants_workers(config) or ref.num_devices is not None or ref.devices is not None
     if apart and has_reference(config) and ref.name is None:
         yield (
-            f"{option} changes the base weights, but a reference in another process or on other devices has them "
-            "unquantized, so the KL would not start at 0; use policy.kl_coef=0, or mode=sync on one device."
+            f"{option} changes the base weights, but a reference in another process or on other devices has "
+            "unquantised ones, so the KL would not start at 0; use policy.kl_coef=0, or mode=sync on one device, "
+            "without ray.address, ref_model.num_devices and ref_model.devices."
         )
     if config.train_model.compile:
         yield f"train_model.compile=true cannot compile the 4-bit layers of {option}; leave it out."
@@ -194,4 +195,5 @@ def an_adapter_is_served_by_a_synchronous_vllm(config: Config) -> Iterator[str]:
         )
     if config.model.quantization is not None:
         other = f"model.quantization={config.model.quantization}"
-        yield f"{option} serves the unquantized base, but {other} trains on a quantised one; leave one of them out."
+        text = f"{option} serves the base weights without quantisation, but {other} trains on quantised ones"
+        yield f"{text}; leave one of these options out."

@@ -3,9 +3,8 @@
 An entry has a ``weight`` and options of its task: those of ``env`` without the section (``dataset``, ``tools``,
 ``repeats``), those of ``reward`` with a prefix (``reward_path``, ``judge_weight``), and ``max_tokens``.
 
-**Batches count groups, not responses.** A batch has the same number of groups with and without group sizes per task
-(:func:`groups_per_step`), and each group has its task's number of responses. So the weights alone determine how many
-groups each task has in a batch, and the bound on the age of tokens counts groups.
+**Batches count groups, not responses.** Each of the :func:`groups_per_step` groups has its task's number of responses.
+So the weights alone determine how many groups each task has in a batch, and the age bound of tokens counts groups.
 """
 
 from __future__ import annotations
@@ -49,13 +48,12 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
 def task_configs(config: Config) -> dict[str, Config]:
-    """Return {task: its config}, sorted by name; without a mixture, only the run's task with the run's config.
+    """Return {task: its config}, sorted by name, of a valid mixture; without one, only the run's task and config.
 
-    An entry inherits the run's options that its task reads. An entry with a ``reward_path`` does not inherit
-    ``reward.name``, ``reward.weights`` and ``reward.success_above``.
-
-    Raises:
-        ValueError: an entry is not valid, see :func:`a_mixture_names_tasks_and_their_options`.
+    An entry inherits the run's options, except those of other tasks. One with a ``reward_path`` does not inherit
+    ``reward.name``, ``reward.weights`` and ``reward.success_above``; one with tools, environment or agent inherits none
+    of these three; one with ``judge_weight: 0`` has no judge. ``env.max_steps`` is that of :func:`turns_of_tasks`.
+    ``repeats`` scales the numbers of responses in its config, so that the number of groups stays the same.
 
     >>> config = Config()
     >>> config.env.mixture = {"maths": {"dataset_path": "a.jsonl"}, "easy": {"dataset": "arithmetic", "difficulty": 1}}
@@ -108,7 +106,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; in a mixture 1 if an entry has neither ``max_steps`` nor observations."""
+    """Return {task: most turns of a dialog}; in a mixture 1 for a task that never answers, unless its entry sets it."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))
@@ -216,7 +214,7 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
 
 
 def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) of each changed option of the run that no task of its mixture reads."""
+    """Yield (name, value, default) of each changed option of a task that no task of the run's mixture reads."""
     entries = config.env.mixture
     for name, (value, default) in changed_options(config).items() if entries is not None else ():
         judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")

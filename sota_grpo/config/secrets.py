@@ -25,10 +25,9 @@ _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
 def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """Move tokens from the overrides to environment variables; return the other overrides. ``null`` keeps the variable.
+    """Move ``model.hub_token`` and ``engine.api_key`` from the overrides to environment variables; return the others.
 
-    Raises:
-        UserError: a token is malformed (in the environment, too), or another override has a token, which is not shown.
+    ``null`` keeps the variable. UserError, which shows no token, if one is malformed, or another override sets one.
 
     >>> without_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
@@ -42,7 +41,8 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
         elif _ELSEWHERE.search(override):
             given = [f"{WHAT[variable]} as {option}=TOKEN or in {variable}" for option, variable in TOKENS.items()]
             ways = ", ".join([*given, f"{WHAT[JUDGE_KEY]} in {JUDGE_KEY}"])
-            raise UserError(f"This option would save a token or key; give {ways}.")
+            option = re.split("[=:@{]", override)[0]
+            raise UserError(f"The option {option} would save a token or key in the run's files; give {ways}.")
         else:
             others.append(override)
     require_tokens()
@@ -50,10 +50,7 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Strip spaces from ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``; UserError, without the token, if one is malformed.
-
-    A client's error message would print a malformed token.
-    """
+    """Strip spaces around ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``; UserError, without the token, if one is malformed."""
     for variable in (VARIABLE, API_KEY):
         if token := os.environ.get(variable, "").strip():
             os.environ[variable] = _checked(variable, token)
@@ -68,5 +65,5 @@ def key_of(variable: str) -> str | None:
 def _checked(variable: str, token: str) -> str:
     """Return ``token`` if it is well-formed (RFC 6750, section 2.1), else raise UserError."""
     if not _TOKEN.fullmatch(token):
-        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; give the token alone.")
+        raise UserError(f"{WHAT[variable]} ({variable}) has a character that no token has; set it to the token alone.")
     return token

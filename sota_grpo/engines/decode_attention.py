@@ -1,4 +1,4 @@
-"""KV caches and attention for decoding groups: the rows of a group share one copy of their prompt's keys and values.
+"""KV caches and attention for decoding groups, whose rows can share one copy of their prompt's keys and values.
 
 The attention of one new token per row is computed over the shared prompt and over the tokens that the row has sampled.
 """
@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, UNKNOWN
+from sota_grpo.text import sentence
 
 logger = logging.getLogger(__name__)
 DECODE_ATTENTION = "sota_grpo_decode"
@@ -27,8 +28,7 @@ PREFILL_TOKENS = 2048  # padded tokens of one prefill pass: bounds its memory an
 class GrowingLayer(DynamicLayer):
     """KV cache of one layer, ``[rows, heads, columns, width]``; new tokens are written in place into spare columns.
 
-    transformers' dynamic layer copies the whole cache at every token. This layer copies only when no spare column is
-    left, and then reserves half as many columns as are used (at least 64).
+    It copies the cache only when no spare column is left, and then reserves half as many as are used (at least 64).
     """
 
     keys: torch.Tensor  # type: ignore[assignment]
@@ -87,7 +87,7 @@ class GroupCache(Cache):
         self._prefill(model, prompts, pad_token_id)
 
     def next_logits(self, model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-        """Append one token to each row (``tokens`` ``[rows]``) and return the next token's logits ``[rows, V]``."""
+        """Append one token to each row (``tokens`` ``[rows]``); return the next token's logits ``[rows, vocab]``."""
         logits = model(
             input_ids=tokens.unsqueeze(1),
             position_ids=self._positions,
@@ -144,16 +144,15 @@ class RepeatedPrompts(GroupCache):
 
 
 class SharedPrompts(GroupCache):
-    """KV cache with one copy of each prompt, which all rows of its group read.
+    """KV cache with one copy of each prompt (without its last token), which all rows of its group read.
 
-    The prompts are padded on the right, ``[groups, heads, P, width]``. All rows have sampled equally many tokens, which
-    need neither padding nor mask. For the attention over the prompts, :meth:`spread` puts the queries of each group
-    into one matrix; :meth:`collect` takes the outputs apart. Worked example with one head: ``a0 a1 a2`` are the queries
-    of one group, ``b0`` is that of the last unfinished row of another, ``-`` is zeros::
+    The model's attention must be :func:`decode_attention`. The prompts are padded on the right, ``[groups, heads, P,
+    width]``; ``P`` is the longest prompt's length minus one. All rows have sampled equally many tokens, which need
+    neither padding nor mask. :meth:`spread` puts the queries of each group into one matrix, for the attention over the
+    prompts; :meth:`collect` takes the outputs apart. Worked example with one head: ``a0 a1 a2`` are the queries of one
+    group, ``b0`` is that of the last unfinished row of another, ``-`` is zeros::
 
         rows  a0 a1 a2 b0   --spread-->   [[a0, a1, a2], [b0, -, -]]   --collect-->   a0 a1 a2 b0
-
-    The model's attention is :func:`decode_attention`, which receives this object.
 
     Attributes:
         held: keys and values ``[groups, heads, P, width]`` by layer; empty if every prompt is a single token.
@@ -184,7 +183,7 @@ class SharedPrompts(GroupCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In a prefill store and return the arguments; later append them and return all that followed the prefill."""
+        """In the prefill store and return the states; later append them and return all that were appended."""
         if self.prefilled is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx not in self.held:
@@ -198,11 +197,7 @@ class SharedPrompts(GroupCache):
         return key_states, value_states
 
     def bias(self, keys: torch.Tensor) -> torch.Tensor | None:
-        """Return the additive attention mask of padded positions, ``[groups * heads, 1, P]``; None without padding.
-
-        Args:
-            keys: keys of the prompts, ``[groups, heads, P, width]``.
-        """
+        """Return the mask ``[groups * heads, 1, P]`` to add for padded prompts' ``keys``; None without padding."""
         heads = keys.shape[1]
         if heads not in self._biases:
             hidden = torch.arange(self._longest, device=self.device) >= self.lengths.unsqueeze(1)
@@ -213,7 +208,10 @@ class SharedPrompts(GroupCache):
         return self._biases[heads]
 
     def spread(self, query: torch.Tensor) -> torch.Tensor:
-        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; absent siblings are 0."""
+        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; absent siblings are 0.
+
+        ``siblings``: rows of the largest group; ``n``: query heads per key head.
+        """
         _, heads, n, width = query.shape
         groups, siblings = len(self.lengths), self._siblings
         if self._slots is not None:
@@ -269,30 +267,25 @@ def decode_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention for transformers.
+    """Compute a layer's attention; return ``[rows, T, heads, width]`` and None, as transformers requires.
 
     With ``prompts``, after the prefill, ``key`` and ``value`` hold only the later tokens: the prompt's last one and the
-    sampled ones. The attention over the prefilled tokens (a) and over the later ones (b) is computed separately, and
-    joined by the log-sum-exp of the scores (Dao et al. 2022, arXiv:2205.14135, section 3.1)::
+    sampled ones. The attention over the prefilled tokens (a), one matrix product for all rows of a prompt, and over the
+    later ones (b) is computed separately, and joined by the log-sum-exp of the scores (Dao et al. 2022,
+    arXiv:2205.14135, section 3.1)::
 
         o = (1 - w) o_a + w o_b,    w = sigmoid(lse_b - lse_a),    lse = log sum exp(scores)
 
-    so that one matrix product serves the queries of all rows of a prompt, and no prompt is copied.
+    NotImplementedError for a ``softcap``, and with ``prompts`` for a sliding window, position bias, sinks or ``cache``.
 
     Args:
         query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
-        key: ``[rows, key heads, t, width]``; ``value`` has the same shape.
+        key: ``[rows, key heads, t, width]`` of ``t`` tokens; ``value`` has the same shape.
         attention_mask: ignored if ``prompts`` is set.
-
-    Returns:
-        ``[rows, T, heads, width]`` and None, as transformers' attention interface requires.
-
-    Raises:
-        NotImplementedError: a ``softcap``; with ``prompts`` also a sliding window, position bias, sinks or ``cache``.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if softcap is not None:  # transformers' SDPA would leave it out without an error
-        raise NotImplementedError("prompts cannot be shared by attention with capped scores")
+        raise NotImplementedError("decode_attention cannot cap scores; use eager attention")
     if prompts is not None:
         unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
         if unknown:
@@ -319,10 +312,7 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 def _over_both(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prompts: SharedPrompts, layer: int, scale: float
 ) -> torch.Tensor:
-    """Return the attention of one new token per row over the row's prompt and its sampled tokens.
-
-    ``query`` and the result are ``[rows, key heads, n, width]``; ``n`` query heads share a key head.
-    """
+    """Return each row's attention over prompt and later tokens, ``[rows, key heads, n, width]`` like ``query``."""
     rows, heads, n, _ = query.shape
     out, response_lse = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
     out = out.view(rows, heads, n, -1)
@@ -337,18 +327,14 @@ def _over_both(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention output and the scores' log-sum-exp, ``lse = max score - log(max probability)``.
+    """Return the attention output ``[B, n, E]`` and the scores' log-sum-exp ``[B, n, 1]``.
 
-    Half-precision products are accumulated and returned in float32.
+    ``lse = max score - log(max probability)``; half-precision products are accumulated and returned in float32.
 
     Args:
-        query: ``[B, n, D]``.
-        key: ``[B, m, D]``; ``value`` ``[B, m, E]``.
-        bias: ``[B, 1 or n, m]``, added to the scores.
+        query, key, value: ``[B, n, D]``, ``[B, m, D]`` and ``[B, m, E]``.
+        bias: ``[B, 1 or n, m]``, added to the scores; None: nothing is added.
         scale: factor of the scores.
-
-    Returns:
-        Output ``[B, n, E]`` and lse ``[B, n, 1]``.
 
     >>> query, key, value = torch.zeros(1, 1, 2), torch.randn(1, 3, 2), torch.tensor([[[1.0], [2.0], [6.0]]])
     >>> out, lse = attend(query, key, value, None, 1.0)  # equal scores: the mean of three, and log 3
@@ -375,11 +361,11 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def use_decode_attention(model: PreTrainedModel) -> bool:
-    """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; log the reason if not.
+    """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; else log a warning.
 
-    A model whose attention is not SDPA keeps its attention, and a model with capped scores gets transformers' eager
-    attention; these and models with layers other than full attention cannot share prompts. Any other model can if two
-    prompts have the same logits, up to rounding, with shared and with repeated keys and values.
+    A model whose attention is not SDPA keeps its attention, and another model with capped scores gets transformers'
+    eager attention; these and models with layers other than full attention cannot share prompts. Any other model can
+    if two prompts have the same logits, up to rounding, with shared and with repeated keys and values.
     """
     config: Any = model.config.get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -395,7 +381,7 @@ def use_decode_attention(model: PreTrainedModel) -> bool:
             try:
                 reason = _difference(model, config.vocab_size)
             except Exception as error:  # any model's own code runs here: a failure only rules out shared prompts
-                reason = f"{type(error).__name__}: {error}"
+                reason = sentence(error).rstrip(".")
     if reason is not None:
         logger.warning(
             "Responses of %s cannot share their prompt's KV cache (%s): each gets a copy, which costs memory and time.",

@@ -22,8 +22,8 @@ class ScriptedEngine(SteppingEngine):
     """Rollout engine whose sample ``i`` of a group, at policy ``version``, is ``script(request, i, version)``.
 
     ``i`` counts from ``request.first_sample``; at temperature 0 it is always 0. A response ends at its first EOS, which
-    is appended if the script returns none, and is truncated at the token limit; with ``ignore_eos`` it is repeated up
-    to that limit. All tokens of a group have the version at which the group started, even after a push of weights.
+    is appended if missing, and at the token limit; with ``ignore_eos`` it is repeated up to that limit. All tokens of a
+    group have the version at which the group started, even after a push of weights.
 
     Args:
         script: function that returns the token ids of a response; None: uniformly random tokens below ``vocab_size``
@@ -108,7 +108,7 @@ class ScriptedEngine(SteppingEngine):
         return (uniforms(seed, room)[0] * self._vocab_size).to(torch.int64).tolist()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Set the policy version; the weights are iterated over and ignored."""
+        """Set the policy version and ignore the weights; ValueError if they are an adapter and ``base`` is None."""
         for _ in self.whole(weights):
             pass
         with self._between_steps():
@@ -116,7 +116,7 @@ class ScriptedEngine(SteppingEngine):
 
 
 def scripted_engine(options: EngineOptions) -> ScriptedEngine:
-    """Build a :class:`ScriptedEngine` with the smallest end token as EOS; only the model's config is read."""
+    """Build a :class:`ScriptedEngine` with the smallest end token as EOS; of the model only the config is read."""
     from transformers import AutoConfig
 
     if options.model:

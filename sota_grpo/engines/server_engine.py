@@ -1,6 +1,6 @@
-"""Rollout engine that samples with an inference server over HTTP and passes it new weights as files.
+"""Rollout engine that samples with an inference server over HTTP and passes new weights to the server as files.
 
-Requests and responses are token ids; this process needs neither Ray nor an inference library. :class:`ServerEngine`
+Requests and responses are token ids; this process imports neither Ray nor an inference library. :class:`ServerEngine`
 uses vLLM's HTTP interface; :class:`~sota_grpo.engines.sglang_server.SGLangEngine` overrides what differs in SGLang.
 """
 
@@ -65,21 +65,21 @@ _NAME_PREFIX = "generate-tokens-"  # vLLM's endpoint puts it before request name
 
 
 class ServerDied(RunFailed, RuntimeError):
-    """The inference server's process has ended; the message quotes the cause from its log."""
+    """The inference server's process has ended; the message quotes the cause, if its log has one."""
 
 
 class ServerLate(RunFailed, TimeoutError):
-    """The inference server's process is alive but was not ready within the time limit for its start."""
+    """The inference server's process was alive but not ready within the time limit for its start."""
 
 
 class ServerProcess:
     """An inference server, its workers and its launcher: subprocesses that Ctrl-C in this terminal does not reach.
 
-    The launcher ends the server when this process ends, even by SIGKILL. It deletes ``scratch`` after the server's end.
+    The launcher ends the server when this process ends, even by SIGKILL; then it deletes the folder ``scratch``.
 
     Args:
         environment: variables of the server, added to those of this process.
-        log_path: the server's output is appended to this file.
+        log_path: the server's output is appended to this file, whose folder is created.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path, scratch: Path):
@@ -131,12 +131,12 @@ class ServerProcess:
             return log.read().decode(errors="replace")
 
     def died(self, doing: str) -> ServerDied:
-        """Return the error to raise after the server has ended; ``doing`` says when, e.g. "while it sampled"."""
+        """Return the error to raise after the server has ended; ``doing`` says when: "while it sampled"."""
         lines = self.log_text().splitlines()
         ended = next((line.partition(": ")[2] for line in lines if line.startswith(LAUNCHER_SAYS)), "")
         # The cause is often logged by a process that ended first, far above the last lines; warnings quote errors too.
         errors = (match[0] for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
-        error = one_line(next(errors, ""), _LONGEST_ERROR)
+        error = one_line(next(errors, ""), _LONGEST_ERROR).rstrip(".")
         cause = ", ".join(filter(None, [ended, error])) or "it and its launcher were killed"
         return ServerDied(f"The inference server ended {doing} ({cause}); see its output in {self.log_path}.")
 
@@ -163,6 +163,7 @@ class ServerEngine(SteppingEngine):
     reuse its prompt's cached keys and values of the previous weights, as a group in flight does.
 
     Args:
+        client: sends requests to the server; :meth:`close` closes it.
         options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
             requests, of which there are at most 512) and ``deadlines`` are read.
         shapes: shape of every weight of the model, by name.
@@ -177,9 +178,7 @@ class ServerEngine(SteppingEngine):
         probe_path: path of a cheap request that succeeds only if the server's workers respond.
         pause, resume, free_memory, restore_memory: path and JSON body of these requests.
 
-    Raises:
-        UserError: the server rejects the key, lacks an endpoint, reports unprocessed log-probs, or its context is too
-            short. A server started here is then ended.
+    UserError if the server cannot be used; ``process`` is then ended, ``weight_folder`` deleted and ``client`` closed.
     """
 
     name, package = "vllm_server", "vllm"
@@ -242,10 +241,7 @@ class ServerEngine(SteppingEngine):
 
     @staticmethod
     def command(options: EngineOptions, port: int, key: str, scratch: Path, *, on_cpu: bool) -> list[str]:
-        """Return the command that starts a server on ``port`` of the loopback interface, protected by ``key``.
-
-        The key is passed as an environment variable, because every user of the machine can read a command line.
-        """
+        """Return the command that starts a server on loopback ``port``, without ``key``, which all users could read."""
         return [
             # The script `vllm` looks up the distribution `vllm`, which the CPU build is not.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
@@ -257,11 +253,7 @@ class ServerEngine(SteppingEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the server's environment variables in addition to those of this process; ``key`` is its API key.
-
-        On a CPU they also set the number of threads to this process's, and disable compilation and, without tensor
-        parallelism, vLLM's extra process.
-        """
+        """Return the server's environment variables in addition to those of this process; ``key`` is its API key."""
         common = {KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not on_cpu:
             return common
@@ -274,16 +266,9 @@ class ServerEngine(SteppingEngine):
     def start(cls, options: EngineOptions, scratch: Path, *, on_cpu: bool) -> tuple[ServerProcess, str, str]:
         """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
-        Args:
-            options: ``log_path``, ``environment`` and ``deadlines.start`` are read, and the options in the command.
-            scratch: folder that is deleted when the server ends.
-
-        Returns:
-            The process, its url and its random key.
-
-        Raises:
-            ServerDied: the server ended before it answered.
-            ServerLate: it did not answer within ``deadlines.start``; it is then ended.
+        The existing folder ``scratch`` is deleted when the server ends. Return the process, the server's url and its
+        random key. Raise ServerDied if it ends before it answers, ServerLate if it does not answer within
+        ``options.deadlines.start``.
         """
         log_path, start_s = Path(options.log_path), options.deadlines.start
         logger.info("Starting an inference server; its output goes to %s.", log_path)
@@ -336,7 +321,10 @@ class ServerEngine(SteppingEngine):
                 ) from error
             if error.status not in (403, 404, 405):
                 raise
-            raise UserError(f"The server at {url} lacks an endpoint for training ({error}); {self.remedy}.") from error
+            raise UserError(
+                f"The server at {url} refuses or lacks an endpoint for training ({str(error).rstrip('.')}); "
+                f"{self.remedy}."
+            ) from error
         return int(models["data"][0]["max_model_len"])
 
     def _check_sampling(self) -> None:
@@ -507,15 +495,13 @@ class ServerEngine(SteppingEngine):
         self._post("/inference/v1/abort_requests", {"request_ids": [_NAME_PREFIX + self._request_name(ticket)]})
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace every weight of the server; groups in flight sample their next token with the new weights.
-
-        A LoRA adapter is merged into :attr:`base`; its first push sends all weights, later ones only those it changes.
+        """Replace every weight (an adapter is merged into :attr:`base`); groups in flight continue with the new ones.
 
         Raises:
-            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was pushed then.
-            OSError: no space for the file of weights; nothing was pushed then.
-            ServerError: the server did not load the weights.
-            ServerDied: the server ended.
+            ValueError: names, shapes or tied weights do not fit, or ``base`` is missing; nothing was pushed then.
+            OSError, SafetensorError: the file of weights cannot be written; nothing was pushed then.
+            ServerError, ServerDied: the server did not load the weights.
+            RuntimeError: the engine is closed or has failed.
         """
         self._require_open()
         adapted = weights.scales if isinstance(weights, WeightPack) else {}
@@ -559,9 +545,9 @@ class ServerEngine(SteppingEngine):
         except ServerError as error:
             if self._process is None and not isinstance(error, ServerSilent):
                 raise ServerError(
-                    f"{error}. The server must be able to read the weights in {folder}: on another machine, run it as "
-                    "this user, with a run directory (hydra.run.dir) that both machines share; in a container, start "
-                    "it with --ipc=host."
+                    f"{str(error).rstrip('.')}. The server must be able to read the weights in {folder}: on another "
+                    "machine, run it as this user, with a run directory (hydra.run.dir) that both machines share; in a "
+                    "container, start it with --ipc=host."
                 ) from error
             raise
         self._num_pushes += 1
@@ -581,9 +567,10 @@ class ServerEngine(SteppingEngine):
         return str(self._get("/weight_info")["weight_version"])
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """Return ``{engine's name: {weight's name: checksum}}`` of the weights that can be read.
+        """Return ``{engine's name: {weight's name: checksum}}`` of the weights that can be read; wake the engine.
 
-        Return None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs.
+        None if the server lacks :class:`~sota_grpo.engines.vllm_server.WeightSums` or uses several GPUs. ServerError if
+        the request fails, RuntimeError if the engine is closed or has failed.
         """
         shapes = {name: list(dims) for name, dims in self._shapes.items()}
         body = {"method": "weight_sums", "kwargs": {"shapes": shapes, "turn": self.version}}
@@ -624,16 +611,11 @@ class ServerEngine(SteppingEngine):
 
 
 def server_engine(options: EngineOptions) -> ServerEngine:
-    """Build the engine ``sglang_server`` if that is ``options.engine``, else ``vllm_server``.
+    """Build the engine ``sglang_server`` if that is ``options.engine``, else ``vllm_server``; UserError if unusable.
 
     A server that is started here listens on the loopback interface, requires a random key, and ends with this process
     even if this process is killed. A running server at ``options.url`` reads weights from this machine's shared memory
     or, if it is on another machine, from ``options.shared_folder``.
-
-    Raises:
-        UserError: the server's package is not installed, no server answers at ``options.url``, or it cannot be used.
-        ServerDied: the server ended while it started.
-        ServerLate: the server was not ready within ``options.deadlines.start``.
 
     >>> server_engine(EngineOptions("model", eos_token_ids=[1], engine="sglang_server", url="localhost"))
     Traceback (most recent call last):

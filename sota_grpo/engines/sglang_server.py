@@ -2,7 +2,7 @@
 
 Written against SGLang's documented HTTP interface (``/generate``, ``/update_weights_from_disk``, ``/pause_generation``,
 ``/continue_generation``, ``/abort_request``) and tested against a fake server. It was never run against a real SGLang
-server: try a short run first; its checks before training compare log-probs before and after a push of weights.
+server: try a short run first, whose checks before training compare log-probs before and after a push of weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SGLangEngine(ServerEngine):
     """Rollout engine on an SGLang server.
 
     Seeds take effect only if the server runs with ``--enable-deterministic-inference``, as a server started here does.
-    SGLang reports log-probs after temperature but before top-p and top-k, so :meth:`submit` raises ValueError for
-    sampling with these or min-p. If the server does not report which weights sampled each token, all tokens of a sample
-    get the version at which its request was sent, the oldest possible.
+    SGLang's log-probs include the temperature, but not top-p, top-k or min-p, so :meth:`submit` raises ValueError if
+    one of these is on. If the server does not report which weights sampled each token, all tokens of a sample get the
+    version at which its request was sent, the oldest possible.
     """
 
     name, package = "sglang_server", "sglang"
@@ -67,7 +67,7 @@ class SGLangEngine(ServerEngine):
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
             raise ValueError(
-                "SGLang reports log-probs before top-p and top-k, which differ from the sampled distribution's; use "
+                "SGLang's log-probs leave out top-p, top-k and min-p, unlike the sampled distribution; use "
                 f"top_p=1, top_k=0 and min_p=0 instead of top_p={sampling.top_p:g}, top_k={sampling.top_k} and "
                 f"min_p={sampling.min_p:g}."
             )

@@ -54,15 +54,11 @@ class EventLoop:
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` until it awaits a :func:`result`; :meth:`run_once` continues it once the future is done."""
+        """Run ``coroutine`` to its first awaited :func:`result`; return its future. :meth:`run_once` continues it."""
         return Task(coroutine, self.post)
 
     def drain(self, timeout_s: float | None = 0.0) -> int:
-        """Call all posted actions, including those that they post, and return the number of actions called.
-
-        Args:
-            timeout_s: longest wait for the first action; None: no limit.
-        """
+        """Call all posted actions and return their number; wait up to ``timeout_s`` (None: no limit) for the first."""
         done = 0
         with contextlib.suppress(queue.Empty):
             while True:
@@ -75,7 +71,8 @@ class EventLoop:
     def run_once(self, timeout_s: float | None = None) -> int:
         """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
 
-        The wait is at most 0.1 s with ``poll`` and 5 ms for a stepwise engine. Return the number of actions called.
+        The wait is at most 0.1 s with ``poll`` and 5 ms for a stepwise engine; ``timeout_s`` None sets no limit of its
+        own. Return the number of actions called.
         """
         done = self.drain()
         if done or self._engine.advance():
@@ -91,8 +88,9 @@ class EventLoop:
 class Task(Future[Result]):
     """Future of a coroutine that awaits futures of other threads (:func:`result`).
 
-    When an awaited future is resolved, ``post`` receives the callable that continues the coroutine; the default calls
-    it in the resolving thread. Call :meth:`cancel` in the coroutine's thread; it also cancels the awaited future.
+    The constructor runs the coroutine until its first ``await``. When an awaited future is resolved, ``post`` receives
+    the callable that continues the coroutine; the default calls it in the resolving thread. Call :meth:`cancel` in the
+    coroutine's thread; it also cancels the awaited future.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class Task(Future[Result]):
 
 @coroutine
 def result(future: Future[Result]) -> Generator[Future[Result], None, Result]:
-    """Make ``future`` awaitable in a coroutine of :meth:`EventLoop.start`: ``await result(engine.submit(...))``."""
+    """Make ``future`` awaitable in the coroutine of a :class:`Task`: ``await result(engine.submit(...))``."""
     yield future
     return future.result()
 
@@ -167,17 +165,13 @@ class Streams:
         return False
 
     def generate(self: Any, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
-        """Yield each group when its last sample has ended; sampling begins with the first ``next()``.
-
-        Raises:
-            ValueError: a prompt leaves no room for a response; raised by the call, before the first ``next()``.
-        """
+        """Yield each group when it has ended; ``next()`` starts sampling, the call raises as :func:`response_rooms`."""
         response_rooms(requests, sampling, self.max_model_len)
         return as_completed(EventLoop(self), [partial(self.submit, request, sampling) for request in requests])
 
 
 class Wrapped(Streams):
-    """Base class of an engine that wraps another ``engine``, to which steps and missing attributes are forwarded."""
+    """Base class of an engine that wraps another ``engine``; steps and missing attributes are the wrapped engine's."""
 
     def __init__(self, engine: Engine):
         self.engine: Any = engine
@@ -195,11 +189,7 @@ class Wrapped(Streams):
 
 
 class FairLock:
-    """A mutex (context manager) that no thread can acquire twice in a row while another thread waits for it.
-
-    A thread that steps in a loop would reacquire a ``threading.Lock`` at once, and a thread that pushes weights might
-    wait for ever.
-    """
+    """A mutex that no thread acquires twice in a row while another waits: a loop of steps must not starve a push."""
 
     def __init__(self) -> None:
         self._held, self._first = threading.Lock(), threading.Lock()
@@ -225,12 +215,12 @@ class SteppingEngine(Streams, ABC):
     """Base class of engines; a subclass implements how to start, step and drop groups, identified by tickets.
 
     Every state change holds the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of
-    each thread before it. Futures are resolved without the lock, by a thread that calls :meth:`advance` or
+    each thread before it in line. Futures are resolved without the lock, by a thread that calls :meth:`advance` or
     :meth:`close`, so that their callbacks may push or submit. A cancelled group is dropped at the next state change.
 
-    A subclass sets ``max_model_len``, uses ``with self._between_steps():`` around code that must not run within a step
-    (pushing weights), and implements the hooks below, which are called with the lock held. A subclass that can free
-    device memory sets ``_can_sleep`` and calls :meth:`_wake_now` before it needs that memory.
+    A subclass sets ``name`` and ``max_model_len``, uses ``with self._between_steps():`` around code that must not run
+    within a step (pushing weights), and implements the hooks below, which are called with the lock held. A subclass
+    that can free device memory sets ``_can_sleep`` and calls :meth:`_wake_now` before it needs that memory.
     """
 
     name: str
@@ -273,7 +263,7 @@ class SteppingEngine(Streams, ABC):
         """Stop and forget these groups, by ticket; some may never have started."""
 
     def whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return all weights of a push, a LoRA adapter merged into ``base()``; ValueError if ``base`` is None."""
+        """Return all weights of a push; an adapter is merged into ``base()``: ValueError if ``base`` is None."""
         if not (isinstance(weights, WeightPack) and weights.scales):
             return weights
         if self.base is None:
@@ -302,9 +292,7 @@ class SteppingEngine(Streams, ABC):
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Queue a prompt group for :meth:`advance`; return its future. Thread-safe.
 
-        Raises:
-            ValueError: see :func:`response_rooms`.
-            RuntimeError: the engine is closed or has failed.
+        ValueError as by :func:`response_rooms`; RuntimeError if the engine is closed or has failed.
         """
         self._require_open()
         (room,) = response_rooms([request], sampling, self.max_model_len)
@@ -313,10 +301,7 @@ class SteppingEngine(Streams, ABC):
         return future
 
     def advance(self) -> bool:
-        """Start submitted groups and make one step; return False if there was nothing to do.
-
-        If the step raises, so does this call, and every group in flight fails, because their progress is unknown.
-        """
+        """Start groups, make a step; return False if there was nothing to do. An error of the step fails all groups."""
         busy = resolved = False
         try:
             with self._between_steps():
@@ -338,8 +323,7 @@ class SteppingEngine(Streams, ABC):
     def sleep(self) -> None:
         """Free device memory until :meth:`wake` or until a group starts; no-op if the engine cannot free any.
 
-        Raises:
-            RuntimeError: groups are in flight, whose state would be lost.
+        RuntimeError if groups are in flight, whose state would be lost, or the engine is closed.
         """
         with self._between_steps():
             if not self._can_sleep or self._asleep:
@@ -354,7 +338,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = True
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`: restore weights and cache in device memory; no-op if the engine is awake."""
+        """Undo :meth:`sleep`; no-op if the engine is awake; RuntimeError if it was closed asleep."""
         with self._between_steps():
             self._wake_now()
 
@@ -365,7 +349,7 @@ class SteppingEngine(Streams, ABC):
             self._asleep = False
 
     def close(self) -> None:
-        """Fail every group in flight and free the engine's resources; idempotent."""
+        """Fail every group in flight (RuntimeError) and free the engine's resources; idempotent."""
         try:
             with self._between_steps():
                 self._forget_all("was dropped by close(); submit it to a new engine")
@@ -432,11 +416,10 @@ class StopStrings:
     """Stop strings: a response ends with the token that completes the first occurrence of one of ``texts``.
 
     That token is kept whole, even if its text continues after the stop string, because log-probs belong to sampled
-    tokens; such a response is not truncated. Special tokens are matched by their names.
+    tokens; such a response is not truncated. A special token has its name as text, such as ``<|im_end|>``.
 
     Args:
-        tokenizer: the policy's tokenizer.
-        texts: non-empty strings without U+FFFD, to which tokenizers decode an incomplete character.
+        texts: at least one; non-empty strings without U+FFFD, to which tokenizers decode an incomplete character.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -455,7 +438,7 @@ class StopStrings:
         return any(text in decoded for text in self._texts)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Return whether the last ``window`` tokens have a stop string; a caller that skips tokens may miss one."""
+        """Return whether the last ``window`` tokens contain a stop string; call it after every token, to miss none."""
         return self._holds(ids[-self.window :])
 
     def end(self, ids: Sequence[int]) -> int | None:
@@ -465,7 +448,7 @@ class StopStrings:
         return bisect_left(range(len(ids)), True, key=lambda at: self._holds(ids[: at + 1])) + 1
 
     def cut(self, output: GroupOutput) -> GroupOutput:
-        """Return the group with every response cut after the token that completes its first stop string."""
+        """Return the group with each response cut after the token that completes its first stop string, if any."""
 
         def cut(sample: Sample) -> Sample:
             end = self.end(sample.token_ids.tolist())
@@ -481,8 +464,7 @@ class StopStrings:
 def response_rooms(requests: Sequence[GroupRequest], sampling: Sampling, max_model_len: int) -> list[int]:
     """Return the maximum response tokens of each request: ``min(max_tokens, max_model_len - prompt tokens)``.
 
-    Raises:
-        ValueError: a prompt is empty or leaves no room for one token, or ``max_tokens`` or ``num_samples`` is below 1.
+    ValueError if a prompt is empty or leaves no room for one token, or ``max_tokens`` or ``num_samples`` is below 1.
 
     >>> request = GroupRequest(group_id=0, prompt_ids=(1, 2, 3), num_samples=1, seed=0)
     >>> response_rooms([request], Sampling(max_tokens=8), max_model_len=5)
@@ -511,16 +493,13 @@ def checked_weights(
     *,
     tied_required: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the pushed weights by name; check first that they replace every weight of the model.
+    """Return the pushed weights by name; ValueError unless all names, shapes and tied values fit the model.
 
     Args:
         weights: ``(name, tensor)`` pairs, named as in the ``state_dict()`` of the base model, adapters merged.
         shapes: shape of every weight of the model, by name.
-        tied: for each tied weight, the name of the weight it shares its values with.
+        tied: for each tied weight, the name of the weight whose values it shares.
         tied_required: whether the tied names must be pushed too (vLLM needs them).
-
-    Raises:
-        ValueError: an unknown name, a missing name, a wrong shape, or a tied pair with different values.
 
     >>> checked_weights([("a", torch.ones(2))], {"a": torch.Size([3])}, {}, tied_required=False)
     Traceback (most recent call last):
@@ -559,6 +538,8 @@ def checked_weights(
 def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
     """Return the dtype of all floating-point matrices among ``tensors``; None if they have several, or there are none.
 
+    A matrix has two dimensions or more, or no elements (as vLLM leaves matrices that it packs).
+
     >>> matrix, vector = torch.ones(2, 2), torch.ones(2)
     >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
     (torch.float32, None)
@@ -569,7 +550,7 @@ def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Return ``{name: first name}`` of tied parameters, for each of their state-dict names after the first.
+    """Return ``{name: first name}`` of tied parameters, for each of a parameter's state-dict names after the first.
 
     >>> embed, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
     >>> head.weight = embed.weight
@@ -587,11 +568,7 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 def expected_weights(
     model: str | PreTrainedConfig, *, trust_remote_code: bool
 ) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Return ``({name: shape} of a model's state_dict(), tied_names(model))`` without allocating its weights.
-
-    Args:
-        model: folder, hub id or config of the model.
-    """
+    """Return ``({name: shape}, tied_names)`` of a model (folder, hub id or config) without allocating its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from sota_grpo.policy.load import MODEL_LOCK

@@ -1,4 +1,4 @@
-"""Rollout engine in this process: any causal language model of transformers, on a CPU or one GPU.
+"""Rollout engine in this process: a causal language model of transformers, on a CPU or one GPU.
 
 In this file: sampling of tokens (processed distribution, inversion of its CDF), batched decoding of groups, the engine.
 """
@@ -54,14 +54,9 @@ def require_cache(config: PretrainedConfig) -> None:
 def uniforms(seeds: torch.Tensor, num: int) -> torch.Tensor:
     """Return uniform random numbers by seed: ``u[n, t] = (splitmix64(seeds[n] + (t + 1) gamma) >> 40) / 2^24``.
 
-    ``u[n, t]`` depends only on ``seeds[n]`` and ``t``, not on the device (it is computed on the CPU).
-
-    Args:
-        seeds: int64 ``[N]``.
-        num: numbers per seed.
-
-    Returns:
-        float32 ``[N, num]`` in ``[0, 1)``.
+    ``splitmix64`` is the source's mixing function, ``gamma`` its constant 0x9E3779B97F4A7C15; sums are modulo 2^64. For
+    int64 seeds ``[N]`` the result is float32 ``[N, num]`` in ``[0, 1)``, on the device of the seeds; it does not depend
+    on the device, because it is computed on the CPU.
 
     Source: splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 
@@ -80,15 +75,9 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the distribution that tokens are sampled from, ``softmax(keep(logits / temperature))``.
 
     ``keep`` sets to minus infinity the logits of tokens that min-p, then top-k, then top-p removes (vLLM's order).
-    Tokens that tie with the last one of top-k are kept. At temperature 0 (greedy) the result is ``softmax(logits)``,
-    as in vLLM.
-
-    Args:
-        logits: ``[N, V]``, any float type.
-        sampling: temperature, top_p, top_k, min_p.
-
-    Returns:
-        float32 ``[N, V]``, 0 for every removed token.
+    Tokens that tie with the last one of top-k are kept. At temperature 0 (greedy) the result is ``softmax(logits)``, as
+    in vLLM. ``logits`` are ``[N, V]`` for a vocabulary of ``V``, of any float type; the result is float32, 0 for
+    removed tokens.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751, section 3.1) for top-p, Fan et al. 2018 (arXiv:1805.04833) for
     top-k, Nguyen et al. 2024 (arXiv:2407.01082, section 3) for min-p.
@@ -121,12 +110,7 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    Args:
-        probs: float32 ``[N, V]``.
-        u: float32 ``[N]`` in ``[0, 1)``.
-
-    Returns:
-        token ids, int64 ``[N]``.
+    ``probs`` are float32 ``[N, V]``, ``u`` float32 ``[N]`` in ``[0, 1)``; the token ids are int64 ``[N]``.
 
     >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
     [0, 2, 2]
@@ -163,12 +147,11 @@ class GroupDecoder:
                                rows 2, 3: samples 0, 1 of group 1, first input 9
 
     Args:
-        rooms: maximum response tokens of each group.
+        requests: the groups; methods call a group by its index in this list, from 0.
+        rooms: maximum response tokens of each group; replaces ``sampling.max_tokens``.
         eos_token_ids: int64 ``[E]``, the tokens that end a response.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
-        shared: whether the rows of a prompt share one copy of its keys and values, which needs a model that
-            :func:`~sota_grpo.engines.decode_attention.use_decode_attention` accepts.
-        stops: stop strings, which end a response like the end tokens.
+        shared: whether the rows of a prompt share its keys and values; only if ``use_decode_attention`` returned True.
     """
 
     def __init__(
@@ -235,7 +218,7 @@ class GroupDecoder:
         return len(self._rows)
 
     def drop(self, group: int) -> None:
-        """Stop sampling the group with this index; its rows end at once."""
+        """Stop sampling the group with the index ``group``; its rows end at once, and it has no output."""
         self._open_samples[group] = 0
         dropped = torch.tensor([row for row, group_of_row in enumerate(self._group_of_row) if group_of_row == group])
         self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
@@ -286,7 +269,7 @@ class GroupDecoder:
         return [group for group in dict.fromkeys(groups) if self._open_samples[group] == 0]
 
     def output(self, group: int) -> GroupOutput:
-        """Return the output of the group with this index, which has ended; its samples are on the CPU."""
+        """Return the output, on the CPU, of the group with the index ``group``, which has ended."""
         first = self._first_row[group]
         last = self._first_row[group + 1] if group + 1 < len(self._first_row) else len(self._group_of_row)
         lengths = self._lengths[first:last].tolist()
@@ -323,28 +306,25 @@ def are_drawn_alike(batch: Mapping[int, Flight], flight: Flight) -> bool:
 
 
 class TransformersEngine(SteppingEngine):
-    """Rollout engine that samples with its own copy of a transformers model.
+    """Rollout engine that samples with a transformers model: its own copy of ``model``, unless ``copy_model`` is False.
 
     Consecutive groups of equal sampling that were submitted together are decoded together, up to ``max_rows`` samples
     at a time. Later groups wait (FIFO) until they fit and at least as many samples wait as are being decoded. A prompt
-    is computed once for consecutive groups that have it, and stored once if the model's attention supports that.
-    Rows do not depend on each other, up to rounding; equal groups decoded together give bit-identical results.
+    is computed once for consecutive groups that have it, and stored once if the model's attention supports that. Rows
+    do not depend on each other, up to rounding.
 
     Weights may be pushed from another thread or between two steps: every row samples its next token with the new
     weights and records their version; cached keys and values of earlier tokens are not recomputed.
 
     Args:
         model: a causal language model without adapters.
-        eos_token_ids: the tokens that end a response.
         pad_token_id: fills unused cells; no output depends on it.
         max_model_len: context in tokens; None: the model's.
         max_rows: most samples decoded at once; a request of more is decoded whole, alone.
-        device: device to sample on; None: the model's.
-        dtype: dtype of the engine's copy; None: the model's.
+        device, dtype: those of the engine's copy; None: the model's.
         copy_model: False: use ``model`` itself without a copy; only if nothing else uses it.
 
-    Raises:
-        UserError: the model keeps a state other than keys and values, or its config has no context length.
+    UserError if the model keeps a state other than keys and values, or its config has no context length.
     """
 
     name = "transformers"
@@ -408,8 +388,7 @@ class TransformersEngine(SteppingEngine):
     def _start_waiting(self) -> None:
         """Start as many waiting batches as fit, once they have at least as many rows as the running ones.
 
-        A forward pass costs much and a row in it little; if batches started at once, each later turn of a dialog would
-        take a forward pass of its own. A batch waits until all of it fits.
+        A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes.
         """
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
@@ -445,10 +424,10 @@ class TransformersEngine(SteppingEngine):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy every weight by name (adapters are merged into :attr:`base`); a tied ``lm_head.weight`` is optional.
+        """Copy every weight by name (an adapter is merged into :attr:`base`); tied names after the first are optional.
 
-        Raises:
-            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
+        ValueError, with nothing copied, if names, shapes or tied weights do not fit, or ``base`` is missing;
+        RuntimeError if the engine is closed.
         """
         model = self._model  # before the check: another thread may close this at any time
         self._require_open()
@@ -463,7 +442,7 @@ class TransformersEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> dict[str, dict[str, Checksum]]:
-        """Return ``{"transformers": {weight's name: checksum}}`` of every weight."""
+        """Return ``{"transformers": {weight's name: checksum}}`` of every weight; RuntimeError if closed."""
         with self._between_steps():
             self._require_open()
             return {self.name: {name: Checksum.of(tensor) for name, tensor in self._model.state_dict().items()}}
@@ -480,7 +459,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """Build the engine from resolved options: copy ``options.model``, or load ``options.model_path`` if it is None."""
+    """Build the engine from resolved options: copy ``model``, or load ``model_path``; UserError if it is unusable."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

@@ -1,4 +1,4 @@
-"""Rollout engine on vLLM in this process, on CPU or CUDA. vLLM is imported when the engine is built, never before."""
+"""Rollout engine on vLLM in this process, on CPU or CUDA. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_ran
 def cpu_norms() -> dict[str, list[str]]:
     """Register vLLM's C++ RMS norms for its CPU engine; return the argument ``ir_op_priority`` that prefers them.
 
-    By default vLLM computes norms in plain torch, a fifth of a small model's decoding time. The kernels are
-    registered once per process as implementations of vLLM's operations (``vllm.ir``); tensors that the kernels do not
-    support still use plain torch. The result is empty if this build of vLLM lacks the kernels.
+    vLLM's norms in plain torch, its default, take a fifth of a small model's decoding time; they still handle tensors
+    that the kernels do not support. The result is empty if this build of vLLM lacks the kernels.
     """
     from vllm import ir
     from vllm.platforms import current_platform
@@ -80,18 +79,19 @@ class VLLMEngine(SteppingEngine):
     """Rollout engine on vLLM in this process: one request per group (``n`` samples) and vLLM's prefix cache.
 
     Sample ``i`` of a group, counted from ``request.first_sample``, has vLLM's seed ``sample_seed(request.seed) + i``.
-    Equal calls return equal tokens if vLLM batches them alike. Log-probs are those after temperature, top-k, etc.
+    At temperature 0 one sample is requested and repeated. Equal calls return equal tokens if vLLM batches them alike.
+    Log-probs are those after temperature, top-k, etc.
 
     With top-k the sampling support is reported: the tokens of finite processed log-prob among the ``top_k + TIES`` most
-    likely ones. Under top-p or min-p without top-k it is not reported: vLLM's ``return_sampling_mask`` needs its second
-    model runner, which it has on GPUs only.
+    likely ones. Under top-p or min-p without top-k it is not reported.
 
     Weights may be pushed from another thread or between two steps: running requests continue with the new weights, and
     every token records the version that sampled it. A new group never uses cached prompts of an older version.
 
-    Environment variables that are set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` always (weights are
-    passed as tensors); if unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU, ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU
-    vLLM and the learner compute in turn, with the same OpenMP threads (``OMP_NUM_THREADS``).
+    Environment variables of this process that are set before vLLM is imported: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``
+    (weights are passed as tensors) and ``options.environment``; if unset, ``VLLM_LOGGING_LEVEL=ERROR`` and, on CPU,
+    ``VLLM_CPU_KVCACHE_SPACE=1`` (GiB). On CPU vLLM and the learner compute in turn, with the same OpenMP threads
+    (``OMP_NUM_THREADS``). UserError if vLLM does not support ``options.adapter_rank``.
     """
 
     name = "vllm"
@@ -116,8 +116,8 @@ class VLLMEngine(SteppingEngine):
         self.max_model_len = int(self._engine.model_config.max_model_len)
         if not self._on_cpu and not self._engine.vllm_config.use_v2_model_runner:
             logger.warning(
-                "vLLM uses its model runner V1, which samples seeded rows one by one in a slow Python loop; unset the "
-                "environment variable VLLM_USE_V2_MODEL_RUNNER."
+                "vLLM uses its model runner V1, which samples seeded rows one by one in a slow Python loop; if the "
+                "environment variable VLLM_USE_V2_MODEL_RUNNER is set, unset it."
             )
         self._engine.set_weight_version("0")
         self._adapters = Adapters() if options.adapter_rank else None
@@ -170,14 +170,11 @@ class VLLMEngine(SteppingEngine):
                 self._engine.abort_request([str(ticket)])
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace every weight; every request samples its next token with the new weights.
+        """Replace every weight, or the adapter; every request samples its next token with the new weights.
 
-        A LoRA adapter is served unmerged by an engine with ``adapter_rank``, and else merged into :attr:`base`. All
-        names of the ``state_dict()`` are required: without ``lm_head.weight`` vLLM silently keeps the old output layer
-        of a tied model.
-
-        Raises:
-            ValueError: a name is unknown or missing, a shape differs, or tied weights differ; nothing was copied then.
+        A LoRA adapter is served unmerged with ``adapter_rank``, else merged into :attr:`base`. Whole weights need all
+        names of the ``state_dict()``, tied ones too. ValueError, with nothing copied, if names, shapes or tied weights
+        do not fit, or ``base`` is missing; RuntimeError if the engine is closed.
         """
         self._require_open()
         adapter = weights if self._adapters and isinstance(weights, WeightPack) and weights.scales else None
@@ -201,7 +198,10 @@ class VLLMEngine(SteppingEngine):
             self.version = version
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """Return ``{"vllm": {weight's name: checksum}}``; None on several GPUs, and with ``adapter_rank``."""
+        """Return ``{"vllm": {weight's name: checksum}}``; None on several GPUs, and with ``adapter_rank``.
+
+        The weights are those that can be read. This wakes the engine; RuntimeError if it is closed.
+        """
         if self._num_devices > 1 or self._adapters is not None:
             return None
         with self._between_steps():
@@ -211,11 +211,7 @@ class VLLMEngine(SteppingEngine):
         return {self.name: sums}
 
     def _finish_batches(self) -> None:
-        """Fetch the results of all launched batches without launching more.
-
-        With asynchronous scheduling, as on CUDA, a step launches a batch and returns the tokens of the previous batch,
-        labelled with the current version: the last batch of the old weights must be fetched before the version changes.
-        """
+        """Fetch the results of all launched batches, which a later step would label with the new version."""
         core = self._engine.engine_core.engine_core
         if not core.batch_queue:
             return
@@ -295,16 +291,14 @@ def _sample(completion: Any, vocab: int) -> Sample:
 
 
 def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[Tensor, SamplingSupport | None]:
-    """Return log-probs ``[R]`` and the sampling support of the sampled tokens (None if ``logprobs`` has only these).
+    """Return the log-probs ``[R]`` and the sampling support of the ``R = num_tokens`` tokens of a response.
+
+    The support is None if ``logprobs`` has only the sampled tokens. RuntimeError if it may lack tokens: at a position
+    all returned tokens are in the support, but are not the whole vocabulary of ``vocab`` tokens.
 
     Args:
         logprobs: vLLM's ``FlatLogprobs``: per position the sampled token, then a fixed number of the most likely
             tokens, possibly with the sampled one; tokens outside the support have a log-prob of minus infinity.
-        num_tokens: number of tokens of the response.
-        vocab: vocabulary size.
-
-    Raises:
-        RuntimeError: at a position all returned tokens are in the support, so tokens of the support may be missing.
 
     >>> from types import SimpleNamespace
     >>> ids, nothing = [5, 7, 5, 3], float("-inf")
@@ -320,7 +314,7 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
     count = log_probs.shape[1] - 1
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
-            f"vLLM samples from {count} tokens or more at one position, because more than {TIES} tie with the last one "
+            f"vLLM samples from {count} tokens or more at one position, because at least {TIES} tie with the last one "
             f"of top_k, and reports {count} of them; use engine=transformers or inference_model.torch_dtype=float32."
         )
     finite = log_probs.isfinite()
@@ -348,7 +342,7 @@ class Adapters:
         self.request: Any = None  # argument of generation requests; None before the first adapter
 
     def loading(self, adapter: WeightPack) -> Any:
-        """Write ``adapter`` in PEFT's format; return the request that makes vLLM load it in place of the last one."""
+        """Write ``adapter`` for vLLM; return the request to load it. ValueError if its ranks or scales differ."""
         from vllm.lora.request import LoRARequest
 
         tensors, ranks, folder = {}, set(), self._folder.path

@@ -36,8 +36,8 @@ _CAPTURED_ROWS, _CAPTURED_STEP = 512, 16  # of vLLM's CUDA graphs before Blackwe
 def engine_arguments(options: EngineOptions, *, on_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments except the model's path, for ``LLM`` or a server, from resolved options.
 
-    With several GPUs vLLM starts processes itself (``mp``), on this process's devices. In a Ray actor its default is
-    Ray, which fails because the actor's placement group has no bundle per GPU.
+    ``options.engine_kwargs`` are added, without those that this function sets. With several GPUs vLLM starts processes
+    itself (``mp``): Ray, its default in a Ray actor, would need a bundle per GPU.
     """
     arguments: dict[str, Any] = {
         "generation_config": "vllm",  # else the model's folder adds stop tokens and sampling defaults
@@ -75,16 +75,13 @@ _TURNS, _FEWEST_COLUMNS = 32, 32  # most ranges of columns of a packed matrix, a
 
 @torch.no_grad()
 def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]], turn: int = 0) -> dict[str, Checksum]:
-    """Return a checksum of every weight in vLLM's ``model``, by the weight's name in a push.
+    """Return a checksum of every weight in vLLM's ``model``, by its name in a push; ``shapes`` has the push's shapes.
 
     A fused layer (``qkv_proj``) is split into its components' rows. On a CPU vLLM packs its matrices (and a second copy
     of the output layer): columns of a packed matrix are read exactly, by multiplying it with rows of the identity. That
-    is slow, so ``turn`` selects one of at most 32 ranges of columns (``Checksum.columns``). A weight with another name
-    or shape, such as a shard on one of several GPUs, and a quantised weight are left out.
-
-    Args:
-        shapes: shapes of the weights of a push, by name.
-        turn: number of the call; consecutive calls read other columns of packed matrices.
+    is slow, so ``turn``, which grows by 1 with each call, selects one of at most 32 ranges of columns
+    (``Checksum.columns``). A weight with another name or shape, such as a shard on one of several GPUs, and a quantised
+    weight are left out.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())
     sums: dict[str, Checksum] = {}
@@ -115,7 +112,7 @@ class WeightSums:
     """vLLM worker extension class: adds the method :func:`weight_sums`, which clients call by ``/collective_rpc``."""
 
     def weight_sums(self, shapes: Mapping[str, Sequence[int]], turn: int) -> dict[str, list[Any]]:
-        """Return ``{name: [dtype, total, by_row, columns]}``, the checksums as JSON values."""
+        """Return ``{name: [dtype, total, by_row, columns]}``, the :class:`Checksum` of each weight as JSON values."""
         sums = weight_sums(self.get_model(), shapes, turn)  # type: ignore[attr-defined]  # the worker's
         return {name: [str(dtype).removeprefix("torch."), *rest] for name, (dtype, *rest) in sums.items()}
 
@@ -159,10 +156,10 @@ _REFUSED = {  # prefix of vLLM's arguments: why they are refused
 
 
 def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
-    """Check ``options.engine_kwargs`` before an engine is started.
+    """Raise UserError for an argument in ``options.engine_kwargs`` that is set by this package, unsupported or unknown.
 
-    Raises:
-        UserError: an argument is set by this package, unsupported, or (if vLLM is installed) unknown to vLLM.
+    If there are arguments and vLLM is installed, this imports vLLM, after setting its environment variables
+    ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` and, if unset, ``VLLM_LOGGING_LEVEL=ERROR``.
     """
     ours = engine_arguments(replace(options, engine_kwargs={}, tensor_parallel_size=2, max_rows=1), on_cpu=on_cpu)
     for name in options.engine_kwargs:
@@ -189,7 +186,7 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
 
 
 def command_line(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield arguments of vLLM's ``LLM`` as command-line arguments of the server.
+    """Yield arguments of vLLM's ``LLM`` as command-line arguments of the server; those that are None are left out.
 
     >>> list(command_line({"block_size": 32, "enforce_eager": False, "max_model_len": None}))
     ['--block-size', '32', '--no-enforce-eager']
@@ -230,7 +227,7 @@ class RequireKey:
     """ASGI middleware: every path except ``/health`` requires the key in the environment variable ``VLLM_API_KEY``.
 
     vLLM's own check covers only ``/v1`` and ``/inference``: without the key, every user of the machine could pause the
-    server, push weights and call the workers' methods.
+    server, push weights and call the workers' methods. RuntimeError if the variable is unset or empty.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]):

@@ -16,9 +16,7 @@ VERSIONS = re.compile(r"0\.32\.\d+(\.post\d+)?(\+.*)?")
 
 
 def shorten(engine: Any) -> None:
-    """Replace methods of ``engine``, an ``LLMEngine`` of vLLM in this process, by faster ones.
-
-    No-op if the version of vLLM does not match :data:`VERSIONS`.
+    """Replace methods of vLLM's ``LLMEngine`` in this process by faster ones; no-op unless :data:`VERSIONS` matches.
 
     >>> [bool(VERSIONS.fullmatch(version)) for version in ("0.32.0+cu130", "0.32.1.post1", "0.32.1rc0.dev7", "0.33.0")]
     [True, True, False, False]
@@ -31,10 +29,7 @@ def shorten(engine: Any) -> None:
 
 
 def shorten_outputs(processor: Any) -> None:
-    """Make vLLM's ``processor`` only store the token and log-prob of a sample that continues, without an output.
-
-    vLLM's own method handles first and last tokens, several log-probs or tokens at once, and stop strings.
-    """
+    """Make vLLM's ``processor`` only store the token and log-prob of a sample that continues, without an output."""
     from vllm.logprobs import FlatLogprobs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -78,7 +73,7 @@ def shorten_outputs(processor: Any) -> None:
 def shorten_slots(manager: Any) -> None:
     """Make vLLM's KV cache ``manager`` return at once if a sample's last block has room and no block became full.
 
-    No-op for models with layers other than full attention: blocks outside of a sliding window have to be freed.
+    No-op for models with layers other than full attention, and if prefixes are hashed in blocks of another size.
     """
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 

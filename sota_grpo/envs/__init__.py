@@ -36,9 +36,10 @@ __all__ = [
 class DatasetEnv(TaskEnv):
     """A :class:`TaskEnv` with the keywords of TorchRL's dataset environments, in tokens mode.
 
-    The rows of a group are always adjacent in one batch, whatever ``group_repeats`` is. ``batch_size_dl``,
-    ``ray_backend`` and ``dataloader_actor_name`` have no effect, because every environment holds the dataset in its
-    memory. All problems of a local file are used for training, unless ``num_heldout`` is given.
+    ``group_repeats`` has no effect: the rows of a group are always adjacent. ``batch_size_dl``, ``ray_backend`` and
+    ``dataloader_actor_name`` have none either, because every environment holds the dataset in its memory.
+    ``num_heldout`` is 0 by default for a local file. ValueError for an unsupported value, TypeError for an unknown
+    keyword; UserError if the dataset, the tools or the chat template cannot be used.
 
     Args:
         task: name of the task.
@@ -51,11 +52,6 @@ class DatasetEnv(TaskEnv):
         shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
             see :class:`TaskEnv`.
         options: further keywords of the task.
-
-    Raises:
-        ValueError: an argument has an unsupported value.
-        DatasetError: the dataset cannot be used.
-        TypeError: neither the environment nor the task has this keyword.
     """
 
     def __init__(
@@ -115,9 +111,8 @@ class DatasetEnv(TaskEnv):
 class GSM8KEnv(DatasetEnv):
     """GSM8K with the keywords of ``torchrl.envs.llm.GSM8KEnv``.
 
-    Args:
-        dataset: name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``.
-        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.GSM8KTask`.
+    ``dataset`` is a name on the hub, or a local ``.jsonl``, ``.json``, ``.parquet`` or ``.csv``. Further keywords:
+    :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.GSM8KTask`.
 
     Example::
 
@@ -130,14 +125,11 @@ class GSM8KEnv(DatasetEnv):
 
 
 class MATHEnv(DatasetEnv):
-    """MATH with the keywords of ``torchrl.envs.llm.MATHEnv``.
+    """MATH with the keywords of ``torchrl.envs.llm.MATHEnv``; ``dataset`` is as in :class:`GSM8KEnv`.
 
-    The answer is read from the last ``\\boxed{}``; equal expressions are equal answers
-    (:func:`sota_grpo.rewards.maths.math_equal`).
-
-    Args:
-        dataset: as in :class:`GSM8KEnv`.
-        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.questions.MathTask`.
+    By default the answer is read from the last ``\\boxed{}``; equal expressions are equal answers
+    (:func:`sota_grpo.rewards.maths.math_equal`). Further keywords: :class:`DatasetEnv` and
+    :class:`sota_grpo.tasks.questions.MathTask`.
     """
 
     def __init__(self, *, dataset: str = "DigitalLearningGmbH/MATH-lighteval", **keywords: Any):
@@ -145,15 +137,11 @@ class MATHEnv(DatasetEnv):
 
 
 class IFEvalEnv(DatasetEnv):
-    """IFEval with the keywords of ``torchrl.envs.llm.IFEvalEnv``.
+    """IFEval with the keywords of ``torchrl.envs.llm.IFEvalEnv``; ``dataset`` is as in :class:`GSM8KEnv`.
 
-    It trains on RLVR-IFeval and refuses ``google/IFEval``, which is the test set. There is no system prompt by default.
-    The prompt does not require ``<answer>`` tags; if a response has them, their content is graded.
-
-    Args:
-        dataset: as in :class:`GSM8KEnv`.
-        eval_dataset: dataset of the held-out split; see :meth:`sota_grpo.tasks.ifeval.IFEvalTask.load`.
-        keywords: further keywords of :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
+    By default it trains on RLVR-IFeval without a system prompt; it refuses to train on ``google/IFEval``, the test set.
+    The prompt does not require ``<answer>`` tags; if a response has them, their content is graded. ``eval_dataset`` is
+    the ``eval_path`` of the task. Further keywords: :class:`DatasetEnv` and :class:`sota_grpo.tasks.ifeval.IFEvalTask`.
     """
 
     def __init__(self, *, dataset: str = "allenai/RLVR-IFeval", eval_dataset: str | None = None, **keywords: Any):
@@ -163,10 +151,8 @@ class IFEvalEnv(DatasetEnv):
 class ArithmeticEnv(DatasetEnv):
     """The procedural word problems of :class:`sota_grpo.tasks.arithmetic.ArithmeticTask` as an environment.
 
-    Args:
-        seed: seed of the problems and of their order; None draws a random seed.
-        difficulty: maximum number of steps of a problem, 1 to 5.
-        keywords: further keywords of :class:`DatasetEnv` and of the task.
+    ``seed`` is that of the problems and of their order (None draws one), ``difficulty`` the task's ``max_steps``.
+    Further keywords: :class:`DatasetEnv` and the task.
     """
 
     def __init__(self, *, seed: int | None = None, difficulty: int = 4, **keywords: Any):

@@ -30,7 +30,7 @@ RUN = "run"  # the call that runs an agent
 
 @dataclass(frozen=True)
 class Agents:
-    """Runner of one task's episodes (worker processes, or a queue for outside programs), and their turn limit."""
+    """Runner of a task's episodes (worker processes, or a queue), with at most ``max_turns`` responses in each."""
 
     instances: Instances | SessionQueue
     max_turns: int
@@ -51,11 +51,7 @@ class AgentEngine(Wrapped):
         self._gateway, self._env, self._agents = gateway, env, dict(agents)
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Start one episode of the agent per sample; return the future of the group.
-
-        Raises:
-            ValueError: the request has no example.
-        """
+        """Start one episode of the agent per sample; return the group's future. ValueError without an example."""
         if request.example is None:
             raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
         agents = self._agents.get(request.example.extra.get(TASK))
@@ -73,10 +69,12 @@ class AgentEngine(Wrapped):
 
 
 class GroupEpisodes(Future[GroupOutput]):
-    """Future of a group of episodes: it resolves when the last agent has ended, or fails with the engine's exception.
+    """Future of a group of episodes, which resolves when the last agent has ended; cancelling it ends the agents.
 
-    The record of a sample has ``reward``, ``info`` (other results), ``error`` (why the agent failed or was lost, or
-    None), ``ended`` (``answer``, ``truncated``, ``turns`` or ``lost``), ``requests`` (their number) and ``messages``.
+    It fails with the first exception of the engine, or if no worker can be started. The record of a sample has
+    ``reward`` (None with an error), ``info`` (other results, if any), ``error`` (why the agent failed or was lost, or
+    None), ``ended`` (``answer``, ``truncated``, ``turns``, or ``lost`` with an error), ``requests`` (the number of
+    responses) and ``messages`` (of the last request, with its reply).
     """
 
     def __init__(

@@ -53,10 +53,9 @@ class BadCall(ValueError):
 
 
 def read_json(text: str) -> Any:
-    """Parse strict JSON: no NaN or infinity, duplicate keys or lone surrogates; at most :data:`MAX_DEPTH` deep.
+    """Parse strict JSON: no NaN, infinity, duplicate keys or lone surrogates, at most :data:`MAX_DEPTH` deep.
 
-    Raises:
-        BadCall: ``text`` is not strict JSON.
+    BadCall if it is not.
 
     >>> read_json('{"a": [1, 2.5, "é"]}')
     {'a': [1, 2.5, 'é']}
@@ -82,7 +81,7 @@ def check_json(value: Any) -> None:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError, RecursionError):
-        raise BadCall("it has a number that is not finite, or half of a surrogate pair") from None
+        raise BadCall("it has a number that is not finite, half a surrogate pair, or a type that JSON lacks") from None
     _extent(text, 0)
 
 
@@ -98,11 +97,7 @@ def _no_constant(name: str) -> None:
 
 
 def _extent(text: str, start: int) -> int | None:
-    """Return the end of the value whose opening bracket is at ``start``; None if it is not closed.
-
-    Raises:
-        BadCall: the value is nested deeper than :data:`MAX_DEPTH`.
-    """
+    """Return the end of the value whose opening bracket is at ``start``; None if not closed. BadCall if too deep."""
     depth = 0
     for bracket in _BRACKETS.finditer(text, start):
         sign = text[bracket.start()]
@@ -144,7 +139,7 @@ class MarkedCalls:
     before_id: str = ""
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return the text without calls and thinking, and the calls; an unparsable one has ``error``; linear time."""
+        """Return the text without calls and thinking, and the calls, in linear time; a bad call has an ``error``."""
         texts: list[str] = []
         calls: list[ParsedCall] = []
         text_seen = False
@@ -187,7 +182,7 @@ class MarkedCalls:
                     position = _skip(text, position + 1)
                     break
                 if not text.startswith(",", position):
-                    raise BadCall("the list of calls has no end")
+                    raise BadCall("the list of calls has neither a comma nor its end after a call")
             position = self._closed(text, position)
             if not listed:
                 calls.append(call)
@@ -210,7 +205,7 @@ class MarkedCalls:
         if self.keys is None:
             ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
             if ends < 0:
-                raise BadCall("no arguments follow its name")
+                raise BadCall(f"no arguments follow its name of at most {MAX_NAME} characters")
             name, start = text[start:ends], ends + len(self.between)
             if self.before_id:
                 name, _, identity = name.partition(self.before_id)
@@ -222,7 +217,7 @@ class MarkedCalls:
         if end is None:
             raise BadCall("it is not JSON (its object has no end)")
         if end - start > MAX_CHARS:
-            raise BadCall(f"it has {end - start} characters, more than {MAX_CHARS}")
+            raise BadCall(f"its JSON has {end - start} characters, more than {MAX_CHARS}")
         value = read_json(without_specials(text[start:end], self.specials))
         if self.keys is None:
             return ParsedCall(name, value, id=identity.strip()), end
@@ -233,7 +228,7 @@ class MarkedCalls:
 
 
 def without_specials(text: str, specials: Sequence[str]) -> str:
-    """Return a call's text without :data:`SPELLED`; raise BadCall if the text contains a special token."""
+    """Return a call's text without :data:`SPELLED`; BadCall if it has :data:`OTHER` or one of the ``specials``."""
     if OTHER in text or any(name in text for name in specials):
         raise BadCall("it contains a special token")
     return text.replace(SPELLED, "")
@@ -254,15 +249,12 @@ class TemplateCalls:
     """Parser of calls by the ``response_template`` of a tokenizer, with transformers.
 
     The template's regular expressions come from the model repository and may be slow, so a turn may take at most
-    :data:`TEMPLATE_SECONDS`. Each unparsable call has its ``error``; the other calls of the turn stay valid.
+    :data:`TEMPLATE_SECONDS`. A call that cannot be parsed has an ``error``; the other calls of the turn stay valid.
 
     Args:
-        template: the ``response_template``.
+        template: the ``response_template``; ValueError if it cannot be loaded or has no ``tool_calls``.
         prefix: a rendered prompt that ends where the policy's turn begins.
         specials: special tokens; no call may contain one.
-
-    Raises:
-        ValueError: transformers cannot load the template, or it has no ``tool_calls``.
     """
 
     def __init__(self, template: Mapping[str, Any], prefix: str, specials: tuple[str, ...]):
@@ -285,7 +277,7 @@ class TemplateCalls:
         self._untyped = self._calls.content in ("xml-inline", "kv-lines") and parser.get("name", "text") == "text"
 
     def scan(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Return text and calls like :meth:`MarkedCalls.scan`; an unparsable turn is one call with an error."""
+        """Return text and calls like :meth:`MarkedCalls.scan`; a turn that cannot be parsed is a call with an error."""
         from transformers.utils.chat_parsing import parse_response
 
         deadline = time.monotonic() + TEMPLATE_SECONDS
@@ -374,13 +366,12 @@ def _left(deadline: float) -> float:
 
 
 def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], ending: str) -> MarkedCalls | None:
-    """Return the format of calls in rendered turns, without ``specials`` and ``thinks_until``; None if it is not JSON.
+    """Return the format of calls in rendered turns, without ``specials`` and ``thinks_until``; None without JSON calls.
 
     Args:
         one: a rendered turn with one call.
         two: a rendered turn with the same call twice; None if the template supports only one.
-        name: the called tool.
-        arguments: the arguments of the call.
+        name, arguments: the called tool and its arguments.
         ending: the text that the template writes after every turn.
 
     >>> turn = '<call>{"name": "f", "arguments": {"x": 1}}</call>'

@@ -1,8 +1,9 @@
 """Requests and replies of two chat APIs: OpenAI's ``/v1/chat/completions`` and Anthropic's ``/v1/messages``.
 
-Both become a :class:`ChatRequest`, whose messages have the form of chat templates: ``role`` (``system``, ``user``,
-``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict, ``tool_call_id``. A reply that
-an agent sends back as history is parsed to the same message, so that a request which continues it is recognised.
+A request of either becomes a :class:`ChatRequest`, whose messages have the form of chat templates: ``role``
+(``system``, ``user``, ``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict,
+``tool_call_id``. A reply that an agent sends back as history is parsed to the same message, so that a request which
+continues it is recognised.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NONE: tuple[Any, ...] = (None, 0, {}, [], ["text"])
 
 
 class BadRequest(ValueError):
-    """A request that cannot be answered; ``status`` is the HTTP status, ``code`` OpenAI's error code."""
+    """A request that cannot be answered; ``status`` is the HTTP status, ``code`` the error's code in the response."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
@@ -58,7 +59,7 @@ class Reply:
 
 
 def openai_request(body: Any) -> ChatRequest:
-    """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or has an unsupported option.
+    """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or cannot be answered.
 
     Options that the run sets, such as ``model`` and ``temperature``, are ignored.
 
@@ -68,7 +69,7 @@ def openai_request(body: Any) -> ChatRequest:
     body = _object(body, "the request")
     for name in _REFUSED:
         if body.get(name) not in _NONE:
-            raise BadRequest(f"{name} is not supported: responses have the distribution that is trained; leave it out.")
+            raise BadRequest(f"{name} is not supported; leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise BadRequest("response_format is not supported; leave it out.")
     choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
@@ -80,7 +81,7 @@ def openai_request(body: Any) -> ChatRequest:
     return ChatRequest(
         _named(messages),
         tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
-        _count(limit, "max_tokens"),
+        _count(limit, "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"),
         _count(body.get("n"), "n") or 1,
         _strings(body.get("stop"), "stop"),
         bool(body.get("stream")),
@@ -102,7 +103,7 @@ def _openai_message(message: Any) -> dict[str, Any]:
 
 
 def anthropic_request(body: Any) -> ChatRequest:
-    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or has an unsupported ``tool_choice``.
+    """Parse the body of ``/v1/messages``; BadRequest if it is malformed or cannot be answered.
 
     Thinking blocks are dropped, and options that the run sets, such as ``temperature``, are ignored.
 
@@ -113,7 +114,7 @@ def anthropic_request(body: Any) -> ChatRequest:
     body = _object(body, "the request")
     choice = _object(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
     if choice not in ("auto", "none"):
-        raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
+        raise BadRequest(f"tool_choice of type {one_line(str(choice), 60)} is not supported; use auto or none.")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
@@ -152,7 +153,7 @@ def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def openai_reply(replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return the body of the response to ``/v1/chat/completions``."""
+    """Return the body of the response to ``/v1/chat/completions``, with one choice per reply."""
     num, num_tokens = num_prompt_tokens, sum(reply.num_tokens for reply in replies)
     choices = [
         {"index": index, "message": _openai_reply(reply), "logprobs": None, "finish_reason": _finish(reply)}
@@ -183,7 +184,7 @@ def _finish(reply: Reply) -> str:
 
 
 def openai_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the response ``body`` as server-sent events; the whole message of a choice is one chunk."""
+    """Yield the ``body`` of :func:`openai_reply` as server-sent events; the whole message of a choice is one chunk."""
     head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in body["choices"]:
         delta = dict(choice["message"])
@@ -219,7 +220,7 @@ def anthropic_reply(reply: Reply, num_prompt_tokens: int) -> dict[str, Any]:
 
 
 def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the response ``body`` as server-sent events; a whole content block is one delta."""
+    """Yield the response ``body`` of :func:`anthropic_reply` as server-sent events; a content block is one delta."""
     usage = body["usage"]
 
     def event(kind: str, **values: Any) -> str:
@@ -242,13 +243,17 @@ def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
 
 def _object(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadRequest(f"{what} is a {type(value).__name__}, not a JSON object.")
+        raise BadRequest(
+            f"{what} is {'missing or null' if value is None else f'a {type(value).__name__}'}, not a JSON object."
+        )
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BadRequest(f"{what} is a {type(value).__name__}, not a JSON array.")
+        raise BadRequest(
+            f"{what} is {'missing or null' if value is None else f'a {type(value).__name__}'}, not a JSON array."
+        )
     return value
 
 
@@ -323,7 +328,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return the messages, tool results with the name of their call; BadRequest if the last is the assistant's."""
     if messages[-1]["role"] == "assistant":
-        raise BadRequest("the last message is the assistant's, which would be continued; that is not supported.")
+        raise BadRequest("the last message is the assistant's; end with a message of the user or a tool result.")
     names = {
         call["id"]: call["function"]["name"]
         for message in messages

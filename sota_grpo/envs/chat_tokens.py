@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.tool_schemas import call_id
-from sota_grpo.text import one_line
+from sota_grpo.text import sentence
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -37,10 +37,7 @@ class ChatTokens:
     for the special tokens that the template writes, so that only these become special.
 
     Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
-
-    Args:
-        render: returns the text of messages, by the chat template.
-        add_special_tokens: argument of the tokenizer.
+    ``render`` returns the text of messages, by the chat template.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -64,10 +61,9 @@ class ChatTokens:
         self._has_warned = False
 
     def ids(self, messages: Messages) -> tuple[int, ...]:
-        """Return the token ids ``[P]`` of the rendered messages.
+        """Return the token ids of the rendered messages; logs once if a message names a special token.
 
-        Raises:
-            UserError: a content names a special token and cannot be kept as text, or the template fails.
+        UserError if the template fails, or a message names a special token and cannot be tokenised as text.
         """
         text = self._render(messages)
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
@@ -82,6 +78,9 @@ class ChatTokens:
                 raise UserError(
                     f"a message has the text {name!r}, a special token that could begin or end a turn, and with this "
                     "chat template and tokenizer it cannot be tokenised as text; remove it from the message."
+                    if first
+                    else f"for the messages that begin with {name!r} the chat template writes other special tokens "
+                    "than for plain words, and these could begin or end a turn; change the messages."
                 )
             if not self._has_warned:
                 logger.warning("A prompt or reply contains %r: it is tokenised as text, not as a special token.", name)
@@ -96,8 +95,8 @@ class ChatTokens:
         except Exception as error:  # a template is code from the model repository: it may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(
-                f"the chat template cannot render messages of the roles {roles} ({type(error).__name__}: {error}); use "
-                "a model whose template supports them."
+                f"the chat template cannot render messages of the roles {roles} ({sentence(error).rstrip('.')}); use a "
+                "model whose template supports them."
             ) from error
 
     def _specials_of(self, ids: Sequence[int]) -> list[int]:
@@ -167,13 +166,10 @@ class ChatTokens:
 
 
 class TurnTokens:
-    """Renders and tokenises the text between two policy turns with the chat template.
+    """Renders and tokenises the text between two policy turns with the chat template and ``template_kwargs``.
 
     Without a chat template, blank lines separate a reply from the turns around it, as in prompts. If the template
     cannot render the role ``tool``, the role ``user`` replaces it, which is logged once.
-
-    Args:
-        template_kwargs: further arguments of ``apply_chat_template``.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -197,18 +193,11 @@ class TurnTokens:
         return response_text(self._tokenizer, token_ids)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
-        """Return the token ids between the policy's last sampled token and its next turn.
+        """Return the token ids between ``last_id``, the policy's last sampled token, and the policy's next turn.
 
-        The template's end-of-turn token is omitted if the policy sampled it.
-
-        Args:
-            replies: messages with ``role`` (``user`` or ``tool``), ``content`` and perhaps ``name`` and
-                ``tool_call_id``; names of special tokens in contents are text (:class:`ChatTokens`).
-            last_id: last token that the policy sampled.
-
-        Raises:
-            ValueError: a role is neither ``user`` nor ``tool``.
-            UserError: the chat template cannot render a conversation of several turns, or see :meth:`ChatTokens.ids`.
+        The template's end-of-turn token is omitted if the policy sampled it. ``replies`` are messages with ``role``
+        (``user`` or ``tool``, else ValueError), ``content`` and perhaps ``name`` and ``tool_call_id``. UserError if the
+        template cannot render a conversation of several turns, or see :meth:`ChatTokens.ids`.
         """
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised
@@ -234,12 +223,9 @@ class TurnTokens:
                 return role
             reason = "it omits the content"
         except Exception as error:  # a template is code from the model repository: it may raise anything
-            reason = f"{type(error).__name__}: {error}"
+            reason = sentence(error).rstrip(".")
         if role == "tool":
-            logger.info(
-                "The chat template has no tool messages (%s): tool results are sent as user messages.",
-                one_line(reason, None),
-            )
+            logger.info("The chat template has no tool messages (%s): tool results are sent as user messages.", reason)
             return self._role_of("user")
         raise UserError(
             f"The chat template cannot render a user turn after an assistant turn ({reason}); use env.max_steps=1, or "

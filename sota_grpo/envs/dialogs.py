@@ -60,9 +60,10 @@ class Episode(Protocol):
 
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
     this dialog; None: the group's. ``answer`` takes the token ids of a policy turn and returns the messages that answer
-    it, or None to end the dialog. ``end`` takes the last turn if it was truncated or the last allowed one, else None,
-    and whether the dialog was truncated; it returns the ``record`` of the :class:`~sota_grpo.rl.records.Sample`.
-    ``leave`` abandons the dialog: it may be called in any thread, while ``answer`` waits, and after ``end``.
+    the turn, or None to end the dialog. ``end`` takes the token ids of the last turn if that turn was truncated or the
+    last allowed one, else None, and whether the dialog was truncated; it returns the ``record`` of the
+    :class:`~sota_grpo.rl.records.Sample`, or None. ``leave`` abandons the dialog: it may be called in any thread, while
+    ``answer`` waits, and after ``end``.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -75,7 +76,7 @@ class Episode(Protocol):
 
 
 class Responder(Protocol):
-    """Opens the episodes that answer the policy: ``begin`` opens the episode of a group's sample ``index``."""
+    """Opens the episodes that answer the policy: ``begin`` opens that of a request's sample ``index``, from 0."""
 
     async def begin(self, request: GroupRequest, index: int) -> Episode: ...
 
@@ -92,7 +93,7 @@ class GradedTurns:
 
 
 class GradedEpisode:
-    """One dialog of :class:`GradedTurns`; its record has the ``replies``, and is None if there was no reply."""
+    """One dialog of :class:`GradedTurns`; its record has ``replies``, one list for each answered turn, or is None."""
 
     prompt_ids: tuple[int, ...] | None = None
 
@@ -119,18 +120,16 @@ ANSWERED, TRUNCATED, LOST = "answer", "truncated", "lost"
 
 
 class ToolResponder:
-    """Answers turns with tools: each sample has a separate instance (:mod:`sota_grpo.workers.instances`).
+    """A responder that answers turns with tools: each sample has an instance (:mod:`sota_grpo.workers.instances`).
 
-    Tool calls are parsed from the token ids that the policy sampled. If an instance times out, dies or cannot start,
-    only the dialog of that sample ends, and its record has the ``error``.
+    Tool calls are parsed from the token ids that the policy sampled. If an instance fails or times out, only the dialog
+    of that sample ends, and its record has the ``error``. If no worker can be started, the group fails. UserError if
+    the chat template does not support tools, or there are no tools.
 
     Args:
         env: source of the prompts, which describe the tools.
-        instances: pool of instances of the tools or of their environment.
+        instances: pool of instances of the tools or of their environment, whose ``schemas`` are known.
         template_kwargs: further arguments of ``apply_chat_template``.
-
-    Raises:
-        UserError: the chat template does not support tools.
     """
 
     def __init__(
@@ -163,18 +162,16 @@ class ToolResponder:
 
 
 class ToolEpisode:
-    """One dialog with tools.
+    """The episode of one dialog with tools.
 
     Graders read its record as ``response.record``: ``messages`` in TRL's form (``role``, ``content``, ``tool_calls`` of
     the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the messages that report a failed
     call), ``tool_calls`` and ``tool_errors`` (counts, without the calls of an unanswered last turn), ``ended``
     (``answer``, ``truncated``, ``lost`` or ``turns``), ``reward`` (of ``get_reward``, or None), ``error`` (why the
     instance was lost, or None) and, if a reward function reads it, ``environment`` (final attributes by name). A call
-    keeps its sampled id of nine letters and digits, which every template accepts; any other call gets an id made from
-    its number.
+    keeps its sampled id of nine letters and digits, which every template accepts; any other call gets one by number.
 
     Args:
-        responder: shared by all dialogs.
         key: the instance's key; None without an instance.
         prompt_ids: the prompt of this dialog, if the environment added an observation to the group's.
         error: why the instance could not be opened.
@@ -195,7 +192,7 @@ class ToolEpisode:
         self._ended = ANSWERED if error is None else LOST
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
-        """Run the turn's tool calls; return results and errors in order; None: no call, or the instance is lost."""
+        """Run the turn's tool calls; return one message per call, in order, or None without a call or an instance."""
         calls = self._parse(token_ids)
         if not calls or self._error is not None:
             return None
@@ -221,7 +218,7 @@ class ToolEpisode:
         return replies
 
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
-        """Get the instance's reward, close the instance, return the record, never None; arguments: :class:`Episode`."""
+        """Get the instance's reward, end the instance and return the record; arguments: :class:`Episode`."""
         calls = () if unanswered is None else self._parse(unanswered)
         if truncated:
             self._ended = TRUNCATED
@@ -261,7 +258,7 @@ class ToolEpisode:
 
 @dataclass(frozen=True)
 class Rules:
-    """Responder and limits of a dialog: ``max_steps`` policy turns, ``max_model_len`` tokens with the prompt."""
+    """Responder, reply tokenizer and limits of a dialog: ``max_steps`` turns, ``max_model_len`` tokens in all."""
 
     responder: Responder
     turns: TurnTokens
@@ -272,13 +269,8 @@ class Rules:
 class Dialog:
     """State of one sample of a group: the prompt and the turns so far.
 
-    Args:
-        episode: the :class:`Episode` that answers the policy and returns the record; None to only store turns.
-        rules: the :class:`Rules`; None to only store turns.
-
-    Attributes:
-        ids: token ids of the prompt and all turns, which the policy's next turn continues.
-        is_over: the dialog has ended, and ``record`` is complete.
+    Without ``episode`` and ``rules`` (both None) it only stores turns. ``ids`` are the token ids of the prompt and all
+    turns, which the policy's next turn continues. ``is_over``: the dialog has ended, and ``record`` is complete.
     """
 
     def __init__(self, episode: Any, prompt_ids: Sequence[int], rules: Any = None):
@@ -293,11 +285,8 @@ class Dialog:
     async def follow(self, said: Sample, ends: Callable[[], object] = lambda: None) -> None:
         """Add the policy's turn and the episode's answer; end the dialog if the answer is None or does not fit.
 
-        A truncated turn, or turn ``max_steps``, ends the dialog without an answer.
-
-        Args:
-            said: the policy's turn.
-            ends: called when the dialog ends, before the wait for ``record``.
+        A truncated turn, or turn ``max_steps``, ends the dialog without an answer. ``ends`` is called when the dialog
+        ends, before the wait for ``record``.
         """
         self.add_turn(said)
         unanswered: torch.Tensor | None = self.last
@@ -328,7 +317,7 @@ class Dialog:
     def sample(self, common: int) -> Sample:
         """Return the dialog as one sample: all tokens after the first ``common`` prompt tokens, which the group shares.
 
-        A one-turn dialog whose whole prompt is shared returns the engine's sample with the dialog's record.
+        If that is the whole prompt of a one-turn dialog, this is the engine's sample, without a mask, with the record.
         """
         own = self.prompt_ids[common:]
         if self.num_turns == 1 and not own:
@@ -384,7 +373,7 @@ class TurnOrder:
         self._lock = threading.RLock()  # cancel may be called at any point
 
     def expect(self) -> int:
-        """Reserve and return a number for a turn, to enqueue or drop later; called by the engine's thread."""
+        """Reserve and return a number for a turn, to enqueue or drop later."""
         number = next(self._numbers)
         if self._may_start is not None:
             with self._lock:
@@ -393,7 +382,7 @@ class TurnOrder:
         return number
 
     def enqueue(self, number: int, submit: Callable[[], None]) -> None:
-        """Submit the turn: call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`."""
+        """Call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`, unless dropped."""
         if self._may_start is None:
             submit()
             return
@@ -402,12 +391,12 @@ class TurnOrder:
                 self._turns[number] = submit
 
     def drop(self, number: int) -> None:
-        """Cancel the reserved turn ``number``; no-op if it was submitted or cancelled."""
+        """Cancel the reserved turn ``number``; no-op if it was submitted or dropped, or if ``may_start`` is None."""
         with self._lock:
             self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Submit the due turns before an engine step; False if the step must first wait for a pending answer."""
+        """Submit the enqueued turns if the engine would now start a batch; False if its step must wait for answers."""
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:
@@ -443,10 +432,6 @@ class GroupDialogs(Future[GroupOutput]):
     the seed ``sample_seed(request.seed, i, t)``. A dialog is a coroutine, which continues in the thread that resolves
     its pending future. The result is the group's output, or the first exception of the engine, the responder or the
     chat template. :meth:`cancel` cancels the pending requests.
-
-    Args:
-        request: the group's request, with its example.
-        submit: submits a request to the engine.
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, submit: Submit, order: TurnOrder):
@@ -462,8 +447,7 @@ class GroupDialogs(Future[GroupOutput]):
     def begin(self) -> None:
         """Open the dialogs; each dialog submits its first turn once it is open.
 
-        Raises:
-            ValueError: the engine rejects a turn.
+        If a dialog fails at once, for example because the engine rejects its turn, cancel all and raise the exception.
         """
         try:
             for index in range(self._request.num_samples):
@@ -619,8 +603,7 @@ class DialogEngine(Wrapped):
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Start the group's dialogs; return the future of the group.
 
-        Raises:
-            ValueError: the prompt leaves no room for a response, or the request has no example.
+        ValueError without an example or, at once or in the future, if the prompt leaves no room for a response.
         """
         self._check([request])
         assert request.example is not None
@@ -632,14 +615,13 @@ class DialogEngine(Wrapped):
         return group
 
     def advance(self) -> bool:
-        """Run one engine step, unless :class:`TurnOrder` must wait for an answer; False if nothing was done."""
+        """Run one engine step, unless :class:`TurnOrder` must wait for an answer; return False if nothing was done."""
         return self._order.release() and super().advance()
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling) -> Iterator[GroupOutput]:
         """Yield each group once, as :meth:`~sota_grpo.engines.stepping.Streams.generate` does.
 
-        Raises:
-            ValueError: a prompt leaves no room for a response, or a request has no example; raised at the call.
+        ValueError at the call if a prompt leaves no room for a response, or a request has no example.
         """
         self._check(requests)
         return super().generate(requests, sampling)

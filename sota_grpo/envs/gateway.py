@@ -66,12 +66,7 @@ _MOST_FORMS = 64  # cached ChatForms, one per set of tools
 class ChatForm:
     """Renders requests with one set of tools as token ids, and parses the policy's replies.
 
-    Args:
-        tools: JSON schemas of the tools.
-        template_kwargs: further arguments of ``apply_chat_template``.
-
-    Raises:
-        UserError: the chat template does not support tools.
+    ``tools`` are JSON schemas. UserError if the chat template does not support tools.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]):
@@ -105,13 +100,12 @@ class Session:
     """The requests of one sample: a tree of their tokens, and for each known chat the tree position of its last token.
 
     Args:
-        request, index: the group's request, and the index of the session's sample in the group.
-        sampling: sampling options of every request.
-        max_turns: maximum number of responses of the session.
+        request, index: the group's request, and the index of the session's sample in the request, from 0.
+        sampling, max_turns: sampling options of every request, and maximum number of responses of the session.
 
     Attributes:
         key: the API key of the session's requests.
-        messages: the last request's messages and its first reply.
+        messages: the messages of the last answered request, and its first reply.
         failure: the last exception of the engine; None without one.
     """
 
@@ -140,36 +134,35 @@ class Session:
     async def complete(self, chat: ChatRequest) -> tuple[list[Reply], int]:
         """Sample the replies to a request; return them and the number of tokens of its prompt.
 
-        Raises:
-            BadRequest: the request cannot be rendered, is too long, exceeds ``max_turns`` or names a stop string that
-                the run does not have; the session has ended or has too many tokens.
-            Exception: the engine failed; while the session is open, that also sets ``failure``.
+        BadRequest if the request cannot be answered, CancelledError if the session is closed meanwhile. Exceptions of
+        the engine propagate; if the session is open, one after the submit is also the ``failure``.
         """
         form = self._gateway.form(json.dumps(chat.tools))
         known = set(self._gateway.stop)
         if unknown := [text for text in chat.stop if text not in known]:
             raise BadRequest(
-                f"stop={one_line(str(unknown[0]), 60)!r} is not a stop string of the run; set inference_model.stop."
+                f"stop={one_line(str(unknown[0]), 60)!r} is no stop string of the run; add it to inference_model.stop."
             )
         digests = _digests(chat)
         limit = self._gateway.max_model_len
         if sum(len(message["content"]) for message in chat.messages) > _MOST_CHARACTERS * limit:
             raise BadRequest(
                 f"the messages are too long for the policy's context of {limit} tokens "
-                "(inference_model.max_model_len); send fewer.",
+                "(inference_model.max_model_len); send fewer or shorter ones.",
                 code="context_length_exceeded",
             )
         with self._lock:
             prompt_ids = self._prompt_ids(form, chat, digests)
             if len(prompt_ids) >= limit:
                 raise BadRequest(
-                    f"the messages have {len(prompt_ids)} tokens, but the policy's context has {limit} "
-                    "(inference_model.max_model_len); send fewer.",
+                    f"the messages have {len(prompt_ids)} tokens, which leaves no room for a reply in the policy's "
+                    f"context of {limit} (inference_model.max_model_len); send fewer or shorter ones.",
                     code="context_length_exceeded",
                 )
             if self.num_turns + chat.n > self._max_turns:
                 raise BadRequest(
-                    f"the sample has had {self.num_turns} responses of at most {self._max_turns}; raise env.max_steps.",
+                    f"the sample has had {self.num_turns} responses and this request asks for {chat.n} more, but at "
+                    f"most {self._max_turns} are allowed; raise env.max_steps.",
                     code="too_many_responses",
                 )
             if len(self.tree) > MOST_CONTEXTS * limit:
@@ -279,11 +272,9 @@ class SessionQueue:
         return opened
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Queue an opened episode, with its one call's arguments for :meth:`take`; return the future of its reward.
+        """Queue an opened episode for :meth:`take`, with the arguments of its only call; return its reward's future.
 
-        Raises:
-            KeyError: the episode was not opened, is already queued, or was dropped.
-            ValueError: there are no calls, or several.
+        KeyError if the episode was not opened, is already queued, or was dropped.
         """
         ended: Future[list[Answer]] = pending_future()
         ((_, address),) = calls
@@ -299,14 +290,14 @@ class SessionQueue:
         return episode
 
     def end(self, api_key: str, result: Any) -> None:
-        """End an episode with the reward that its program sends; no-op if it has ended."""
+        """End an episode with ``result``, its reward or a dict with ``reward``; no-op if it has ended or not begun."""
         if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
             ended.set_result([Answer(json.dumps(result), is_error=False)])
 
     def expire(self, api_key: str) -> None:
-        """Fail an episode whose program sent no reward within ``timeout_s``; no-op if it has ended."""
+        """Fail the episode with the key ``api_key``, whose program sent no reward in time; no-op if it has ended."""
         if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
-            ended.set_exception(InstanceLost(f"TimeoutError: no end of the session within {self.timeout_s:g} s"))
+            ended.set_exception(InstanceLost(f"TimeoutError: the program sent no reward within {self.timeout_s:g} s"))
 
     def wait_ready(self) -> None:
         """No-op: there are no workers to wait for; programs connect at any time."""
@@ -326,16 +317,16 @@ class SessionQueue:
 
 
 class Gateway:
-    """An HTTP server in a separate thread, on a free port, through which agents on this machine sample from an engine.
+    """An HTTP server in a separate thread, through which agents on this machine sample from an engine.
+
+    UserError if the package aiohttp is missing, OSError or ValueError if the port is taken or no number, TimeoutError
+    if the server does not start within 30 s.
 
     Args:
         template_kwargs: further arguments of ``apply_chat_template``.
         stop: the run's stop strings; a request may name these only.
-        queue: episodes for outside programs, on the port in :data:`PORT`, if set; None: agents run in worker processes.
-
-    Raises:
-        UserError: the package aiohttp is missing.
-        OSError: no port can be opened.
+        queue: episodes for outside programs; None: agents run in worker processes. With a queue the server's port is
+            that in :data:`PORT`, if set; else it is a free one.
     """
 
     def __init__(
@@ -362,20 +353,20 @@ class Gateway:
         self.url = self._ready.result(timeout=_START_S)
 
     def form(self, tools: str) -> ChatForm:
-        """Return the cached :class:`ChatForm` of ``tools`` (JSON); BadRequest if the template does not support them."""
+        """Return the cached :class:`ChatForm` of ``tools`` (JSON); BadRequest if the tools cannot be used."""
         try:
             return self._form(tools)
         except (UserError, TypeError, KeyError, AttributeError) as error:
             raise BadRequest(f"the tools cannot be used: {sentence(error)}") from error
 
     def open(self, request: GroupRequest, index: int, sampling: Sampling, max_turns: int) -> Session:
-        """Open the session of sample ``index`` of a group."""
+        """Open and return the session of a request's sample ``index``, from 0."""
         session = Session(self, request, index, sampling, max_turns)
         self.sessions[session.key] = session
         return session
 
     def close(self) -> None:
-        """End all sessions and the server; idempotent."""
+        """End all sessions and the server, within 30 s; idempotent."""
         for session in [*self.sessions.values()]:
             session.close()
         if self._stopping is not None and self._thread.is_alive():

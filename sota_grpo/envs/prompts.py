@@ -30,14 +30,9 @@ class PromptStream:
     """An endless, deterministic sequence of ``(group id, example)``.
 
     Draw ``k`` is element ``k mod n`` of the permutation of the ``n`` examples with the seed ``(seed, k div n)``, so it
-    depends on the seed and ``k`` only. Group ids count draws: an example that is drawn twice has two group ids. For
-    :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds within each task, with a seed derived from its name.
-
-    Args:
-        shuffle: False draws in the order of ``examples`` in every epoch.
-
-    Raises:
-        ValueError: there are no examples, or none of a task in a mixture.
+    depends on the seed and ``k`` only; with ``shuffle=False`` the order is that of ``examples``. Group ids count draws:
+    an example that is drawn twice has two group ids. For :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds
+    within each task, with a seed derived from its name. ValueError if a task has no examples.
 
     >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]
@@ -53,7 +48,7 @@ class PromptStream:
         #: Examples by task name in a mixture; without a mixture all examples under ``""``.
         self.examples_of = examples.examples_of if isinstance(examples, MixedExamples) else {"": examples}
         if not self.examples_of or not all(map(len, self.examples_of.values())):
-            raise ValueError("there are no examples to draw prompts from; give a task with at least one.")
+            raise ValueError("a task has no examples to draw prompts from; give it at least one.")
         self.examples, self.seed, self.shuffle = examples, seed, shuffle
         self.next_group_id = 0
         self._first_group_id = 0  # the first one drawn with this seed
@@ -75,11 +70,7 @@ class PromptStream:
         return [(group_id, self.example_of(group_id)) for group_id in group_ids]
 
     def example_of(self, group_id: int) -> Example:
-        """Return the example that was drawn as ``group_id``, without a new draw.
-
-        Raises:
-            ValueError: no prompt was drawn under that id with the current seed.
-        """
+        """Return the example drawn with the current seed as ``group_id``, without a new draw; ValueError if none."""
         if not self._first_group_id <= group_id < self.next_group_id:
             raise ValueError(
                 f"group {group_id} is not of this stream: with the current seed it has drawn "
@@ -98,26 +89,26 @@ class PromptStream:
         self._first_group_id = self.next_group_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position (epoch, position, next group id), seed, shuffle, number of prompts and a hash of them.
+        """Return the position (``epoch``, ``position`` in the epoch, ``next_group_id``) and what identifies the stream.
 
-        The hash is of up to 64 prompts per task. A mixture's state also has the size and weight of each task.
+        That is its seed, ``shuffle``, number of examples, a hash of up to 64 prompts per task, and the mixture.
         """
         epoch, position = divmod(self.next_group_id - self._first_group_id, len(self.examples))
         return self._identity() | {"epoch": epoch, "position": position, "next_group_id": self.next_group_id}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue at the position of ``state_dict``.
+        """Continue at the position of ``state_dict``; KeyError if that is missing.
 
-        Raises:
-            ValueError: the state was saved with other examples (judged by their number and up to 64 prompts of each
-                task), another seed, ``shuffle`` (unless an older state lacks it) or mixture.
+        ValueError if the state was saved with another seed, ``shuffle`` (unless an older state lacks it), mixture or
+        examples, judged by their number and up to 64 prompts of each task.
         """
         saved = {"mixture": None, "shuffle": self.shuffle} | dict(state_dict)
         for name, value in ({"mixture": None} | self._identity()).items():
             if saved.get(name) != value:
                 raise ValueError(
                     f"the saved prompt stream has {name}={saved.get(name)}, but this stream has {name}={value}; "
-                    "resume with the dataset, the seed and the shuffle of the saved run."
+                    "resume with the dataset, the seed and the shuffle of the saved run (of a mixture: its tasks and "
+                    "weights, too)."
                 )
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
@@ -164,7 +155,7 @@ class PromptSource:
     :class:`~sota_grpo.envs.TaskEnv` adds TorchRL's interface of an environment.
 
     Args:
-        task: its examples, their chat messages and its ``score``.
+        task: its examples, their chat messages and its ``score``; ValueError if it has no examples for training.
         tokenizer: the policy's; without a chat template the messages are separated by blank lines.
         repeats: group size of tasks that do not define one (:meth:`group_size`).
         shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.
@@ -211,13 +202,9 @@ class PromptSource:
     def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
         """Return the token ids of the templated prompt of ``example``, cached if there is no ``observation``.
 
-        Names of special tokens in the messages are text: they cannot begin or end a turn.
-
-        Args:
-            observation: text that an environment appends to the last message of the prompt.
-
-        Raises:
-            UserError: the prompt is longer than ``max_prompt_tokens``, or the template cannot render it.
+        Names of special tokens in the messages are text: they cannot begin or end a turn. ``observation`` is text that
+        an environment appends to the last message. UserError if the prompt is longer than ``max_prompt_tokens``, or
+        cannot be rendered or tokenised.
         """
         key = (example.query, json.dumps(dict(example.extra), sort_keys=True))
         ids = None if observation else self._prompt_ids.get(key)
@@ -233,7 +220,8 @@ class PromptSource:
         if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"{_named(example)} has {len(ids)} tokens and at most {self.max_prompt_tokens} fit; raise "
-                "inference_model.max_model_len if the model allows more, or remove the problem from the dataset."
+                "inference_model.max_model_len (of a TaskEnv: max_prompt_tokens) if the model allows more, or remove "
+                "the problem from the dataset."
             )
         return ids
 
@@ -243,15 +231,11 @@ class PromptSource:
         return self.repeats if size is None else size
 
     def check_prompts(self, *, skip: bool = False) -> int:
-        """Tokenise every prompt of the task before training starts; return the longest length in tokens.
+        """Tokenise all prompts of the task; return the length of the longest in tokens, also as ``longest_prompt``.
 
-        Args:
-            skip: remove prompts that :meth:`prompt_ids` refuses from the task, with a warning that names the first
-                ten, and restart the stream. The held-out split is chosen before this, from all problems.
-
-        Raises:
-            UserError: a prompt is refused; with ``skip``, all prompts of a split are refused, or all training prompts
-                of a task in a mixture.
+        ``skip`` removes the prompts that :meth:`prompt_ids` refuses from ``task``, in place, with a warning that names
+        the first ten, and restarts the stream. The held-out split is chosen before this, from all problems. UserError
+        if a prompt is refused, or with ``skip`` all prompts of a split, or all training prompts of a task in a mixture.
         """
         longest, left_out = 0, []
         for split in ("train", "heldout"):

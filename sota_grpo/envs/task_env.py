@@ -53,8 +53,8 @@ class TaskEnv(PromptSource, EnvBase):
     """A task as a TorchRL environment: reset draws prompts, the policy responds with tokens, step grades responses.
 
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
-    ``group_id``, ``sample_id``, ``tokens.prompt`` and ``masks.all_attention_mask`` of the next prompts, each repeated
-    in ``repeats`` adjacent rows; other seeds and other examples have other group ids. Step reads ``tokens.response``
+    ``group_id``, ``sample_id``, ``tokens.prompt`` and ``masks.all_attention_mask`` of the next prompts, each for
+    ``repeats`` successive rows; other seeds and other examples have other group ids. Step reads ``tokens.response``
     (or ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
     ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
 
@@ -87,9 +87,11 @@ class TaskEnv(PromptSource, EnvBase):
         device: device of the tensors.
 
     Raises:
-        ValueError: ``num_envs`` is neither a multiple nor (with one turn) a divisor of ``repeats``; ``max_steps`` is
-            below 1, or 1 with tools; tools and an environment are given. In reset: a task of a mixture has another
-            group size. In step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
+        ValueError: ``num_envs`` is neither a multiple nor (with one turn) a divisor of ``repeats``; one of these or
+            ``max_steps`` is below 1; ``max_steps`` is 1 with tools; tools and an environment are given; there are no
+            examples. In reset: a task of a mixture has another group size. In step: the dialog of a row is over, or
+            ``tokens.prompt`` is not what the environment returned.
+        KeyError: in step, a row has neither ``tokens.response`` nor ``tokens.full``.
         UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.
 
     Example::
@@ -127,7 +129,7 @@ class TaskEnv(PromptSource, EnvBase):
         if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
-                f"num_envs={num_envs} is not divisible by the group size repeats={repeats}; "
+                f"num_envs={num_envs} does not fit the group size repeats={repeats}; "
                 f"use num_envs={fix} and repeats={max(1, repeats)}."
             )
         has_tools = tools is not None or environment is not None
@@ -234,7 +236,7 @@ class TaskEnv(PromptSource, EnvBase):
         """Add a response to its dialog; the future resolves when the response is answered or the dialog is over."""
         dialog = self._dialogs[index]
         if dialog is None or dialog.is_over:
-            raise ValueError(f"the dialog of row {index} is over; reset the row before the next step.")
+            raise ValueError(f"the dialog of row {index} is over or has not begun; reset the row before the next step.")
         if row.get(keys.PROMPT_TOKENS).tolist() != dialog.ids:
             raise ValueError(
                 f"tokens.prompt of row {index} is not the prompt that the environment returned; call step with the "
@@ -305,7 +307,7 @@ class TaskEnv(PromptSource, EnvBase):
                 dialog.episode.leave()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """End the open dialogs and close the tools; idempotent, whatever ``raise_if_closed``. The grader stays open."""
+        """End the open dialogs and close the tools, not the grader; idempotent. ``raise_if_closed`` has no effect."""
         self._leave(range(len(self._dialogs)))
         self._opened.close()
         super().close(raise_if_closed=raise_if_closed)
@@ -374,15 +376,11 @@ class DialogRows:
 
     The row has all tokens of the dialog, an assistant mask that is True on the sampled ones, and the reward of the last
     step. The rows of a group are returned together, once its last dialog has ended; until then its steps are stored.
-    The prompt of the rows is the common prefix of the group's prompts.
+    The prompt of the rows is the common prefix of the group's prompts. ``group_size`` is the environment's ``repeats``.
 
     Each step must have ``tokens.response`` (or ``tokens.full``). ``log_probs.response`` (or ``log_probs.full``) and
     ``next.policy_version`` (TorchRL's ``PolicyVersion`` with integers) are optional: without them the rows have no
     ``log_probs`` or no versions.
-
-    Args:
-        tokenizer: the environment's tokenizer.
-        group_size: the environment's ``repeats``.
 
     Example::
 
@@ -398,12 +396,9 @@ class DialogRows:
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
         """Add steps; return the rows of each group whose last dialog has ended, in order of ``sample_id``.
 
-        Args:
-            steps: any batch shape in which the steps of a dialog are in order: ``[N, T]`` of a rollout or a collector,
-                also flattened. Steps that follow the end of their dialog are ignored until its rows are returned.
-
-        Raises:
-            ValueError: the first steps of a dialog are missing, or a prompt does not begin with the dialog so far.
+        ``steps`` have any batch shape in which those of a dialog are in order: ``[N, T]`` of a rollout or a collector,
+        also flattened. Steps that follow the end of their dialog are ignored until its rows are returned. ValueError if
+        an earlier step of a dialog is missing, or a prompt does not begin with the dialog so far.
         """
         complete: list[int] = []
         for step in _each(steps):
@@ -490,13 +485,14 @@ def _each(steps: TensorDictBase) -> Iterator[TensorDictBase]:
 
 
 class ScoreResponse(RowTransform):
-    """Grades every response: writes its reward ``sum_k weight_k * term_k``, the terms and whether it is a success.
+    """A transform that grades responses: writes the reward ``sum_k weight_k * term_k``, the terms and the success.
 
     Reads ``("text", "response")``, ``query``, ``answer`` and, if present, ``extra`` (JSON); writes
     ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
-    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). If the grader raises,
-    reports an error or returns a non-finite term, the row gets ``reward_error`` and 0 for all terms, and the run
-    continues. A batch that already has ``reward_error`` is graded again only in an environment's step.
+    and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). A row lacks a term that
+    does not apply. If the grader raises, reports an error or returns a non-finite term, the row gets ``reward_error``
+    and 0 for all terms that apply, and the run continues. A batch that already has ``reward_error`` is graded again
+    only in an environment's step.
 
     Args:
         score: ``(response, example) -> Score``; a method ``score_group``, if it has one, gets the whole batch.
@@ -504,6 +500,7 @@ class ScoreResponse(RowTransform):
 
     Raises:
         KeyError: the grader returns other terms than ``term_weights`` names, which is a mistake in the task.
+        ValueError: a term does not apply to a row of a dense batch.
 
     >>> def exact(text, example):
     ...     return Score({"exact": float(text == example.answer)}, success=text == example.answer)

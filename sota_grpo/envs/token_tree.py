@@ -24,7 +24,7 @@ from sota_grpo.rl.records import Sample, SamplingSupport
 
 
 class TokenTree:
-    """Stores the prompts and responses of one sample as a tree; :meth:`sample` returns them as one :class:`Sample`.
+    """The prompts and responses of one sample as a tree, which :meth:`sample` returns as one :class:`Sample`.
 
     >>> tree, said = TokenTree(), Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2), False)
     >>> end = tree.add_response(tree.add_prompt([5, 6]), said)
@@ -67,7 +67,7 @@ class TokenTree:
         return position
 
     def path(self, node: int) -> list[int]:
-        """Return the token ids from the root to position ``node``."""
+        """Return the token ids from the root to position ``node``; empty for -1."""
         ids = []
         while node >= 0:
             ids.append(self._tokens[node])
@@ -76,7 +76,7 @@ class TokenTree:
 
     @property
     def prompt(self) -> list[int]:
-        """The first prompt up to the first sampled token or fork; empty if nothing was sampled."""
+        """Token ids of the first prompt up to the first sampled token or fork; empty if nothing was sampled."""
         end = min(self._responses, default=0)
         line = (at for at, parent in enumerate(self._parents) if parent != at - 1)
         return self._tokens[: min(end, next(line, end))]

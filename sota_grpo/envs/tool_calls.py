@@ -68,12 +68,7 @@ _NEEDED = "use a model whose chat template is made for tools, or set the tokeniz
 
 @dataclass(frozen=True)
 class PolicyTurn:
-    """A parsed turn of the policy.
-
-    Args:
-        content: the text outside of calls and thinking, stripped, without special tokens.
-        calls: the tool calls in order; an invalid call has an error.
-    """
+    """A parsed turn: its text outside of calls and thinking, stripped, and its calls; an invalid call has an error."""
 
     content: str
     calls: tuple[ToolCall, ...]
@@ -83,14 +78,12 @@ class ToolCallReader:
     """Parses policy turns, for tokenizers whose chat template supports tools.
 
     The tokenizer's ``response_template`` defines the format of calls. If there is none, or it cannot parse the calls
-    that the chat template renders, the format is derived from such calls.
+    that the chat template renders, the format is derived from such calls. UserError if this fails, the chat template
+    does not render tools, calls or results, or ``schemas`` is empty or malformed.
 
     Args:
         schemas: JSON schemas of the tools (:func:`~sota_grpo.rl.tool_schemas.function_schemas`).
         template_kwargs: further arguments of ``apply_chat_template``.
-
-    Raises:
-        UserError: the chat template does not render tools, calls or results, or its calls cannot be parsed.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> from sota_grpo.rl.tool_schemas import function_schemas
@@ -130,10 +123,9 @@ class ToolCallReader:
         self._use_format()
 
     def read(self, token_ids: Iterable[int]) -> PolicyTurn:
-        """Return the content and the calls of a turn. Never raises; takes time linear in the turn's length.
+        """Return the content and the calls of a turn ``[R]``, special tokens included; never raises.
 
-        Args:
-            token_ids: the sampled ids ``[R]``, special tokens included.
+        Takes time linear in the turn's length, or with a ``response_template`` at most about 5 s.
         """
         return self._read(token_ids, self._tools)
 
@@ -220,7 +212,7 @@ class ToolCallReader:
             try:
                 yield TemplateCalls(template, prompt, specials)
             except Exception as error:  # the template is untrusted
-                logger.warning("The tokenizer's response_template fails to load; ignored: %s", first_line(error))
+                logger.warning("The tokenizer's response_template fails to load and is ignored: %s", first_line(error))
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
         form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:

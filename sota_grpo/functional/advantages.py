@@ -44,7 +44,7 @@ GROUP_TERMS = ("group_mean", "leave_one_out", "length_weighted", "best_of_others
 
 
 class UnusableValues(ValueError):
-    """Rewards or log-probs in the data that a formula cannot use: not finite, negative, or too few."""
+    """Raised if a formula cannot use rewards or log-probs of the data: not finite, negative, or too few."""
 
 
 def group_advantages(
@@ -59,9 +59,10 @@ def group_advantages(
     """Return the advantage of every response relative to its group or the batch: ``A_i = (r_i - b_i) / s_i``.
 
     The module's tables define the baselines and scales. Standard deviations have ddof=1; sums are computed in float64.
+    The result has the dtype of the rewards (float32 for integer or boolean rewards).
 
     If the baseline or the scale is one of the group, every *group* of equal rewards (or of one response) gets exactly
-    0; if one is of the batch, a *batch* of equal rewards does. So rounding error is never divided by ``eps``, and a
+    0; if one is of the batch, a *batch* of equal rewards does. Else rounding errors would be divided by ``eps``. A
     constant group in a varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
@@ -70,9 +71,6 @@ def group_advantages(
         baseline: a name; or a tensor ``[N]`` that is used as ``r - b`` itself.
         eps: added to the standard deviation, in units of reward.
         lengths: ``[N]``, number of tokens of each response; read by ``length_weighted`` only.
-
-    Returns:
-        ``[N]`` in the dtype of the rewards (float32 for integer or boolean rewards).
 
     Raises:
         UnusableValues: a reward is not finite, a group has one response under ``leave_one_out`` or ``best_of_others``,
@@ -111,16 +109,9 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
     term k, so that a term with a wide spread does not dominate. To whiten the result over the batch, pass it to
     :func:`group_advantages` with the baseline ``none`` and the scale ``batch_std``.
 
-    Args:
-        terms: ``[N, K]``; NaN for a term that does not apply to a response, which adds 0.
-        weights: ``[K]``, weight of each term.
-        group_ids: int64 ``[N]``.
-
-    Returns:
-        float64 ``[N]``, exactly 0 in a group in which every term is constant.
-
-    Raises:
-        ValueError: other shapes, or an infinite term.
+    ``terms`` is ``[N, K]``, NaN for a term that does not apply to a response, which adds 0; ``weights`` is ``[K]``;
+    ``group_ids`` as in :func:`group_advantages`. The result is float64 ``[N]``, exactly 0 in a group in which every
+    term is constant. UnusableValues if a term is infinite, ValueError for other shapes.
 
     Source: Liu et al. 2026 (arXiv:2601.05242).
 
@@ -144,8 +135,8 @@ def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps:
 def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | None = None) -> Tensor:
     """Return a bool mask ``[N]`` of all responses of the groups whose rewards are exactly equal.
 
-    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A group with fewer than two
-    counted rewards is True. A reward that is not finite, counted or not, raises ``UnusableValues``.
+    ``counted``, bool ``[N]``, selects the rewards that are compared; None: all. A group with fewer than two of them is
+    True. UnusableValues if a reward is not finite, counted or not; ValueError for shapes other than ``[N]``.
 
     >>> zero_advantage_mask(torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])).tolist()
     [False, False, True, True]
@@ -161,15 +152,15 @@ def distilled_advantages(
     """Return the advantage ``[N, T]`` of every token from the task's advantage and a teacher's log-probs, detached.
 
     ``A_t = advantage_coeff * A + distill_coeff * (log q_t - log p_t)``, with the sampled token's probability under the
-    teacher, ``q_t``, and under the policy being trained, ``p_t``. In a surrogate that weights tokens by the ratio
-    ``p_t / mu_t`` without a clip, the expected gradient of the second term is that of ``distill_coeff * KL(p, q)`` in
-    the visited states, each token for its own state only (a discount of 0).
+    teacher, ``q_t``, and under the policy being trained, ``p_t``. In a loss that weights tokens by ``p_t / mu_t``
+    without a clip (``mu_t``: under the policy that sampled), the expected gradient of the second term is that of
+    ``distill_coeff * KL(p, q)`` in the visited states, each token for its own state only (a discount of 0).
 
     Args:
         advantage: ``[N, T]`` or ``[N, 1]``, the task's advantage.
         log_prob: ``[N, T]``, nats, under the current policy, not the one that sampled, so that several steps on the
             same tokens converge to the teacher instead of overshooting.
-        teacher: ``[N, T]``, nats, under the teacher at the same temperature.
+        teacher: ``[N, T]``, nats, under the teacher at the temperature of ``log_prob``.
 
     Sources: Agarwal et al. 2023 (arXiv:2306.13649, on-policy data, reverse KL); Lu and Thinking Machines Lab 2025
     ("On-Policy Distillation", reverse KL per token as the advantage, discount 0).
@@ -184,9 +175,9 @@ def distilled_advantages(
 def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
     """Return DAPO's length penalty, float32 ``[N]``, to be added to the reward.
 
-    It is 0 up to ``max_tokens - buffer_tokens`` tokens, then ``(max_tokens - buffer_tokens - |o|) / buffer_tokens``,
-    and -1 from ``max_tokens`` on. ``lengths``, int64 ``[N]``: tokens of each response. ``ValueError`` unless
-    ``1 <= buffer_tokens <= max_tokens``.
+    The penalty is 0 for up to ``max_tokens - buffer_tokens`` tokens, then
+    ``(max_tokens - buffer_tokens - length) / buffer_tokens``, and -1 from ``max_tokens`` on. ``lengths``, int64
+    ``[N]``: tokens of each response. ``ValueError`` unless ``1 <= buffer_tokens <= max_tokens``.
 
     Source: Yu et al. 2025 (arXiv:2503.14476, eq. 13).
 
@@ -278,7 +269,7 @@ def _check_rows(rewards: Tensor, group_ids: Tensor) -> None:
     if rewards.dim() != 1 or group_ids.shape != rewards.shape:
         raise ValueError(
             f"rewards and group_ids must both be [N], but they are {list(rewards.shape)} and "
-            f"{list(group_ids.shape)}; flatten them to one value per response."
+            f"{list(group_ids.shape)}; pass one value of each per response."
         )
     finite = rewards.isfinite()
     if not bool(finite.all()):

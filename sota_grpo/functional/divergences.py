@@ -49,7 +49,7 @@ _ROUNDING = 1e-9  # tolerance of a rank: a product such as 0.8 * 5 may be comput
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``log_prob - ref_log_prob``: unbiased as a value, of either sign.
+    """Return ``log_prob - ref_log_prob``, of either sign; its mean over the policy's tokens is ``KL(policy, ref)``.
 
     >>> kl_k1(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -58,7 +58,7 @@ def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``(log_prob - ref_log_prob)^2 / 2``: never negative, unbiased as a gradient.
+    """Return ``(log_prob - ref_log_prob)^2 / 2``, never negative; its mean gradient is that of ``KL(policy, ref)``.
 
     >>> kl_k2(torch.tensor([-1.0]), torch.tensor([-3.0])).tolist()
     [2.0]
@@ -67,9 +67,9 @@ def kl_k2(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ``exp(ref - log_prob) - (ref - log_prob) - 1``: never negative, unbiased as a value; the form in GRPO.
+    """Return ``exp(ref - log_prob) - (ref - log_prob) - 1``, never negative; the KL term of GRPO.
 
-    ``expm1`` keeps the digits of a log-ratio of 1e-3 in float32.
+    Its mean over the policy's tokens is ``KL(policy, ref)``. ``expm1`` keeps digits that small log-ratios would lose.
 
     >>> round(kl_k3(torch.tensor([-1.0]), torch.tensor([-3.0])).item(), 4)  # exp(-2) + 2 - 1
     1.1353
@@ -96,18 +96,15 @@ def importance_weights(
     (``token``); or, for all trainable tokens of a row, the *product* ``exp(sum_t log_ratio_t)`` (``sequence``) or the
     *geometric mean* ``exp(mean_t log_ratio_t)`` (``geometric``) of the ratios. The weight is 0 where the mask is False.
 
-    Token weights are biased but of low variance. The product is the unbiased weight of a whole response, but for most
-    long rows it is near 0 or at the cap. The geometric mean has a small spread; it measures how off-policy the row is.
+    Token weights are biased but of low variance. The product, before it is bounded, is the unbiased weight of a whole
+    response, but varies widely in long rows. The geometric mean varies little; it measures how off-policy the row is.
 
     Args:
         log_ratio: ``[N, T]``, nats; values where the mask is False are ignored.
         mask: bool ``[N, T]``, the trainable tokens.
-        level: ``token``, ``sequence`` or ``geometric``, see above.
-        mode: treatment of weights outside the bounds, see the module's table: ``truncate``, ``mask`` or ``reject``.
-        cap, floor: largest weight, above 0, and smallest weight, below the cap; ``floor=0``: no lower bound.
-
-    Raises:
-        ValueError: an unknown level or mode, ``cap <= 0``, ``floor < 0`` or ``floor >= cap``.
+        level: ``token``, ``sequence`` or ``geometric``, else ``ValueError``.
+        mode: treatment of weights outside the bounds, see the module's table; another name raises ``ValueError``.
+        cap, floor: largest and smallest weight (0: no lower bound); ``ValueError`` unless ``0 <= floor < cap``.
 
     Source: decoupled proximal policy, Hilton et al. 2021 (arXiv:2110.00641, section 3); see the module's table.
 
@@ -134,7 +131,10 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return the weights of :func:`importance_weights` without bounds; off the mask: 1 (``token``), else the row's."""
+    """Return the weights of :func:`importance_weights` without bounds; ValueError for an unknown level.
+
+    Where the mask is False, the weight is 1 (``token``) or that of the row.
+    """
     if level not in ("token", "sequence", "geometric"):
         raise ValueError(f"level is {level!r}; choose token, sequence or geometric.")
     log_weight = torch.where(mask, log_ratio.detach(), 0.0)
@@ -148,17 +148,17 @@ def raw_weights(log_ratio: Tensor, mask: Tensor, *, level: Literal["token", "seq
 def off_policy_tokens(
     log_prob: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor, *, threshold: float
 ) -> Tensor:
-    """Return a bool mask ``[N, T]`` of the trainable tokens to drop from the loss: off-policy responses with ``A < 0``.
+    """Return a bool mask ``[N, T]`` of the tokens to drop from the loss: trainable, with ``A < 0``, in off-policy rows.
 
-    A row is off-policy if ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over its trainable tokens: the
-    policy has already moved away from a bad response.
+    A row is off-policy if ``mean_t (behaviour_t - log_prob_t) > threshold``, the mean over its trainable tokens. With
+    ``A < 0`` the policy has then already moved away from a bad response.
 
     Args:
         log_prob: ``[N, T]``, nats, log-probs of the policy being trained; detached.
         behaviour: ``[N, T]``, nats, log-probs of the policy that sampled.
         advantage: ``[N, T]`` or ``[N, 1]``.
         mask: bool ``[N, T]``, all trainable tokens of each row.
-        threshold: nats per token; ``ValueError`` if it is below 0.
+        threshold: nats per token; ``ValueError`` below 0.
 
     Source: DeepSeek-AI 2025, "DeepSeek-V3.2" (arXiv:2512.02556, eq. 9 by TRL's count, off-policy sequence masking).
 
@@ -168,14 +168,14 @@ def off_policy_tokens(
     [[True, True], [False, False]]
     """
     if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}; a mean divergence cannot be negative, so use 0 or more.")
+        raise ValueError(f"threshold is {threshold}; it must be 0 or more.")
     gap = torch.where(mask, behaviour - log_prob.detach(), 0.0)
     mean = gap.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (mean > threshold) & (advantage < 0) & mask
 
 
 class Estimate(NamedTuple):
-    """An estimate from the sampled tokens and its standard error."""
+    """An estimate from sampled tokens, and the estimate's standard error."""
 
     value: float
     error: float
@@ -184,9 +184,9 @@ class Estimate(NamedTuple):
 def mean_ratio(gap: Tensor) -> Estimate:
     """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``, and its standard error.
 
-    It estimates the trainer's probability mass on the tokens that the engine can sample: 1, unless the engine excludes
-    tokens (top-p leaves about ``p``) or samples from another distribution than it reports. ``gap [n]`` is the trainer's
-    minus the engine's log-prob of each token, in nats.
+    If the engine samples from the distribution that it reports, this estimates the trainer's probability mass on the
+    tokens that the engine can sample: 1, or less if the engine excludes tokens (about ``p`` with top-p). ``gap [n]`` is
+    the trainer's minus the engine's log-probs, in nats. The error of one token is 0; the mean of none is NaN.
 
     >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
     0.9
@@ -205,7 +205,7 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
     ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
 
     ``gap [n]`` is the trainer's minus the engine's log-prob of each sampled token; ``log_prob`` and ``entropy`` ``[n]``
-    are the trainer's, all in nats. If every token has probability 1, the result is 0 with error 0.
+    are the trainer's, all in nats. If all ``s`` are 0 (as for tokens of probability 1), both results are 0.
 
     Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
 
@@ -229,8 +229,8 @@ def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimat
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor:
     """Return a bool mask of the fraction ``share`` of the trained tokens with the highest entropy.
 
-    It is ``H_t >= tau``, with ``tau`` the quantile ``1 - share`` of ``H`` over the ``n`` tokens of ``mask``: the value
-    of rank ``ceil((1 - share) (n - 1))``, counted from 0. All tokens with entropy ``tau`` are in the result.
+    These have ``H_t >= tau``, with ``tau`` the quantile ``1 - share`` of ``H`` over the ``n`` tokens of ``mask``: the
+    value of ascending rank ``ceil((1 - share) (n - 1))``, counted from 0. Ties may make the fraction larger.
 
     Args:
         entropy: ``[N, T]`` or ``[n]``, nats; values where the mask is False are ignored.
@@ -257,11 +257,11 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, *, share: float) -> Tensor
 def adapted_entropy_coef(
     coef: float, entropy: float, *, target: float, delta: float, largest: float
 ) -> tuple[float, float]:
-    """Adapt the entropy bonus to the mean entropy ``H`` of a step; return ``c'`` and the next step's weight ``alpha``.
+    """Return the entropy bonus's adapted coefficient ``c'``, and its weight ``alpha`` in the next step's loss.
 
     ``c' = min(c + delta, c_max)`` if ``H <= H*``, else ``max(c - delta, 0)``; ``alpha = c' 1[H <= H*]``: the bonus acts
-    only while the entropy is too low. ``coef`` is ``c``, ``entropy`` ``H`` and ``target`` ``H*``, in nats,
-    ``delta`` the change and ``largest`` ``c_max``.
+    only while the mean entropy ``H`` of a step is too low. ``coef`` is ``c``, ``largest`` is ``c_max``, ``entropy`` is
+    ``H`` and ``target`` is ``H*``, both in nats.
 
     Source: He et al. 2025, "Skywork Open Reasoner 1" (arXiv:2505.22312), adaptive entropy control. The paper uses
     the entropy of the same step; here and in TRL 1.16 (``use_adaptive_entropy``) it is the previous step's, which is

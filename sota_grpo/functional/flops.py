@@ -50,9 +50,9 @@ class Load:
 
 
 def shared_load(prompt: int, responses: Sequence[int]) -> Load:
-    """Return the load of one prompt of ``P`` tokens and its responses of ``R`` tokens; only responses get logits.
+    """Return the load of one prompt of ``P`` tokens, computed once, and its responses of ``R`` tokens each.
 
-    Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
+    Only response tokens get logits. Positions ``P + sum R``, pairs ``P (P + 1) / 2 + sum (R P + R (R + 1) / 2)``.
 
     >>> shared_load(3, [2, 1])
     Load(positions=6, pairs=19, predicted=3)
@@ -75,12 +75,12 @@ def forward_flops(shape: ModelShape, load: Load) -> int:
 
 
 def backward_flops(shape: ModelShape, load: Load) -> int:
-    """Return the floating-point operations of one backward pass; gradients also pass through frozen weights."""
+    """Return the floating-point operations of one backward pass; a frozen weight takes half of a trained one's."""
     per_position = 4 * shape.trainable_weights + 2 * shape.frozen_weights
     head = (4 if shape.head_trainable else 2) * shape.head_weights
     return per_position * load.positions + 8 * shape.attention_width * load.pairs + head * load.predicted
 
 
 def step_flops(shape: ModelShape, load: Load) -> int:
-    """Return the operations of forward and backward pass without recomputation, as MFU counts them."""
+    """Return the floating-point operations of forward and backward pass without recomputation, as MFU counts them."""
     return forward_flops(shape, load) + backward_flops(shape, load)

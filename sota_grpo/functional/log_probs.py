@@ -31,10 +31,10 @@ ALIGNED = 128  # rows of a tile begin where matrix products on a GPU read fastes
 class LogitTiles:
     """Tiles of the logits of ``[M, H]`` hidden states: slices of ``rows`` and ``columns``, and buffers for one tile.
 
-    Logits are in base 2, ``z log2 e``, because on a CPU ``exp2`` is four times as fast as ``exp``: the result of
-    :meth:`raw` times ``factor``. The derivative of ``z`` by ``hidden weight^T + bias`` is ``slope``, and with a softcap
-    ``slope raw (1 - raw)``. ``num_bytes`` is the memory of all buffers together (None: 8 MiB on a CPU and 1 GiB
-    elsewhere); the buffers are float32 (float64 if ``hidden`` is).
+    ``factor`` times the result of :meth:`raw` is the logits in base 2, ``z log2 e`` (with a softcap up to a constant),
+    because on a CPU ``exp2`` is four times as fast as ``exp``. The derivative of ``z`` by ``hidden weight^T + bias`` is
+    ``slope``, and with a softcap ``slope raw (1 - raw)``. ``num_bytes`` (None: 8 MiB on a CPU, else 1 GiB) is the
+    memory of all buffers: up to ``num_buffers + 1`` of float32 (float64 if ``hidden`` is), and one in half precision.
 
     With memory for 9 logits, 5 rows and 7 columns are cut into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
 
@@ -76,7 +76,8 @@ class LogitTiles:
     def raw(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """Return ``x = hidden weight^T + bias`` ``[r, c]``, or with softcap ``s`` ``sigmoid(2 x / s)``, in buffer 0.
 
-        ``factor`` times it is logits up to a constant: ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
+        ``factor`` times the result is the logits in base 2, with a softcap up to a constant:
+        ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
         """
         shape = (len(hidden), len(weight))
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)
@@ -91,7 +92,7 @@ class LogitTiles:
         return x if self.softcap is None else x.mul_(2 / self.softcap).sigmoid_()
 
     def minus(self, raw: Tensor, shift: Tensor) -> Tensor:
-        """Return logits minus ``shift [r, 1]``, both in base 2; overwrite ``raw`` unless there is a softcap."""
+        """Return ``factor raw - shift``, with ``shift [r, 1]``, in place of ``raw``, or in buffer 1 with a softcap."""
         return torch.add(-shift, raw, alpha=self.factor, out=raw if self.softcap is None else self.buffer(1, raw))
 
     def buffer(self, i: int, tile: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class LogitTiles:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``total += left @ right``, accumulated in the dtype of ``total``; in one kernel if the dtypes agree."""
+    """Compute ``total += left @ right``; on a CPU a half-precision product is rounded before it is added."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -126,7 +127,7 @@ def _takes_kernels(hidden: Tensor, bias: Tensor | None, softcap: float | None) -
 
 
 def automatic_precision(chosen: str, device_type: str) -> str:
-    """Return ``chosen``, but bf16 or fp32 for ``auto`` (bf16 on CUDA only) and ``native`` (also on fast CPUs)."""
+    """Return ``chosen``; for ``auto`` bf16 on CUDA, else fp32; ``native`` is also bf16 if :func:`multiplies_bf16`."""
     if chosen not in ("auto", "native"):
         return chosen
     return "bf16" if device_type == "cuda" or (chosen == "native" and multiplies_bf16()) else "fp32"
@@ -134,10 +135,9 @@ def automatic_precision(chosen: str, device_type: str) -> str:
 
 @cache
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU multiplies bf16 faster than float32; False if it lacks bf16 instructions or is not Linux.
+    """Return whether ``cpuinfo`` lists bf16 instructions that multiply faster than float32; the result is cached.
 
-    Also False for Intel CPUs with AVX512_BF16 but without AMX: oneDNN's products of SmolLM2's matrices take up to 2.2
-    times as long in bf16.
+    False without the file (not Linux), and for Intel CPUs with AVX512_BF16 but no AMX, where bf16 can be slower.
     """
     try:
         words = {*cpuinfo.read_text().lower().split()}
@@ -148,7 +148,7 @@ def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @cache
 def builds_kernels() -> bool:
-    """Return whether GPU kernels can be built: Triton (in torch for CUDA on Linux) and a C compiler are installed."""
+    """Return (cached) whether GPU kernels can be built: with Triton, and a C compiler or the variable ``CC``."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     return find_spec("triton") is not None and compiler is not None
 
@@ -187,10 +187,10 @@ def chunked_log_probs(
     (log p_v + entropy) h``, with ``g`` and ``h`` the gradients of the log-prob and the entropy; on a CPU rows with
     ``g = h = 0`` are skipped. Without ``entropy_grad``, softcap and ``vocab_shard``, two cases recompute nothing: if
     only ``hidden`` needs a gradient (LoRA), the forward pass stores ``d log_prob_m / d hidden_m``; else on CUDA,
-    without bias, it stores ``2^(z - top)`` of every logit if :func:`max_saved_bytes` allows.
+    without bias, it stores every logit's exponential if :func:`max_saved_bytes` allows.
 
-    Logits are multiplied in the dtype of ``hidden`` (under autocast in autocast's dtype, as in ``torch.nn.Linear``);
-    everything after that is float32, or float64 if ``hidden`` is. The tile size changes results by rounding only.
+    Matrices are multiplied in the dtype of ``hidden``, or under autocast in autocast's unless ``hidden`` is float64.
+    Softmax and results, ``[M]`` in nats, are float32, or float64 if ``hidden`` is. Tile size changes rounding only.
 
     Args:
         hidden: ``[M, H]``, last hidden states at the positions that predict the targets.
@@ -199,14 +199,11 @@ def chunked_log_probs(
         bias: ``[V]``, if the output layer has one.
         temperature: sampling temperature, by which the logits are divided.
         softcap: bound ``c`` of the model's logits; None: unbounded.
-        logits_bytes: memory for logits, independent of M and V; None: 8 MiB on a CPU, about its cache, else 1 GiB.
-        with_entropy: also return the entropy of every row.
+        logits_bytes: memory for tiles of logits; None: 8 MiB on a CPU, about its cache, else 1 GiB.
+        with_entropy: also return the entropy of every row; else it is None.
         entropy_grad: compute gradients of the entropy too; otherwise it is detached.
-        vocab_shard: under tensor parallelism, the shard of the full output embedding in ``weight`` and ``bias``;
-            every rank of the group passes the same ``hidden`` and ``targets`` (ids of the full vocabulary).
-
-    Returns:
-        log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
+        vocab_shard: under tensor parallelism, the shard of the output embedding in ``weight`` and ``bias``; all ranks
+            must call this and the backward pass with the same ``hidden`` and ``targets``, ids of the full vocabulary.
 
     Raises:
         ValueError: wrong shapes; temperature, softcap or memory not above 0; ``entropy_grad`` without ``with_entropy``.
@@ -241,7 +238,7 @@ class VocabShard(NamedTuple):
     group: dist.ProcessGroup  # the ranks that share the vocabulary, in the order of their rows
 
     def joined(self, local: _Scan, has_target: Tensor) -> _Scan:
-        """Join all ranks' softmax sums (two all-reduces); ``has_target``: the row's target is in this rank's shard."""
+        """Join all ranks' softmax sums ``[M]`` (two all-reduces); ``has_target``: this rank's shard has the target."""
         top = local.top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, self.group)
         drop = local.top - top
@@ -344,7 +341,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 
 def max_saved_bytes(device: torch.device) -> int:
-    """Return the most bytes that the forward pass may store for the backward: 1/12 of a GPU's memory, 0 on a CPU."""
+    """Return the most bytes that the forward pass may store for the backward: 1/12 of a CUDA GPU's memory, else 0."""
     return torch.cuda.get_device_properties(device).total_memory // SAVED_SHARE if device.type == "cuda" else 0
 
 

@@ -50,8 +50,7 @@ def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_token
         max_response_tokens: maximum tokens of one response; read by ``constant`` only.
 
     Raises:
-        ValueError: an unknown aggregation, lengths that are not ``[N]``, or ``constant`` without a positive
-            ``max_response_tokens``.
+        ValueError: other shapes, an unknown aggregation, or ``constant`` without a positive ``max_response_tokens``.
 
     Sources: sequence, Shao et al. 2024 (arXiv:2402.03300, eq. 3); token, Yu et al. 2025 (arXiv:2503.14476, section
     3.3); constant, Liu et al. 2025 (arXiv:2503.20783, section 3.2).
@@ -79,7 +78,7 @@ def row_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_token
 
 
 def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens: int | None = None) -> Tensor:
-    """Return the loss weight of every token ``[N, T]``: its row's :func:`row_weights`, 0 where the mask is False.
+    """Return the loss weight of each token of a step, ``[N, T]``: its row's :func:`row_weights`; 0 outside ``mask``.
 
     >>> loss_weights(torch.tensor([[False, True, True], [True, False, False]]), "sequence").tolist()
     [[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]
@@ -90,7 +89,7 @@ def loss_weights(mask: Tensor, aggregation: Aggregation, *, max_response_tokens:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Rows of one prompt: indices in a list of rows, number of prompt tokens, and response tokens of each row."""
+    """Rows of one prompt: indices in a list of rows, number of prompt tokens, and number of each response's tokens."""
 
     rows: tuple[int, ...]
     prompt: int
@@ -102,7 +101,7 @@ class PromptGroup:
         return self.prompt + sum(self.responses)
 
     def subset(self, members: Iterable[int]) -> PromptGroup:
-        """Return a group with only the rows at the indices ``members`` of this group's lists, in ascending order."""
+        """Return a group of the rows at the indices ``members`` (from 0) of this group's tuples, in ascending order."""
         chosen = sorted(members)
         rows, responses = ([values[member] for member in chosen] for values in (self.rows, self.responses))
         return PromptGroup(tuple(rows), self.prompt, tuple(responses))
@@ -118,9 +117,9 @@ def fill(
     with the activations of one token. ``slots_per_token=1`` makes the budget one of padded tokens.
 
     First fit, decreasing (Johnson 1973). A group within the budget is never cut. A larger group is cut into as few
-    pieces as first fit needs; each piece computes the prompt again. The pieces are balanced: their response tokens
-    differ by at most those of one response. If the unbalanced pieces of first fit (full ones and a remainder) make
-    fewer micro-batches in all, these are used. A row above the budget is alone in a micro-batch. Deterministic.
+    pieces as first fit needs; each computes the prompt again. The pieces are balanced: their response tokens differ by
+    at most those of one response. First fit's unbalanced pieces are used if a balanced one exceeds the budget, or if
+    they make fewer micro-batches in all. A row above the budget is alone in a micro-batch. Deterministic.
 
     >>> first, second = PromptGroup((0, 1, 2, 3), 3, (4, 4, 2, 2)), PromptGroup((4, 5), 2, (2, 1))
     >>> groups = [first, second, PromptGroup((6,), 1, (2,))]
@@ -196,11 +195,10 @@ def rank_shares(
 
     Whole groups are distributed first (:func:`balanced_shares`). While the costliest rank is above ``EVEN_ENOUGH``
     times the mean cost, rows of one of its groups, or a whole group, are moved to the cheapest rank so that the two
-    ranks become most equal; moved rows compute their prompt again, which is counted. A move that lowers the higher cost
-    of the two by less than 1 % of the mean is not made. So the costliest rank is at most ``EVEN_ENOUGH`` times the
-    mean, or exceeds the cheapest rank by at most one row with its prompt and that 1 %.
+    ranks become more equal; moved rows compute their prompt again, which is counted. A move that lowers the higher cost
+    of the two by less than 1 % of the mean is not made, and ends the search.
 
-    ``cost`` is called with whole groups, with groups of some of their rows, and with groups without rows.
+    ``cost`` is also called with groups of some or none of their rows. ``num_ranks`` below 1 raises ``ValueError``.
 
     >>> groups = [PromptGroup((0, 1, 2, 3), 1, (5, 5, 5, 5)), PromptGroup((4, 5), 1, (4, 4))]
     >>> [[piece.rows for piece in share] for share in rank_shares(groups, 2, lambda group: group.tokens)]
@@ -246,9 +244,9 @@ def _moved_and_remaining(
 def balanced_shares(costs: Sequence[float], num_shares: int) -> list[list[int]]:
     """Split the indices of ``costs`` into ``num_shares`` lists with nearly equal sums of costs.
 
-    Each index, the costliest first, goes to the list with the least sum. The largest sum exceeds the smallest by at
-    most the largest cost, and is at most ``4/3 - 1/(3 num_shares)`` times the optimum (Graham 1969, "Bounds on
-    multiprocessing timing anomalies", theorem 2). Every rank computes the same result. ``num_shares`` below 1 raises
+    Each index, the costliest first, goes to the list with the least sum. If no cost is negative, the largest sum
+    exceeds the smallest by at most the largest cost, and is at most ``4/3 - 1/(3 num_shares)`` times the optimum
+    (Graham 1969, "Bounds on multiprocessing timing anomalies", theorem 2). ``num_shares`` below 1 raises
     ``ValueError``.
 
     >>> balanced_shares([1, 7, 3, 4], 2)

@@ -35,8 +35,7 @@ class SupportSets(NamedTuple):
     def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> SupportSets:
         """Build the sets from token ids ``[K]``, the size of each set ``[M]``, and the sampled tokens, int64 ``[M]``.
 
-        Raises:
-            ValueError: a sampled token is missing or repeated in its set, or the sizes do not add up to K.
+        ValueError if a sampled token is missing or repeated in its set, or the sizes do not add up to K.
         """
         ids, counts = ids.long(), counts.long()
         if int(counts.sum()) != len(ids):
@@ -76,16 +75,15 @@ def support_log_probs(
     with ``z`` the scaled logits. If every set is the whole vocabulary, the result equals that of
     :func:`sota_grpo.functional.log_probs.chunked_log_probs` up to rounding. For a set of one token the log-prob, the
     entropy and the gradients are exactly 0.
+
     Cost: ``K H`` multiply-adds for ``K`` tokens in all sets and the hidden size ``H``, and memory for ``M max |S|``
     numbers. On CUDA gradients are summed in no fixed order.
 
     Args:
         sets: sampling supports of the ``M`` tokens.
-        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: see ``chunked_log_probs``.
-        logits_bytes: memory for gathered rows of ``weight``; the default is that of ``chunked_log_probs``.
-
-    Returns:
-        log-probs ``[M]`` and entropy ``[M]`` or None, in nats, float32 (float64 for float64 input).
+        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: see ``chunked_log_probs``, for the dtype
+            of the results too.
+        logits_bytes: memory for gathered rows of ``hidden`` and ``weight``; default as in ``chunked_log_probs``.
 
     Source of importance sampling: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
 

@@ -44,15 +44,11 @@ def clipped_surrogate(
 ) -> Tensor:
     """Return PPO's clipped loss of each token, optionally with the dual clip.
 
-    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``; with the dual clip, for ``A < 0``, at most
-    ``-dual_clip A``. It is computed as ``-A exp(clamp(log rho))``: the gradient is exactly 0 where
-    :func:`clipped_tokens` is True, even if ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob``
-    elsewhere, the bounds included. ``rho = inf`` with ``A < 0`` and no dual clip gives the correct loss ``inf``.
-
-    Args:
-        clip_low: the ratio is clipped below ``1 - clip_low``; 1 or more never clips.
-        clip_high: the ratio is clipped above ``1 + clip_high``.
-        dual_clip: upper bound of the ratio for a negative advantage; None: no bound.
+    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``; with the dual clip, for ``A < 0``, at most ``-dual_clip
+    A``. It is computed as ``-A exp(clamp(log rho))``: the gradient is exactly 0 where :func:`clipped_tokens` is True,
+    even if ``rho`` overflows, and exactly ``-rho A`` times that of ``log_prob`` elsewhere, the bounds included.
+    ``rho = inf`` with ``A < 0`` and no dual clip gives the correct loss ``inf``. A ``clip_low`` of 1 or more never
+    clips; ``dual_clip=None``: no bound. ValueError if a clip width is below 0, or ``dual_clip`` is not above 1.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347, eq. 7); two widths, Yu et al. 2025 (arXiv:2503.14476, section 3.1);
     dual clip, Ye et al. 2020 (arXiv:1912.09729).
@@ -70,7 +66,7 @@ def clipped_surrogate(
 def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Tensor:
     """Return CISPO's loss of each token: REINFORCE weighted by the clipped, detached ratio.
 
-    ``-sg(min(rho, 1 + clip_high)) A log_prob``. Clipped tokens keep a gradient too (``sg``: stop gradient).
+    ``-sg(min(rho, 1 + clip_high)) A log_prob`` (``sg``: stop gradient). Clipped tokens keep a gradient too.
 
     Source: MiniMax 2025 (arXiv:2506.13585, eq. 4 and 5, without a lower clip).
 
@@ -131,7 +127,7 @@ def dppo_surrogate(
     clip_high: float,
     ratio_cap: float | None = 20.0,
 ) -> Tensor:
-    """Return DPPO's loss of each token: REINFORCE weighted by the ratio, masked if the *probability* has moved far.
+    """Return DPPO's loss of each token: REINFORCE weighted by the ratio, 0 if the *probability* has moved far enough.
 
     ``-sg(min(rho, ratio_cap)) A log_prob`` where :func:`moved_tokens` is False, 0 elsewhere; ``ratio_cap=None``: no
     cap. The change of the sampled token's probability is a lower bound of the total variation between the policies
@@ -157,7 +153,7 @@ def dppo_surrogate(
 def moved_tokens(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return a bool mask ``[N, T]`` of the tokens with ``A != 0`` that :func:`dppo_surrogate` masks.
 
-    ``A > 0`` and ``p - p_old > clip_high``, or ``A < 0`` and ``p - p_old < -clip_low``.
+    ``A > 0`` and ``p - p_old > clip_high``, or ``A < 0`` and ``p - p_old < -clip_low``; ``p``: the token's probability.
 
     >>> import torch
     >>> log_prob = torch.tensor([0.6, 0.02]).log()
@@ -217,10 +213,10 @@ def gmpo_surrogate(
 ) -> Tensor:
     """Return GMPO's loss of each token: the geometric mean of the row's clipped ratios times ``-A``.
 
-    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` if ``A >= 0``, and ``max(log rho_t, -clip_low)``,
-    at most ``log dual_clip``, if ``A < 0``; the clip widths are in nats. The loss of a token has a gradient by the
-    token's own ``log_prob`` only, as in :func:`sequence_log_ratio`; it is 0 where :func:`outlying_tokens` is True.
-    ``dual_clip`` is the upper bound of a token's ratio for a negative advantage; None: no bound.
+    ``-A exp(mean_t c_t)`` with ``c_t = min(log rho_t, clip_high)`` if ``A >= 0``, and ``max(log rho_t, -clip_low)``, at
+    most ``log dual_clip`` (None: no bound), if ``A < 0``; the mean is over the row's tokens in ``mask``, the clip
+    widths are in nats. A token's loss has a gradient by its own ``log_prob`` only, as in :func:`sequence_log_ratio`; it
+    is 0 where :func:`outlying_tokens` is True. A token outside ``mask`` has the loss ``-A`` without a gradient.
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
 
@@ -263,8 +259,8 @@ def reinforce_surrogate(log_prob: Tensor, advantage: Tensor) -> Tensor:
 class Surrogate:
     """Declaration of one value of ``algorithm.objective``: its loss, its mask of clipped tokens, and what it supports.
 
-    The functions get the arguments that their parameters name: any of ``TENSORS`` and ``OPTIONS``. Other parameters
-    have a default. A function with a parameter ``mask`` always receives whole rows.
+    A function gets those of ``TENSORS`` and ``OPTIONS`` that are its parameters; its other parameters must have a
+    default. A function with a parameter ``mask`` always receives whole rows.
 
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)
@@ -278,7 +274,7 @@ class Surrogate:
     advantage_only: bool = True  # its gradient is 0 if the advantage is 0
 
     def reads(self, term: str) -> bool:
-        """Return whether the loss has a parameter ``term``; ``log_ratio`` means that it uses importance ratios."""
+        """Return whether the loss has a parameter ``term``; a loss with ``log_ratio`` uses importance ratios."""
         return term in signature(self.loss).parameters
 
 
@@ -304,7 +300,7 @@ def readers(term: str) -> str:
 
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
-    """Call ``function`` with the ``terms`` that are its parameters, or with all if it has ``**kwargs``."""
+    """Call ``function`` with the ``terms`` that are its parameters (all if it has ``**kwargs``); return its result."""
     accepted = signature(function).parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
     return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
@@ -315,8 +311,8 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 
     ``log s_it = sg(log s_i) + log_prob_t - sg(log_prob_t)``, ``log s_i = mean_t (log_prob_t - old_log_prob_t)`` over
     the row's tokens in ``mask``; 0 without a gradient for all other tokens. If the tokens of a row have one advantage
-    and one loss weight, the gradient equals that of GSPO, which differentiates ``s_i`` itself: ``w_i s_i A_i sum_t grad
-    log_prob_t``. ``old_log_prob`` is detached.
+    and one loss weight ``w_i``, the gradient of the sum of ``w_i s_it A_i``, without a clip, equals that of GSPO, which
+    differentiates ``s_i`` itself: ``w_i s_i A_i sum_t grad log_prob_t``. ``old_log_prob`` is detached.
 
     Source: Zheng et al. 2025 (arXiv:2507.18071, eq. 7 and section 4.3, GSPO-token).
 

@@ -78,10 +78,11 @@ def scan(
 ) -> None:
     """Update the online softmax of ``r`` rows in place with a tile of logits ``factor raw``, in base 2.
 
-    ``raw [r, c]``: float32, contiguous. ``index [r, 1]`` is the target's column, outside ``[0, c)`` if another tile
-    has it. The state over all tiles so far is float32 ``[r, 1]``: ``top``, the largest logit, and for
-    ``z = factor raw - top``: ``target``, the target's ``z``; ``mass = sum 2^z``; ``moment = sum z 2^z`` (updated
-    only ``with_entropy``). ``weights [r, c]`` gets the tile's ``2^z``, 0 at the target.
+    ``raw [r, c]``: float32, contiguous, with at most ``MAX_COLUMNS`` columns (else ValueError). ``index [r, 1]`` is the
+    target's column, outside ``[0, c)`` if another tile has it. The state over all tiles so far is float32 ``[r, 1]``:
+    ``top``, the largest logit, and for ``z = factor raw - top``: ``target``, the target's ``z`` (once its tile is
+    processed); ``mass = sum 2^z``; ``moment = sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` gets the
+    tile's ``2^z``, 0 at the target.
     """
     rows, columns = raw.shape
     with on_device_of(raw):
@@ -104,8 +105,8 @@ def pull(
 ) -> None:
     """Fill ``grad [r, c]`` with ``(by_p + by_zp z) 2^z``, plus ``at_target`` at the target; ``z = factor raw - top``.
 
-    For ``raw, index, top`` see :func:`scan`. The coefficients are float32 ``[r, 1]``; ``by_zp=None`` means 0. ``grad``
-    is contiguous, in any dtype; it may be ``raw`` itself.
+    For ``raw, index, top`` and ValueError see :func:`scan`. ``by_p``, ``by_zp`` and ``at_target`` are float32
+    ``[r, 1]``; ``by_zp=None`` means 0. ``grad`` must be contiguous, in any dtype; it may be ``raw`` itself.
     """
     rows, columns = raw.shape
     with on_device_of(raw):
@@ -122,5 +123,5 @@ def _block(columns: int) -> int:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Make the tensor's device current, because Triton launches kernels on the current device."""
+    """Return a context in which the tensor's GPU is current, because Triton launches kernels there; no-op on a CPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

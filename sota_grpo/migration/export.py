@@ -64,7 +64,7 @@ def write_hf(
     dtype: DType | None = None,
     trust: bool = False,
 ) -> int:
-    """Write the trained model, merged or as a PEFT adapter, with a model card; return its number of training steps.
+    """Write the trained model, merged or as a PEFT adapter, with a model card to ``out``; return its training steps.
 
     By default the exported model of a finished run is copied. With ``step``, ``adapter`` or ``dtype``, or without an
     exported model, a checkpoint is loaded (the newest if ``step`` is None). ``trust``: as in ``compose.load_config``.
@@ -100,7 +100,7 @@ def write_hf(
 def write_verl(run_dir: Path, out: Path, *, trust: bool = False) -> Report:
     """Write the data, a reward function, and a script (verl's command line, the report as comments); return the report.
 
-    ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture of tasks.
+    ``out`` and ``trust`` are as for :func:`write_hf`. UserError for a mixture of tasks or a split without problems.
     """
     from omegaconf import OmegaConf
 
@@ -182,7 +182,7 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}); name another folder.") from error
+        raise UserError(f"The export to {out} failed ({error}); correct this, or name another folder.") from error
 
 
 _SHOWN = ("algorithm.", "optimizer.", "policy.", "train_model.lora.")  # hyperparameters, defaults included

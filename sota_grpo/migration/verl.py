@@ -1,8 +1,7 @@
 """Translate a run for verl 0.9.0: options to a command line, data to Parquet, and the grader to a reward function.
 
-Names, choices and defaults of verl's options are those of the tag v0.9.0 of verl-project/verl, ``verl/trainer/config``;
-its losses and advantages are in ``verl/trainer/ppo/core_algos.py``. verl 0.9.1 has the options used here with the same
-names and meaning.
+verl's options are those of its tag v0.9.0, in ``verl/trainer/config``, which 0.9.1 has with the same names and meaning;
+its losses and advantages are in ``verl/trainer/ppo/core_algos.py``.
 """
 
 from __future__ import annotations
@@ -413,7 +412,7 @@ def example_columns(example: Example) -> dict[str, str]:
 
 
 def example_of(columns: Mapping[str, str]) -> Example:
-    """Return the example whose columns :func:`example_columns` returned."""
+    """Return the example from its columns, as :func:`example_columns` returns them; other columns are ignored."""
     return Example(columns["query"], columns["answer"], json.loads(columns["extra"]))
 
 
@@ -436,15 +435,15 @@ def write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 
     listed = list(rows)
     if not listed:
-        raise UserError(f"No rows for {path.name}: the task has no problems in this split.")
+        raise UserError(f"No rows for {path.name}: the task has no problems in this split; export another run.")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), path)
 
 
 def verl_reward(config_file: str | Path) -> Callable[..., dict[str, float]]:
     """Return verl's ``compute_score``; its result has the reward as ``score`` and the success (0 or 1) as ``acc``.
 
-    A response at which the grader fails has a reward of 0, as in training. ``config_file`` is that of the export; the
-    code that it names is executed, and its relative paths start at its folder.
+    A response at which the grader fails has a reward of 0, as in training. ``config_file`` is the ``config.yaml`` of an
+    export; the code that it names is executed, and its relative paths start at its folder.
     """
     folder = Path(config_file).parent
     config = load_config(folder, trust=True)

@@ -5,10 +5,10 @@ and, in a response, to all keys of its prompt (:mod:`sota_grpo.policy.shared_pro
 softmax over both (FlashAttention-2, arXiv:2307.08691, algorithm 1), with one program per tile of queries and query
 head. A tile may hold several short responses of one prompt.
 
-The backward pass has two kernels: one computes the gradients of a tile of queries, the other those of a tile of keys
-and values. The latter loops over the query heads that share the keys, so no key is repeated per head. The queries of
-all responses of a prompt are cut into pieces, whose float32 sums are added in a fixed order. There are no atomic
-additions: equal inputs give equal bits. :class:`~sota_grpo.policy.shared_prompt.Tables` assign work to programs.
+The backward pass has a kernel for tiles of queries, and one for tiles of keys and values, which loops over the query
+heads that share the keys. The queries of all responses of a prompt are cut into pieces, whose float32 sums are added in
+a fixed order, without atomic additions: equal inputs give equal bits. :class:`~sota_grpo.policy.shared_prompt.Tables`
+assign work to programs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Tile sizes of the three kernels for one head width on one type of GPU."""
+    """Tile sizes, warps and stages of the three kernels for one head width on one type of GPU."""
 
     forward: Blocks
     by_query: Blocks
@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
 
 def launch_for(width: int, shared_memory: int) -> Launch:
-    """Return tile sizes for a head width that fit ``shared_memory`` bytes a block: 227 KiB on an H100, 99 KiB on an L4.
+    """Return tile sizes for a head width up to 256 and ``shared_memory`` bytes a block (H100: 227 KiB, L4: 99 KiB).
 
     >>> launch_for(128, 227 * 1024).forward.queries, launch_for(256, 99 * 1024).forward.queries
     (128, 64)
@@ -350,7 +350,7 @@ def _join_pieces(
 
 
 class Scores(NamedTuple):
-    """Score options: scale of the products, softcap (0: none) and sliding window in tokens (0: none)."""
+    """Options of attention scores: scale of the products, softcap (0: none), sliding window in tokens (0: none)."""
 
     scale: float
     softcap: float
@@ -366,7 +366,7 @@ class Scores(NamedTuple):
 def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the attention ``[L, heads, width]`` and the base-2 log-sum-exp of the scores ``[heads, L]``.
 
-    ``key`` and ``value`` are ``[L, key heads, width]``. Rows may be slices of wider rows; a row's heads are contiguous.
+    ``query``: ``[L, heads, width]``; ``key``, ``value``: ``[L, key heads, width]``. A row's heads must be contiguous.
     """
     starts, tiles, _, _ = tables.split()
     length, heads, width = query.shape
@@ -391,7 +391,7 @@ def backward(
     tables: Tables,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous gradients by query, key and value; ``grad``, the gradient by ``out``, must be contiguous."""
+    """Return contiguous gradients by query, key and value from :func:`forward`'s results and a contiguous ``grad``."""
     starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()

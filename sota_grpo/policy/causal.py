@@ -1,9 +1,9 @@
 """The trainer's policy: a transformers causal language model that returns log-probabilities, never logits.
 
 Its decoder computes packed rows if a test shows that this changes results by rounding only. On CUDA its layers can be
-compiled (:func:`fuse_layers`): norms, rotary positions, gated activations and residuals, which in eager mode read and
-write the float32 residual stream many times, become few kernels, and each layer one call. Attention is compiled only
-with CUDA's kernel for half precision: other attention reads the packed layout, which differs in every micro-batch.
+compiled (:func:`fuse_layers`), so that norms, rotary positions, gated activations and residuals become few kernels.
+Attention is compiled only with CUDA's kernel for half precision: other attention reads the packed layout, which differs
+in every micro-batch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from sota_grpo.policy.shared_prompt import (
     shared_attention,
     takes_kernels,
 )
+from sota_grpo.text import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -50,26 +51,23 @@ KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
 class CausalPolicy(TensorDictModuleBase):
     """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
-    ``log_probs[n, t] = log softmax(W h[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True, and 0
-    elsewhere; in a row that is a tree, ``keys.PARENTS`` replaces ``t - 1``. If the model's attention allows it, rows
-    with the same prompt compute the prompt once and nothing is padded (:mod:`sota_grpo.policy.shared_prompt`); else
-    rows are padded and a warning gives the reason. The LM head runs only at positions that predict an assistant token,
-    so no ``[N, T, V]`` tensor exists. Softmax and log are float32; autocast is left to the caller. If sampling was
-    truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the sampling support
-    (:mod:`sota_grpo.functional.sampling_support`). :func:`sota_grpo.policy.sharding.shard` shards the policy.
+    ``log_probs[n, t] = log softmax(logits[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True,
+    and 0 elsewhere; in a row that is a tree, ``keys.PARENTS`` replaces ``t - 1``. Right-padded rows are packed, so that
+    rows with the same prompt compute it once (:mod:`sota_grpo.policy.shared_prompt`). If the model's attention does not
+    allow that, no row is packed and a warning gives the reason. The LM head runs only at positions that predict an
+    assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32 (float64 for a float64 model);
+    autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the
+    sampling support (:mod:`sota_grpo.functional.sampling_support`). UserError if the head is more than a linear layer
+    with a softcap or a scale.
 
     Args:
-        model: a transformers causal language model, with or without LoRA.
-        temperature: sampling temperature, by which logits are divided; above 0.
+        model: a transformers causal language model, with or without LoRA; its attention and layers are changed in
+            place.
+        temperature: sampling temperature, by which logits are divided; ValueError unless above 0.
         with_entropy: also write ``"entropy"``.
-        entropy_grad: compute gradients of the entropy, as an entropy bonus of
-            :class:`~sota_grpo.rl.objectives.GRPOLoss` needs.
-        shared_prompt: False pads every row and leaves the model's attention as it is.
-        fused: the decoder's layers are compiled (:func:`fuse_layers`), where rows are packed.
-
-    Raises:
-        UserError: a head that is more than a linear layer with a softcap or a scale.
-        ValueError: a temperature that is not positive.
+        entropy_grad: compute gradients of the entropy, as an entropy bonus needs.
+        shared_prompt: False: no row is packed, and the model's attention changes only if SDPA would ignore a softcap.
+        fused: compile the decoder's layers (:func:`fuse_layers`) if rows are packed.
 
     Example (2 rows, prompts of 2 and 1 tokens; 0 where the assistant mask is False):
 
@@ -115,16 +113,13 @@ class CausalPolicy(TensorDictModuleBase):
 
     @property
     def shared_prompt(self) -> bool:
-        """Whether equal prompts are computed once and rows are not padded."""
+        """Whether right-padded rows are packed, so that equal prompts are computed once."""
         return self.scorer.shared_prompt
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return a shallow copy of the right-padded rows ``[N, T]`` with the out-keys set.
+        """Return a shallow copy of the padded rows ``[N, T]`` with the out-keys set; errors as in :meth:`log_probs`.
 
-        ``tensordict`` itself keeps its ``log_probs``, the behaviour policy's.
-
-        Raises:
-            ValueError: see :meth:`layout`.
+        ``tensordict`` itself keeps its ``log_probs``, the behaviour policy's. A layout in ``keys.LAYOUT`` is used.
         """
         log_probs, entropy = self.log_probs(tensordict, tensordict.get_non_tensor(keys.LAYOUT, default=None))
         out = tensordict.copy()
@@ -134,9 +129,11 @@ class CausalPolicy(TensorDictModuleBase):
         return out
 
     def log_probs(self, rows: TensorDictBase, layout: Layout | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and entropies (None unless ``with_entropy``) as ``[N, T]``, float32, on the model's device.
+        """Return log-probs and entropies (None unless ``with_entropy``) as ``[N, T]`` on the model's device.
 
-        Both are 0 where the assistant mask is False. ``layout``: result of :meth:`layout`; None: it is computed here.
+        Both are float32 (float64 for a float64 model), and 0 where the assistant mask is False. ``layout``: result of
+        :meth:`layout`; None: it is computed here. ValueError if a row's first token is an assistant token, or if
+        sampling supports do not match the tokens.
         """
         layout = layout or self.layout(rows)
         device = next(self.parameters()).device
@@ -150,7 +147,7 @@ class CausalPolicy(TensorDictModuleBase):
         return self.scorer(None, *padded, support=sets)
 
     def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op if None, or if none is joined.
+        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without dtype or joined layer.
 
         In the context, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
@@ -161,10 +158,9 @@ class CausalPolicy(TensorDictModuleBase):
         return decoder_layer.HalfWeights(joined, dtype)
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
-        """Return the packed layout of the rows ``[N, T]``, on the CPU; None if they or the model cannot be packed.
+        """Return the packed layout of the rows ``[N, T]``, on the CPU, or None.
 
-        Raises:
-            ValueError: a row's first token is an assistant token, or a token is not in its sampling support.
+        None if :attr:`shared_prompt` is False or padding precedes a token. Errors as in :meth:`log_probs`.
         """
         tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
         if bool(assistant_mask[:, 0].any()):
@@ -180,7 +176,7 @@ class CausalPolicy(TensorDictModuleBase):
 
 
 def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """Return ids ``[N, K]`` of each row's sampling supports, concatenated, and their sizes ``[N, T]``; None if none."""
+    """Return sampling supports: ids ``[N, K]``, concatenated per row, and sizes ``[N, T]``; None if there are none."""
     ids, counts = rows.get(keys.SUPPORT_IDS, None), rows.get(keys.SUPPORT_COUNTS, None)
     return None if ids is None or counts is None else (ids, counts)
 
@@ -194,10 +190,7 @@ def _support_sets(rows: TensorDictBase, ids: Tensor, counts: Tensor) -> SupportS
 
 
 class Scorer(nn.Module):
-    """Module inside a :class:`CausalPolicy` that maps tensors to tensors, so that FSDP2 can shard it.
-
-    Every computation goes through ``forward``, whose hooks gather the parameters of a sharded policy.
-    """
+    """Module in a :class:`CausalPolicy` whose ``forward`` makes all computations, so that FSDP2 gathers parameters."""
 
     def __init__(
         self,
@@ -221,9 +214,9 @@ class Scorer(nn.Module):
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of :meth:`CausalPolicy.log_probs` for a layout, or for padded ``rows`` and ``support``.
+        """Return log-probs and entropies as :meth:`CausalPolicy.log_probs`, of a layout or else of padded rows.
 
-        ``rows``: tokens, attention mask and assistant mask ``[N, T]``; for trees also the three tensors of
+        Padded rows: tokens, attention mask and assistant mask ``[N, T]``; for trees also the three tensors of
         :func:`~sota_grpo.policy.shared_prompt.branch_rows`. All are on the model's device.
         """
         model = base_model(self.model)
@@ -259,9 +252,9 @@ class Scorer(nn.Module):
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
     """Return True if ``reason`` (why rows cannot be packed) is None, else log it as a warning and return False."""
     if reason is not None:
-        logger.warning("%s computes padded rows, each prompt many times: %s.", type(model).__name__, reason)
+        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason.rstrip("."))
     else:
-        logger.info("%s computes packed rows, each prompt once.", type(model).__name__, extra={"file_only": True})
+        logger.info("%s computes packed rows, equal prompts once.", type(model).__name__, extra={"file_only": True})
     return reason is None
 
 
@@ -271,13 +264,10 @@ _LOGIT_SCALES = (("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 
 
 @torch.no_grad()
 def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
-    """Return the factor by which ``model`` multiplies its head's output, 1 for most models.
+    """Return the factor of the logits of ``model``; UserError if it changes them otherwise, except by ``softcap``.
 
-    The model's logits for a few tokens are compared with logits computed here, which detects every scale, cap or
-    projection around the head, even one without a configuration key.
-
-    Raises:
-        UserError: the logits are not ``scale * (weight h + bias)`` of the decoder's ``h``, softcapped or not.
+    The model's logits for a few tokens are compared with ``scale * (weight h + bias)``, softcapped or not, of the
+    decoder's ``h``, which detects every scale, cap or projection around the head, even one without a configuration key.
     """
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(head, nn.Linear):
@@ -326,22 +316,19 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
 
 
 def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return last hidden states ``[N, T, H]`` of padded rows, each with its whole prompt.
-
-    If all rows are right-padded, the causal mask already hides the padding, and attention needs no ``[T, T]`` mask.
-    """
+    """Return last hidden states ``[N, T, H]`` of padded rows, each with its whole prompt."""
     mask: Tensor | None = attention_mask
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-    if is_right_padded(attention_mask):
+    if is_right_padded(attention_mask):  # the causal mask hides the padding already
         mask, positions = None, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     decoder: Any = model.get_decoder()
     return decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
-    """Switch ``model`` to attention over packed rows and return None; or, if it cannot, return the reason as a clause.
+    """Switch ``model`` to attention over packed rows and return None; or return, as a clause, why that is impossible.
 
-    Hidden states of a few rows are computed packed and padded; if more than rounding differs, ``model`` is restored.
+    If a test of a few rows fails, or packing changes hidden states by more than rounding, the former attention is kept.
     """
     config: Any = model.config.get_text_config()
     before = config._attn_implementation
@@ -364,7 +351,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
         is_ours = Path(frame.filename).is_relative_to(Path(__file__).parent)
         if is_ours and isinstance(error, (TypeError, AttributeError, NameError)):
             raise  # an error in this package, or an untested version of torch
-        reason = f"{type(error).__name__}: {error}"
+        reason = sentence(error)
     finally:
         model.train(training)
     if reason is not None:
@@ -393,7 +380,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
         layout = layout.to(device)
         there, _ = shared_attention(model, query, key, value, None, layout=layout, tables=layout.tables)
     except RuntimeError as error:  # no kernel for this device
-        return f"{type(error).__name__}: {error}"
+        return sentence(error)
     gap = float((there.cpu().float() - expected).abs().max() / expected.abs().max())
     return None if gap <= 5e-2 else f"its attention on {device} differs by {gap:.1g} of its size"
 
@@ -443,7 +430,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the decoder layers of ``model``: the modules of transformers' ``_no_split_modules``."""
+    """Return the decoder layers of ``model``: modules of the classes that its ``_no_split_modules`` names."""
     names = set(model._no_split_modules or ())
     kinds = ((module, type(module).__mro__) for module in model.modules())  # FSDP2 makes a sharded one a subclass
     return [module for module, bases in kinds if not names.isdisjoint(kind.__name__ for kind in bases)]
@@ -458,8 +445,7 @@ def layer_matrices(policy: CausalPolicy) -> list[torch.nn.Parameter]:
 def fuse_layers(model: PreTrainedModel) -> None:
     """Compile the decoder layers of ``model`` in place; the first forward pass then takes half a minute.
 
-    One compilation serves all layers and lengths. Copies of the model are not compiled. Results differ from eager mode
-    by rounding. Layers become joined layers instead if :func:`joins_products` allows.
+    Layers are joined if :func:`joins_products` allows. Results change by rounding. Copies are not compiled.
     """
     if not joins_products(model):
         for layer in decoder_layers(model):
@@ -468,10 +454,10 @@ def fuse_layers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def joins_products(model: PreTrainedModel) -> bool:
-    """Replace the decoder layers by joined layers (:mod:`.decoder_layer`) if GPU and layers allow; return True if so.
+    """Make the decoder layers joined layers (:mod:`.decoder_layer`) if GPU and layers allow; return whether they are.
 
-    Hidden states of a few rows are computed before and after; if they differ by more than rounding, the layers are
-    restored.
+    ``model`` must use :data:`SHARED_ATTENTION`. If hidden states of a few rows change by more than rounding, the layers
+    are restored and a warning is logged.
     """
     device, layers = model.device.type, decoder_layers(model)
     if device not in KERNEL_DEVICES or not layers or not all(map(decoder_layer.fits, layers)):
@@ -492,7 +478,7 @@ def joins_products(model: PreTrainedModel) -> bool:
     if gap <= 2e-2:
         return True
     logger.warning(
-        "Matrix products of %s are not joined: that changes its output by %.1g of the maximum; nothing to do.",
+        "Matrix products of %s are not joined: that changes its output by %.1g of the maximum; its layers are kept.",
         type(model).__name__,
         gap,
     )
@@ -511,8 +497,7 @@ def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:
 class ReferencePolicy(Protocol):
     """Protocol of a reference: maps padded rows to float32 log-probs ``[N, T]``, 0 where the assistant mask is False.
 
-    Attributes:
-        shared_prompt: whether it computes packed rows, so that each prompt is computed once per call.
+    ``shared_prompt``: whether a caller that limits the tokens of a call may count each prompt once.
     """
 
     shared_prompt: bool
@@ -551,7 +536,7 @@ class FrozenReference(_Computed):
     Args:
         model: the reference model; it is frozen and put in evaluation mode, so pass a copy of a model that is trained.
         autocast: function that returns the learner's autocast context, so that the KL of equal weights is 0.
-        options: keyword arguments of :class:`~sota_grpo.policy.causal.CausalPolicy`.
+        options: keyword arguments of :class:`CausalPolicy` except ``with_entropy``; its errors are raised.
     """
 
     def __init__(self, model: nn.Module, *, autocast: Context = nullcontext, **options: Any) -> None:

@@ -119,15 +119,11 @@ def compile_options() -> dict[str, Any]:
 
 
 def _computed(text: str, weights: LayerWeights, hidden: Tensor, *args: Any) -> Tensor:
-    """Call :func:`decoder_layer`; ``text`` is the :class:`LayerShape` as JSON.
-
-    torch.compile recompiles for another string, while numbers could become dynamic arguments of the compiled code. So
-    could the sizes of the matrices, which the comparison with the shape makes constants.
-    """
+    """Call :func:`decoder_layer` for a :class:`LayerShape` as JSON: torch.compile takes a string as a constant."""
     shape = LayerShape(*_numbers(text))
     sizes = (shape.hidden, shape.inner, (shape.heads + 2 * shape.key_heads) * shape.width)
-    if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:
-        raise ValueError(f"The layer's matrices are not those of {text}.")
+    if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:  # so they are constants
+        raise ValueError(f"The layer's matrices do not have the sizes of its LayerShape {text}.")
     return decoder_layer(shape, weights, hidden, *args)
 
 
@@ -180,23 +176,20 @@ def weights_of(layer: nn.Module) -> LayerWeights:
 
 
 class Joined:
-    """State of a joined layer: shape, whether it is compiled, and, in :class:`HalfWeights`, half-precision copies.
-
-    A deep copy of the layer, such as an engine's, is not compiled, because an engine decodes one token at a time.
-    """
+    """State of a joined layer: shape, whether it is compiled, and, in :class:`HalfWeights`, half-precision copies."""
 
     def __init__(self, shape: LayerShape, compiles: bool = True) -> None:
         self.shape, self.compiles = shape, compiles
         self.halves: LayerWeights | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:  # of copy.deepcopy too
+    def __reduce__(self) -> tuple[Any, ...]:  # a deep copy, such as an engine's for decoding, is not compiled
         return Joined, (self.shape, False)
 
 
 def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
     """Make ``layers`` joined, in place: they call :func:`decoder_layer` for packed half-precision rows on a GPU.
 
-    :func:`fits` must be True for each layer. ``windows``: sliding window of each layer in tokens; None: no window.
+    :func:`fits` must be True for each layer. ``windows``: one sliding window per layer, in tokens; None: no window.
     """
     for layer, window in zip(layers, windows, strict=True):
         changed: Any = layer
@@ -236,9 +229,8 @@ def fits(layer: nn.Module) -> bool:
 class HalfWeights:
     """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 
-    Each backward pass adds the copies' gradients to the matrices' gradients. The sums are those of a cast in every
-    micro-batch. In the context, matrices must not change and their gradients must not be reset. A layer with both
-    trained and frozen matrices has no copies.
+    Each backward pass adds the copies' gradients to the matrices'. In the context, matrices must not change and their
+    gradients must not be reset. A layer with both trained and frozen matrices has no copies.
     """
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:

@@ -14,10 +14,8 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
     """Return the sorted token ids that end a response: those of tokenizer, generation config and chat template.
 
     Qwen2.5's base models, for example, declare ``<|endoftext|>``, but their template ends turns with ``<|im_end|>``.
-    The tokenizer caches them: a later call without ``generation_config`` returns the same ids. There may be none.
-
-    Raises:
-        UserError: an ``eos_token_id`` in the generation config is not a number.
+    Ids of config and template are stored as ``tokenizer.known_ends``, for later calls without ``generation_config``.
+    The result may be empty. UserError if an ``eos_token_id`` of the config is not an integer.
     """
     eos = getattr(tokenizer, "eos_token_id", None)
     known = getattr(tokenizer, "known_ends", None)
@@ -25,14 +23,17 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
         named = getattr(generation_config, "eos_token_id", None)
         known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
         if odd := [token for token in known - {None} if not isinstance(token, int)]:
-            raise UserError(f"generation_config.json has eos_token_id={odd[0]!r}, which is not a token id; correct it.")
+            raise UserError(
+                f"generation_config.json or config.json has eos_token_id={odd[0]!r}, which is not a token id; correct "
+                "the model's file."
+            )
         with suppress(AttributeError):  # a class with slots: computed again at each call
             tokenizer.known_ends = known
     return tuple(sorted({*known, eos} - {None}))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that ends an assistant turn in the chat template; None if none does."""
+    """Return the id of the first added or special token after an assistant turn in the chat template, or None."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
@@ -46,7 +47,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def response_text(tokenizer: Any, token_ids: Any) -> str:
-    """Decode a response ``[R]`` without end tokens and padding; other special tokens stay in the text."""
+    """Return the text of a response, ids ``[R]``, without end tokens and padding; other special tokens are kept."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return tokenizer.decode([number for number in ids if number not in left_out], skip_special_tokens=False)

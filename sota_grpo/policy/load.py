@@ -45,15 +45,14 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class ModelNotFoundError(UserError, FileNotFoundError):
-    """The model is neither a local folder nor reachable on the hub; the message says how to fix it."""
+    """A model is not found, or its files cannot be loaded; the message says how to fix it."""
 
 
 def resolve_model_path(name: str) -> str:
     """Return the local folder of the model ``name`` (also of ``"tiny"`` and ``"smollm2"``); a hub id is returned as is.
 
-    Raises:
-        ModelNotFoundError: ``name`` is a path, and there is no model folder at that path.
-        UserError: the packages of ``smollm2`` are not installed, or it cannot be converted.
+    The first use of ``smollm2`` on a machine converts the model, which takes half a minute. ModelNotFoundError if
+    ``name`` is a path or a folder without a ``config.json``; UserError if a packaged model cannot be used.
     """
     if name == TINY:
         folder = Path(str(files("sota_grpo"))) / "assets" / TINY
@@ -73,12 +72,9 @@ def resolve_model_path(name: str) -> str:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model ``name``; if it has no padding token, the end-of-sequence token is used.
 
-    The tokenizer stores all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). ``name`` is a
-    folder or a hub id; ``trust_remote_code`` allows Python code in the model's repository to run.
-
-    Raises:
-        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
-        UserError: the repository has Python code that is not allowed to run, or an end token that is not a number.
+    The tokenizer stores all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). For ``name``
+    see :func:`resolve_model_path`; ``trust_remote_code`` allows Python code in the model's repository to run. UserError
+    if the model is not found (ModelNotFoundError) or its tokenizer cannot be used; the message says why.
     """
     tokenizer = from_pretrained(AutoTokenizer.from_pretrained, name, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token_id is None:  # masks define padding, ids do not: sharing the id with EOS is harmless
@@ -114,7 +110,7 @@ def load_model(
 
     Args:
         name: folder or hub id, see :func:`resolve_model_path`.
-        dtype: dtype of the parameters.
+        dtype: dtype of the parameters; ValueError if it is unknown.
         attn_implementation: name in transformers (``"sdpa"``, ``"eager"``, ...); None: transformers' default.
         trust_remote_code: allow Python code in the model's repository to run.
         gradient_checkpointing: keep one activation per decoder layer and recompute the others in the backward pass.
@@ -123,10 +119,7 @@ def load_model(
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
 
     Raises:
-        UserError: the model does not accept ``load_kwargs``, ``attn_implementation`` or gradient checkpointing, has
-            Python code that is not allowed to run, or has weights that are missing or not finite.
-        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
-        ValueError: ``dtype`` is unknown.
+        UserError: the model is not found (ModelNotFoundError) or not usable with these options; the message says why.
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}")
@@ -149,7 +142,7 @@ def load_model(
         cause, name = error.__cause__ or error, f"model.attn_implementation={attn_implementation}"
         if attn_implementation is None or not (isinstance(cause, ImportError) or "attn_implementation" in str(cause)):
             raise
-        raise UserError(f"{name} cannot be used ({first_line(cause)}); use sdpa, eager or null.") from error
+        raise UserError(f"{name} cannot be used ({first_line(cause).rstrip('.')}); use sdpa, eager or null.") from error
     if gradient_checkpointing:
         enable_gradient_checkpointing(model)
     model.stored_dtype, model.stored_dropout = stored, rates  # read by save_hf
@@ -179,7 +172,7 @@ def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) 
         if not (load_kwargs and isinstance(error.__cause__, TypeError)):
             raise
         raise UserError(
-            f"model.load_kwargs={dict(load_kwargs)} is not accepted by the model ({error.__cause__}); remove it."
+            f"model.load_kwargs={dict(load_kwargs)} is not accepted by the model ({error.__cause__}); correct it."
         ) from error
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
         raise UserError(
@@ -189,7 +182,8 @@ def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) 
     for weight, value in model.named_parameters():
         if value.is_floating_point() and not all(bound.isfinite() for bound in value.detach().aminmax()):
             raise UserError(
-                f"model.name={name}: its weight {weight} is not finite, so its files are damaged; replace them."
+                f"model.name={name}: its weight {weight} is not finite in {value.dtype}: its files are damaged, or a "
+                "value is too large for that dtype; replace the files, or use float32."
             )
     return model
 
@@ -234,11 +228,10 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
-    """Call ``load(path of the model name, **options)``, and turn its errors into one-sentence messages.
+    """Return ``load(path of the model name, **options)``; turn its errors into one-sentence messages.
 
-    Raises:
-        ModelNotFoundError: the folder is missing or damaged, or the hub does not answer.
-        UserError: the model contains Python code, which ``trust_remote_code=False`` does not allow to run.
+    ModelNotFoundError if ``load`` fails; UserError if the model has Python code that ``trust_remote_code=False`` does
+    not allow to run, or its path cannot be resolved. ``load``'s own UserErrors and memory errors are not changed.
     """
     path = resolve_model_path(name)
     try:
@@ -252,19 +245,16 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
             ) from error
         cause = first_line(error) if isinstance(error, OSError) else sentence(error)
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({cause}); use the folder of a saved model, check the "
-            "network and the hub id, or use model.name=tiny"
+            f"model.name={name} could not be loaded from {path} ({cause.rstrip('.')}); use the folder of a saved "
+            "model, check the network and the hub id, or use model.name=tiny"
         ) from error
 
 
 def find_architecture(name: str, *, trust_remote_code: bool = False) -> tuple[Architecture, str]:
     """Return the architecture of the model ``name`` and a phrase that names its source; no weights are read.
 
-    Sources, in this order: a local folder, the table of :mod:`sota_grpo.policy.model_sizes`, the hub.
-
-    Raises:
-        ModelNotFoundError: there is no such folder, or the hub does not answer about a model outside the table.
-        UserError: it is not a causal language model, or its weights are quantised.
+    Sources, in this order: a local folder, the table of :mod:`sota_grpo.policy.model_sizes`, the hub. UserError if the
+    model is not found (ModelNotFoundError) or cannot be trained; the message says why.
     """
     known = model_sizes.architecture_of(name)
     if known is not None and not Path(resolve_model_path(name)).is_dir():
@@ -310,17 +300,16 @@ def save_hf(
     *,
     dtype: DType | None = None,
 ) -> Path:
-    """Export weights (LoRA merged, safetensors), configuration, tokenizer and chat template to ``directory``.
+    """Export weights (LoRA merged, safetensors), configuration, tokenizer and chat template; return ``directory``.
 
     ``AutoModelForCausalLM.from_pretrained(directory)`` and vLLM can load it. An earlier export is replaced only after
     the new one is complete. For a sharded model every rank must call this; rank 0 writes each weight when it is
     gathered. If transformers stores a model in another form than it computes with, rank 0 holds all weights at once.
 
     Args:
-        model: a causal language model, with or without LoRA; not changed.
-        tokenizer: the tokenizer the model was trained with.
+        model: a causal language model, with or without LoRA; its configuration is changed during the call.
         progress: called for every weight.
-        dtype: dtype of the written weights; None: the narrower of the model's and that of the files it was loaded from.
+        dtype: written dtype of weights in the model's dtype; None: the narrower of that and the loaded files' dtype.
 
     Raises:
         OSError, SafetensorError: writing failed; an earlier export is unchanged.
@@ -389,7 +378,7 @@ def require_whole(name: str, folder: str | Path, option: str = "model.name") -> 
 
 
 def require_causal(name: str, config: PretrainedConfig, option: str = "model.name") -> None:
-    """Raise UserError unless ``config`` is a causal language model with attention and without quantised weights."""
+    """Raise UserError unless ``config`` describes a causal language model with attention and no quantised weights."""
     remote_class = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     text: Any = config.get_text_config()
     what = None
@@ -443,10 +432,8 @@ WHOLE_BYTES, BLOCKS, BLOCK_BYTES = 64 << 20, 256, 64 << 10
 def model_digest(name: str) -> str | None:
     """Return a digest of a model's configuration, tokenizer and weights; None if the weights are not on this machine.
 
-    Of a file above 64 MiB: the length and 256 evenly spread blocks of 64 KiB. Of a hub id: the cached snapshot.
-
-    Raises:
-        ModelNotFoundError: ``name`` is a path without a model.
+    It has 16 hexadecimal digits. Of a file above 64 MiB it covers the length and 256 evenly spread blocks of 64 KiB, of
+    a hub id the cached snapshot. Errors as in :func:`resolve_model_path`.
     """
     folder = Path(resolve_model_path(name))
     if not folder.is_dir():

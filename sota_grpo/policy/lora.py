@@ -37,17 +37,14 @@ def add_lora(
     """Freeze ``model`` and add a trainable LoRA adapter of rank ``r`` and scale ``alpha / r`` to its linear layers.
 
     The LM head and the embedding get no adapter, because log-probabilities read the head's weight directly.
-    Dropout acts in training mode only.
 
     Args:
         model: a causal language model; its layers are wrapped in place.
-        r: rank, at least 1.
-        alpha: numerator of the scale.
-        dropout: probability of dropping an input of ``A``, in [0, 1).
+        dropout: probability, in [0, 1), of dropping an input of ``A`` in training mode.
         target_modules: last name components of the layers that get an adapter, such as ``q_proj``; None: all.
 
     Raises:
-        ValueError: rank or dropout is out of range.
+        ValueError: ``r`` is below 1, or ``dropout`` is out of range.
         UserError: a name in ``target_modules`` is no linear layer, or it is the LM head.
     """
     if r < 1:
@@ -82,14 +79,12 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = No
     """Quantise every linear layer inside the decoder layers to 4 bits, in place; return ``model``.
 
     64 weights share a scale, which is itself stored in 8 bits: 4.13 bits a weight. Products are computed in the dtype
-    that the weights had. Rows must be a multiple of 64: bitsandbytes 0.50 uses wrong scales for other rows on a CPU.
+    that the weights had. UserError if bitsandbytes is not installed, or if a layer's number of inputs is not a multiple
+    of 64, for which bitsandbytes 0.50 uses wrong scales on a CPU.
 
     Args:
         kind: ``nf4``, whose 16 values are quantiles of a normal distribution, or ``fp4``.
         device: device to which the model is moved, one layer at a time; None: it is not moved.
-
-    Raises:
-        UserError: bitsandbytes is not installed, or the rows of a layer are not a multiple of 64.
     """
     require_installed("bitsandbytes", f"model.quantization={kind}", "model.quantization=null")
     from bitsandbytes.nn import Linear4bit, Params4bit
@@ -102,7 +97,7 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device | None = No
             if width % BLOCK:
                 raise UserError(
                     f"model.quantization={kind} stores a scale for each {BLOCK} weights of a row, and this model has "
-                    f"rows of {width}, which is no multiple of it; use model.quantization=null."
+                    f"rows of {width}, which is no multiple of {BLOCK}; use model.quantization=null."
                 )
             options: Any = {"quant_type": kind, "device": "meta"}
             small: Any = Linear4bit(width, module.out_features, module.bias is not None, weight.dtype, **options)
@@ -135,12 +130,12 @@ def engine_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, weight)`` for a rollout engine: transformers' names, LoRA merged, detached.
 
-    A merged weight is ``W + (alpha / r) B A``, computed in float32 one layer at a time and rounded to the dtype of
-    ``W``. A tied ``lm_head.weight`` is yielded too, because engines that process weights while loading would otherwise
-    keep the old head. For a sharded model every rank must exhaust the iterator; only rank 0 receives weights (on CPU).
+    Do not write into the weights: they may be the model's memory. A merged weight is ``W + (alpha / r) B A``, computed
+    in float32 and rounded to the dtype of ``W``. A tied ``lm_head.weight`` is yielded too, because engines that process
+    weights while loading would otherwise keep the old head. For a sharded model every rank must exhaust the iterator;
+    only rank 0 receives weights (on CPU).
 
     Args:
-        model: a causal language model, with or without LoRA.
         base: False: leave out parameters that are frozen and have no adapter.
         merged: False: yield the base weights without the adapter, for :meth:`WeightPack.merged`.
         dtype: the engine's dtype, to which wider matrices are cast before they are gathered or moved; None: no cast.
@@ -170,7 +165,10 @@ def packed_weights(
     names: Set[str] | None = None,
     **options: Any,
 ) -> WeightPack:
-    """Copy :func:`engine_weights` one by one into a new :class:`WeightPack`; if sharded, only rank 0's has weights."""
+    """Copy the weights of :func:`engine_weights`, which has the same arguments, into a new :class:`WeightPack`.
+
+    If the model is sharded, all ranks must call this, and only rank 0's pack has weights.
+    """
     values = (value for name, value, _ in _parts(base_model(model), base) if names is None or name in names)
     room = sum(_room(value, dtype) for value in values)
     return WeightPack.of(engine_weights(model, base=base, dtype=dtype, names=names, **options), room=room)
@@ -186,7 +184,7 @@ def _room(value: torch.Tensor, dtype: torch.dtype | None) -> int:
 def weight_slices(
     model: nn.Module, *, base: bool = True, dtype: torch.dtype | None = None, most_bytes: int
 ) -> list[set[str]]:
-    """Split the names of :func:`engine_weights` into sets of up to ``most_bytes`` or one weight; tied ones together."""
+    """Split :func:`engine_weights`' names into sets of up to ``most_bytes``, or of one weight; tied ones together."""
     slices: list[set[str]] = [set()]
     homes: dict[int, set[str]] = {}
     room = 0
@@ -202,7 +200,7 @@ def weight_slices(
 
 
 def engine_layout(model: nn.Module) -> dict[str, Piece]:
-    """Return dtype and shape of each weight of :func:`engine_weights` without merging adapters; tied weights once."""
+    """Return dtype and shape of each weight of :func:`engine_weights` by name; a tied weight has its first name."""
     first: dict[int, tuple[str, Piece]] = {}
     for name, value, _ in _parts(base_model(model), base=True):
         if id(value) not in first:
@@ -247,9 +245,9 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_pack(model: nn.Module) -> WeightPack:
-    """Return the LoRA adapter of ``model`` without the base weights; if sharded, only rank 0's has tensors.
+    """Return the LoRA adapter of ``model`` without the base weights; ValueError unless it has one active adapter.
 
-    Collective. ValueError if the model has no adapter.
+    If the model is sharded, all ranks must call this, and only rank 0's pack has tensors.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
     scales: dict[str, float] = {}

@@ -119,7 +119,7 @@ _VARIANT = re.compile(r"(^meta-(?=llama))|(-(instruct|base|chat|hf|it))+$")  # v
 
 
 def architecture_of(name: str) -> Architecture | None:
-    """Return a hub model's architecture, suffixes such as -Instruct or -Math allowed; None if the table lacks it.
+    """Return the architecture of a hub model, or of its -Instruct and similar variants; None if the table lacks it.
 
     >>> architecture_of("meta-llama/Llama-2-7b-chat-hf").parameters
     6738415616
@@ -147,7 +147,7 @@ def missing_folder(name: str, option: str = "model.name") -> str | None:
 
 
 def is_on_the_hub(name: str) -> bool:
-    """Return whether ``name`` looks like a hub id, ``owner/model``, and is not a local folder."""
+    """Return whether ``name`` looks like a hub id, ``owner/model``, and is not a local path."""
     return "/" in name and not is_a_path(name)
 
 

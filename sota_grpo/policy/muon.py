@@ -12,13 +12,13 @@ from sota_grpo.policy.optimizers import Rates, decay_groups
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon (Jordan et al. 2024) for ``matrices``, AdamW for ``others``. Muon orthogonalises the momentum ``M [m, n]``::
+    """Optimizer: Muon (Jordan et al. 2024) for ``matrices``, AdamW for ``others``. Muon orthogonalises momentum ``M``::
 
         W <- W - lr * (0.2 sqrt(max(m, n)) * NS(M) + weight_decay * W),   NS(M) ~ U V^T of  M = U S V^T
 
-    With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) the entries of a step are as large as AdamW's, so both
-    share ``lr``, its schedule and ``weight_decay``. The first parameter group is Muon's; AdamW has the others:
-    embedding, head, biases and norms.
+    ``W`` and ``M`` are ``[m, n]``. With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) the entries of a step
+    are as large as AdamW's, so both share ``lr``, its schedule and ``weight_decay`` (0 for biases and norms). The first
+    parameter group is Muon's; AdamW has the others: embedding, head, biases and norms.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates):

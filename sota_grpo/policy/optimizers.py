@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
-        """Return the sizes of all weights of a model; if ``rank`` > 0, of a LoRA adapter, which is in float32."""
+        """Return the sizes of all weights of a model; if ``rank`` > 0, of its LoRA adapter, in float32 in any case."""
         if rank:
             pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
             return cls(pairs * model.layers, (), 0, 4)
@@ -83,7 +83,7 @@ class OptimizerKind:
 
 
 def decay_groups(parameters: Sequence[torch.Tensor], rates: Rates) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: one-dimensional parameters (norms, biases) get no weight decay."""
+    """Return parameter groups for an optimizer: parameters of fewer than two dimensions get no weight decay."""
     flat = [p for p in parameters if p.dim() < 2]
     if not flat or rates.weight_decay == 0:
         return [{"params": list(parameters)}]
@@ -151,8 +151,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer ``name`` of ``parameters``; ``muon`` applies Muon to ``matrices`` and AdamW to the others.
 
-    Raises:
-        UserError: the optimizer's package is not installed.
+    KeyError if ``name`` is not in :data:`OPTIMIZERS`; UserError if the optimizer's package cannot be used.
     """
     inside = {id(parameter) for parameter in matrices}
     if name == "adamw":  # in the model's order, as in older checkpoints
@@ -162,7 +161,7 @@ def make_optimizer(
 
 
 def require_package(name: str) -> None:
-    """Raise ``UserError`` unless the package of the optimizer ``name`` is installed."""
+    """Raise UserError unless the package of the optimizer ``name`` is installed, KeyError for an unknown name."""
     package = OPTIMIZERS[name].package
     if package is not None:
         require_installed(package, f"optimizer.name={name}", "optimizer.name=adamw")

@@ -75,7 +75,7 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
-    """Return whether this rank is the first that holds its shard of a tensor; rank 0 is, if it is not sharded."""
+    """Return whether this rank is the first that holds its shard of a tensor; rank 0 is, if there are no shards."""
     if not isinstance(tensor, DTensor):
         return ranks.leads
     coordinate: Any = tensor.device_mesh.get_coordinate()
@@ -83,7 +83,7 @@ def is_first_holder(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 
 def local_shard(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return a view of the shard that this rank must save, and its offset; None if empty or saved by another rank."""
+    """Return a view of the shard that this rank must save and its offset per dimension; None if it saves nothing."""
     if not is_first_holder(tensor, ranks):
         return None
     if not isinstance(tensor, DTensor):
@@ -117,7 +117,7 @@ def divided(whole: torch.Tensor | StoredTensor, like: torch.Tensor) -> torch.Ten
 def optimizer_state(
     optimizer: torch.optim.Optimizer, whole: Callable[[torch.Tensor], torch.Tensor | None] = gather
 ) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with ``whole(tensor)`` for each tensor; collective if ``whole`` is."""
+    """Return ``optimizer.state_dict()`` with ``whole(tensor)`` for each state tensor; collective if ``whole`` is."""
     state = optimizer.state_dict()
     entries = {
         index: {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
@@ -127,7 +127,10 @@ def optimizer_state(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the result of :func:`optimizer_state` of any number of ranks; the optimizer may share memory with it."""
+    """Load a result of :func:`optimizer_state` on any number of ranks; the optimizer may share memory with it.
+
+    ValueError if the result is of other parameter groups.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def local(value: Any, parameter: torch.Tensor) -> Any:
@@ -191,7 +194,10 @@ class Ranks:
         return total
 
     def sums(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return each scalar summed over the shares; all ranks must pass the same names; collective, in float64."""
+        """Return each scalar summed over the shares, in float64; on one rank, the scalars themselves.
+
+        Collective: all ranks must pass the same names in the same order.
+        """
         if self.size == 1:
             return dict(values)
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
@@ -233,19 +239,18 @@ def join_ranks(
     start_timeout_s: float | None = None,
     **layout: Any,
 ) -> Ranks:
-    """Initialize torch.distributed in this process, once, as one of ``size`` ranks; return after all have joined.
+    """Initialize torch.distributed in this process, once, as rank ``rank`` of ``size``; return after all have joined.
 
     The backend is gloo on CPUs, NCCL on GPUs. For a loopback address or a file, gloo on Linux uses loopback only.
+    DistError if other ranks do not join in time; ValueError if this process has already joined.
 
     Args:
         rank: rank of this process, from 0.
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
+        device: device of this rank; if it is a GPU, it becomes the current one.
         timeout_s: timeout of every collective.
         start_timeout_s: timeout of joining, if longer than ``timeout_s`` (rank 0 may load a model meanwhile).
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
-
-    Raises:
-        torch.distributed.DistError: other ranks did not join in time.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -267,9 +272,10 @@ def join_ranks(
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     """Shard the parameters of ``policy`` over the ranks, in place; the forward pass gathers one layer at a time.
 
-    Rank 0 broadcasts its parameters, so other ranks need not load any. Parameters may be on the CPU: each layer is
-    moved to the ranks' device by itself. Rank 0, which has real weights, also decides for all whether rows are packed.
-    Gradients are sums over the ranks, not means. Call this before building an optimizer.
+    Rank 0 broadcasts its parameters, so other ranks need not load any, and decides for all whether rows are packed.
+    Parameters may be on the CPU: each layer is moved to the ranks' device by itself. Gradients are sums over the ranks,
+    not means. All ranks must call this, before they build an optimizer. RuntimeError if their models differ in shape;
+    NotImplementedError if tensor parallelism does not support the model's plan.
     """
     mesh = ranks.mesh()
     names = mesh.mesh_dim_names or ()
@@ -303,7 +309,9 @@ def _send(module: nn.Module, ranks: Ranks) -> None:
     tensors = [value for value in [*module.parameters(), *module.buffers()] if not isinstance(value, DTensor)]
     sent = _of_rank_0([(value.shape, value.dtype) for value in tensors], ranks)
     if [shape for shape, _ in sent] != [value.shape for value in tensors]:
-        raise RuntimeError(f"{type(module).__name__} differs in shape on rank {ranks.rank} and rank 0; use one model.")
+        raise RuntimeError(
+            f"{type(module).__name__} differs in shape on rank {ranks.rank} and rank 0; load the same model on all."
+        )
     for value, (_, dtype) in zip(tensors, sent):
         empty = torch.empty(value.shape, dtype=dtype, device=ranks.device)
         whole = empty.copy_(value) if ranks.leads else empty
@@ -328,7 +336,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tested: gradients equal tho
 
 
 def require_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
-    """Raise UserError unless a model's family is in :data:`FAMILIES` and its matrix sizes are divisible by ``size``.
+    """Raise UserError unless a model is of :data:`FAMILIES` and ``size`` divides heads, key heads, MLP and vocabulary.
 
     >>> from transformers import LlamaConfig
     >>> require_divisible("m", LlamaConfig(num_attention_heads=32, num_key_value_heads=8), 16)
@@ -388,10 +396,7 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.
 
 
 def divide_layer(layer: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Apply tensor parallelism to a decoder layer, in place; LoRA factors are sharded like their matrices.
-
-    ``plan`` is transformers' ``base_model_tp_plan``.
-    """
+    """Apply ``base_model_tp_plan`` to a decoder layer and its LoRA, in place; NotImplementedError if not supported."""
     styles: dict[str, ParallelStyle] = {}
     for path, kind in plan.items():
         name = path.removeprefix("layers.*.")
@@ -418,7 +423,9 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
     if kind == "replicated_with_grad_allreduce":
         return {name: WholeWeights(Shard(2))}  # [1, L, heads, width]
     if kind not in ("colwise", "rowwise"):
-        raise NotImplementedError(f"The model's plan shards {name} as {kind}; use train_model.tensor_parallel_size=1")
+        raise NotImplementedError(
+            f"The model's plan shards {name} as {kind}, which is not supported; use train_model.tensor_parallel_size=1."
+        )
     parallel = ColwiseParallel if kind == "colwise" else RowwiseParallel
     module: Any = layer.get_submodule(name)
     if not hasattr(module, "lora_A"):
@@ -430,7 +437,7 @@ def _styles(name: str, kind: str, layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def divide_ends(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard the embedding and the output layer by token ids over the ranks, in place; tied weights stay tied."""
+    """Shard embedding and output layer by token ids, in place (tied ones stay tied); replicate unsharded weights."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     tied = head.weight is embedding.weight

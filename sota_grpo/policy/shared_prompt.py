@@ -182,13 +182,13 @@ def _padded_spans(lengths: Any, starts: Any) -> Spans:
 class Tables:
     """Work tables of the CUDA kernels, int32, in one tensor ``flat``; tiles are sorted by work, the most first.
 
-    - ``starts [L]``: first token of each token's span (a prompt or a response).
-    - ``query_tiles [N, 4]``: queries ``[first, end)`` of one prompt or of its responses; keys ``[prompt, prompt_end)``
+    - ``starts [L]``: packed position of the first token of each token's span (a prompt or a response).
+    - ``query_tiles [.., 4]``: queries ``[first, end)`` of one prompt or of its responses; keys ``[prompt, prompt_end)``
       of the prompt that they attend to in addition to their own span (0, 0: none).
-    - ``key_tiles [N, 7]``: keys ``[first, end)``; queries ``[asked, masked)`` attend causally to keys of their span,
+    - ``key_tiles [.., 7]``: keys ``[first, end)``; queries ``[asked, masked)`` attend causally to keys of their span,
       and queries ``[masked, last)`` to all these keys; first row in a buffer of partial sums, or -1; the prompt's end,
       or ``NO_PROMPT``.
-    - ``joins [N, 5]``: ``first, end, slot, stride, pieces``: the gradients of keys ``[first, end)`` are the sum of
+    - ``joins [.., 5]``: ``first, end, slot, stride, pieces``: the gradients of keys ``[first, end)`` are the sum of
       ``pieces`` buffer ranges, which start at row ``slot`` and are ``stride`` rows apart.
 
     ``sizes``: number of rows of query tiles, of key tiles, of joins and of the buffer.
@@ -207,8 +207,8 @@ class Tables:
 def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     """Return the CUDA kernels' :class:`Tables` of ``length`` packed tokens.
 
-    For a prompt of 130 tokens with responses of 3 and 4, ``starts`` is 130 times 0, 3 times 130, 4 times 133.
-    Queries of both responses share a tile and attend to the prompt's keys [0, 130) too.
+    For a prompt of 130 tokens with responses of 3 and 4, ``starts`` is 130 times 0, 3 times 130, 4 times 133. The
+    responses share the tile [130, 137), whose queries also attend to the prompt's keys [0, 130).
 
     >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
     >>> starts, query_tiles, key_tiles, joins = tables.split()
@@ -257,17 +257,14 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents
     """Return the packed layout of right-padded rows, in which equal prompts are stored once.
 
     A row's prompt is all tokens before its first assistant token; a row without one is a prompt without a response. A
-    row that is a tree (``keys.PARENTS``) has a response per leaf; the prompt of a root's leaves is the longest common
-    prefix of their paths. Later tokens that only some of these leaves share are computed once per leaf.
+    row that is a tree (``keys.PARENTS``) has a response per leaf (:func:`tree_branches`); tokens after the prompt that
+    leaves share are computed once per leaf. ValueError if padding precedes a token, or there are no rows.
 
     Args:
         tokens: int64 ``[N, T]``; the layout is computed on the CPU, see :meth:`Layout.to`.
         attention_mask: bool ``[N, T]``, False for padding, which must be at the end of each row.
         assistant_mask: bool ``[N, T]``, the tokens that the policy sampled.
         parents: int64 ``[N, T]``, the position of each token's predecessor, -1 for a root; None: rows are no trees.
-
-    Raises:
-        ValueError: padding precedes a real token.
 
     >>> tokens = torch.tensor([[5, 6, 1, 2, 0], [5, 6, 3, 0, 0], [7, 8, 9, 0, 0]])
     >>> said = torch.tensor([[0, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
@@ -330,7 +327,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents
 
 
 class Branch(NamedTuple):
-    """A path from a root to a leaf of a row that is a tree of tokens; the first ``shared`` tokens are its prompt."""
+    """A path from root to leaf in a row that is a tree of tokens; its first ``shared`` tokens are the prompt's."""
 
     shared: int
     path: Any  # int64 [length], positions in the row
@@ -343,7 +340,7 @@ def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
     tokens before its first assistant token.
 
     Args:
-        parents: int64 ``[T]``, position of each token's predecessor; -1 for a root.
+        parents: int64 ``[T]`` on the CPU, position of each token's predecessor, which precedes it; -1 for a root.
         completion_mask: bool ``[T]``, the tokens that the policy sampled.
 
     >>> branches = tree_branches(torch.tensor([-1, 0, 1, 2, 1, 4, -1]), torch.tensor([0, 0, 1, 1, 1, 1, 0]).bool())
@@ -378,14 +375,10 @@ def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
 def branch_rows(
     tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each path from a root to a leaf as a padded row, for a model that cannot pack rows that are trees.
+    """Return each path from root to leaf of rows that are trees as a padded row; arguments as in :func:`pack`.
 
-    Args:
-        tokens, attention_mask, assistant_mask, parents: see :func:`pack`.
-
-    Returns:
-        Tokens int64 and attention mask bool ``[B, D]`` of the ``B`` paths; and int64 ``[M]``, for each assistant token
-        of the input, row by row, the position of its predecessor in the flattened ``[B, D]``.
+    All tensors are on the CPU: tokens int64 and attention mask bool ``[B, D]`` of the ``B`` paths; and int64 ``[M]``,
+    for each assistant token of the input, row by row, the position of its predecessor in the flattened ``[B, D]``.
     """
     paths = [
         (row, branch.path)
@@ -422,22 +415,20 @@ def shared_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer, as an attention function of transformers; without ``layout``, by its SDPA.
+    """Return one layer's attention over packed rows, and None: an attention function of transformers.
+
+    Without ``layout``, rows are padded, and transformers' SDPA computes them unless there is a ``softcap``. Packed rows
+    give ``[1, L, heads, width]``, padded rows ``[N, T, heads, width]``. NotImplementedError for packed rows with
+    dropout, without causality, or with an argument in :data:`UNKNOWN`.
 
     Args:
-        query: ``[1, heads, L, width]``; ``key`` and ``value`` may have fewer heads, a divisor of ``heads``.
+        query: ``[1, heads, L, width]``, of padded rows ``[N, heads, T, width]``; ``key`` and ``value`` may have fewer
+            heads, a divisor of ``heads``.
         attention_mask: mask of padded rows; ignored with a layout.
-        dropout: dropout of probabilities; must be 0 with a layout.
         scaling: factor of the scores; None: ``width ** -0.5``.
         layout: layout of the ``L`` packed tokens; ``tables``: its tables, which the compiler can trace.
-        sliding_window: number of tokens that a token attends to, itself included.
+        sliding_window: with a layout, number of tokens that a token attends to, itself included.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-
-    Returns:
-        ``[1, L, heads, width]`` and None.
-
-    Raises:
-        NotImplementedError: an argument is not supported.
     """
     if layout is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -446,7 +437,7 @@ def shared_attention(
     if layout is not None:
         unsupported = [name for name in UNKNOWN if kwargs.get(name) is not None]
         if dropout or unsupported or kwargs.get("is_causal") is False:
-            what = unsupported or "dropout, or not causal"
+            what = ", ".join(unsupported) or "dropout, or attention that is not causal"
             raise NotImplementedError(f"attention over packed rows does not support {what}")
         query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary positions make them float32
     equal_widths = width == value.shape[-1]
@@ -548,7 +539,10 @@ def _like_rows(tensor: Tensor) -> Tensor:
 
 
 def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Return whether CUDA kernels apply: Ampere or newer, Triton, half precision, head width 8, 16, 24, .. or 256."""
+    """Return whether the CUDA kernels can run: a GPU of Ampere or newer, and Triton and a C compiler to build them.
+
+    They need half precision and a head width that is a multiple of 8 up to 256.
+    """
     half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and half and width % 8 == 0 and width <= 256 and _builds_kernels(device)
 
@@ -569,7 +563,7 @@ def packed_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and log-sum-exp of ``attention_kernels.forward``; ``softcap`` or ``window`` 0: none."""
+    """Return ``attention_kernels.forward`` with ``Tables(tables, sizes)``; ``softcap`` or ``window`` 0: none."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))

@@ -46,11 +46,7 @@ def require_smollm2() -> None:
 
 
 def smollm2_folder() -> Path:
-    """Return the folder of the converted model; the first call on a machine converts it in half a minute.
-
-    Raises:
-        UserError: a package is missing, or the cache cannot be written.
-    """
+    """Return the folder of the converted model; the first call converts it in half a minute; UserError if it cannot."""
     folder = cache_folder() / _FOLDER
     if (folder / "config.json").is_file():
         return folder
@@ -65,8 +61,8 @@ def smollm2_folder() -> Path:
                 _convert(source, folder)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"model.name={SMOLLM2} cannot be converted into {folder} ({error}); free 550 MB there, or set the "
-            "environment variable SOTA_GRPO_CACHE to another folder."
+            f"model.name={SMOLLM2} cannot be converted into {folder} ({str(error).rstrip('.')}); make the folder "
+            "writable, with 550 MB free, or set the environment variable SOTA_GRPO_CACHE to another folder."
         ) from error
     return folder
 

@@ -1,7 +1,6 @@
 """Safetensors files of tensors or slices of tensors, written and read one by one to save memory.
 
-The writer of safetensors needs all tensors of a file at once, and so does torch.distributed.checkpoint's
-``HuggingFaceStorageWriter``, which makes two more copies; torch's other format contains a pickle. Slice offsets are in
+The writers of safetensors and of torch.distributed.checkpoint need all tensors of a file at once. Slice offsets are in
 the header in the form of torch.distributed.checkpoint, whose ``HuggingFaceStorageReader`` can read these files too.
 """
 
@@ -47,9 +46,8 @@ class TensorFileError(ValueError):
 class Piece:
     """Dtype, shape and offset of a stored tensor, or of a stored slice of a tensor.
 
-    Args:
-        begin: first row and, for a matrix, first column of a slice; empty for a whole tensor.
-        whole: shape of the whole tensor; None: not known.
+    ``begin``: first row and, for a matrix, first column of a slice; empty for a whole tensor. ``whole``: shape of the
+    whole tensor; None: not known.
     """
 
     dtype: torch.dtype
@@ -68,7 +66,7 @@ class Piece:
         return range(first, first + rows), range(left, left + columns)
 
     def within(self, rows: range, columns: range) -> tuple[slice, ...]:
-        """Return slices of this piece that hold ``rows``, ``columns`` of the whole tensor."""
+        """Return the index in this piece of ``rows`` and ``columns`` of the whole tensor; this piece must have them."""
         cuts = [slice(cut.start - box.start, cut.stop - box.start) for cut, box in zip((rows, columns), self.box)]
         return tuple(cuts[: len(self.shape)])
 
@@ -87,15 +85,14 @@ def write_tensors(
 ) -> str:
     """Write tensors one by one to a new safetensors file; return the file's SHA-256 in hexadecimal.
 
+    FileExistsError if ``path`` exists; KeyError if safetensors has no name for a dtype; ValueError if dtype, shape or
+    number of the tensors differs from ``layout``. Errors other than the first can leave an incomplete file.
+
     Args:
         layout: dtype, shape and offset of each tensor, by name.
         tensors: CPU tensors in the order of ``layout``; an iterator may compute them one by one.
         durable: sync the file to the disk.
         progress: called after every written block.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-        ValueError: dtype, shape or number of the tensors differs from the layout; an incomplete file is left.
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
@@ -142,7 +139,10 @@ def _header(layout: Mapping[str, Piece]) -> bytes:
 def write_model(
     folder: Path, layout: Mapping[str, Piece], tensors: Iterable[torch.Tensor], *, most_bytes: int = 50 * 10**9
 ) -> None:
-    """Write weights in transformers' format: one file; above ``most_bytes``, several and an index."""
+    """Write weights in transformers' format: one file; above ``most_bytes``, several and an index.
+
+    For the other arguments and the errors see :func:`write_tensors`.
+    """
     groups: list[dict[str, Piece]] = [{}]
     for name, piece in layout.items():
         if groups[-1] and piece.num_bytes + sum(other.num_bytes for other in groups[-1].values()) > most_bytes:
@@ -163,9 +163,7 @@ def write_model(
 class StoredTensor:
     """A tensor in one or more files; :meth:`block` reads only the requested rows and columns.
 
-    Args:
-        name: name of the tensor in each file.
-        pieces: (file, slice) pairs, which cover the tensor without gap or overlap.
+    ``pieces``: (file, slice) pairs, which cover the tensor without gap or overlap.
     """
 
     name: str
@@ -174,15 +172,13 @@ class StoredTensor:
     pieces: tuple[tuple[Path, Piece], ...]
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor."""
+        """Read the whole tensor; errors as in :meth:`block`."""
         return self.block(())
 
     def block(self, cut: Sequence[slice]) -> torch.Tensor:
-        """Read ``whole[cut]``; ``cut`` is ``()`` (the whole tensor), ``(rows,)`` or ``(rows, columns)``.
+        """Read ``whole[cut]``; ``cut``: ``()``, ``(rows,)`` or ``(rows, columns)``, without step or negative bound.
 
-        Raises:
-            OSError: a file cannot be read.
-            TensorFileError: a file has changed since it was opened.
+        OSError if a file cannot be read, TensorFileError if it has changed since it was opened.
         """
         shape = [len(range(size)[rows]) for size, rows in zip(self.shape, cut)]
         requested = Piece(self.dtype, (*shape, *self.shape[len(shape) :]), tuple(rows.start or 0 for rows in cut))
@@ -214,9 +210,8 @@ def _opened(path: Path) -> Any:
 def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return the tensors in the files ``paths`` by name, without reading their values.
 
-    Raises:
-        OSError: a file cannot be read, or is a link out of the run directory, its third parent folder.
-        TensorFileError: a file is not in the format of :func:`write_tensors`, or slices of a tensor are missing.
+    OSError if a file cannot be read, or is a link out of the run directory, its third parent folder. TensorFileError if
+    a file is damaged, or slices of a tensor overlap, differ in dtype or leave a gap, except at the end.
     """
     pieces: dict[str, list[tuple[Path, Piece]]] = {}
     for path in paths:
@@ -252,7 +247,9 @@ def _whole(name: str, pieces: list[tuple[Path, Piece]]) -> StoredTensor:
         fits &= follows and same and rows.start == num_rows.get(columns, 0)
         num_rows[columns] = rows.stop
     if not fits or len(set(num_rows.values())) > 1:
-        raise TensorFileError(f"the stored slices of {name} have gaps, overlap or differ in dtype: a file is damaged")
+        raise TensorFileError(
+            f"the stored slices of {name} have gaps, overlap or differ in dtype: a file is damaged or missing"
+        )
     shape = (rows.stop, columns.stop, *like.shape[2:])[: len(like.shape)]
     for path, stored in pieces:
         if stored.whole is not None and stored.whole != shape:

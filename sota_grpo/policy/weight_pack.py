@@ -52,8 +52,8 @@ class BufferView:
 class WeightPack:
     """Named weights in ``uint8`` buffers on the CPU, which can be passed to another process without a copy.
 
-    The weights are all those of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, columns]`` and ``NAME:B``
-    ``[rows, r]`` for every weight ``NAME`` ``[rows, columns]`` in ``scales``.
+    The weights are those of a model, or a LoRA adapter alone: ``NAME:A`` ``[r, columns]`` and ``NAME:B`` ``[rows, r]``
+    for every weight ``NAME`` ``[rows, columns]`` in ``scales``.
 
     Pickle protocol 5 (Ray, multiprocessing with out-of-band buffers) passes buffers by reference. :meth:`tensors`
     yields views of the buffers; never write into them, because other processes may use the same memory. A tensor with
@@ -105,7 +105,7 @@ class WeightPack:
         return chain.from_iterable(views(view_of, readable(buffer)) for buffer, view_of in self.buffers)
 
     def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight of ``base``, with this adapter merged (``W + scale * B A``) if it has the weight.
+        """Yield every weight of ``base``, with this adapter merged (``W + scale * B A``) if the adapter is on it.
 
         The product is computed in float32, one weight at a time, on ``device`` (on the device of ``W`` if ``device`` is
         the CPU), rounded to the dtype of ``W`` and returned on the device of ``W``. On one device the result equals
@@ -127,12 +127,11 @@ class WeightPack:
 class WeightFolder:
     """Folder for weight files, readable by this user only, which is deleted by :meth:`close` and at process exit.
 
-    It is created in ``base``; without ``base`` in shared memory, or in a temporary folder if that is too small.
-
     Args:
         shapes: shapes of all weights that one push writes.
         dtype: the server's dtype, to which weights are cast; None: keep all dtypes.
-        base: folder that a server on another machine can read too; None: the server is on this machine.
+        base: folder that a server on another machine can read too; None: shared memory, or a temporary folder if there
+            is too little (a warning is logged) or none.
 
     >>> folder = WeightFolder({"w": torch.Size([2])}, torch.float32)
     >>> push = folder.write({"w": torch.zeros(2)})
@@ -155,8 +154,8 @@ class WeightFolder:
             folder: Path | str = _SHARED_MEMORY if free > num_bytes else folder_for_sockets(room=_SOCKET_BYTES)
             if exists and free <= num_bytes:
                 logger.warning(
-                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so weights are written to %s: start "
-                    "the container with a larger --shm-size (or --ipc=host).",
+                    "%s has %.2f GiB free and a push of weights takes %.2f GiB, so weights are written to %s: free "
+                    "shared memory, or start a container with a larger --shm-size (or --ipc=host).",
                     *(_SHARED_MEMORY, free / 2**30, num_bytes / 2**30, folder),
                 )
             self.path = Path(tempfile.mkdtemp(prefix="sota-grpo-", dir=folder))
@@ -165,8 +164,7 @@ class WeightFolder:
     def write(self, weights: Mapping[str, Tensor]) -> Path:
         """Write ``model.safetensors`` into a new folder and return the folder, which the caller must delete.
 
-        Raises:
-            OSError, SafetensorError: the file cannot be written, for example for lack of space.
+        OSError or SafetensorError if the file cannot be written, for example for lack of space or after :meth:`close`.
         """
         folder = Path(tempfile.mkdtemp(prefix="push-", dir=self.path))
         tensors: dict[str, Tensor] = {}
@@ -203,8 +201,9 @@ def padded(num_bytes: int) -> int:
 class Checksum(NamedTuple):
     """Dtype and checksum of a tensor: two sums of its rows' hashes, plain and weighted by row number; -0.0 equals 0.0.
 
-    A row's bits, read as integers (8-byte words if a row of floats consists of whole ones, else elements), are summed
-    modulo 2^64, and the sum is hashed. A vector's elements are rows. ``columns``: (start, stop) to hash; None: all.
+    A row's bits, read as integers (8-byte words if the row is of floats and fills whole words, else elements), are
+    summed modulo 2^64, and the sum is hashed. Rows are numbered from 1; a vector's elements are rows. ``columns``:
+    (start, stop) of the hashed columns; None: all.
 
     >>> first, second = (Checksum.of(torch.tensor(rows)) for rows in ([[1.0], [2.0]], [[2.0], [1.0]]))
     >>> first == second, first.total == second.total
@@ -262,10 +261,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on ``device``; from CPU to GPU they are copied as one block of pinned memory.
-
-    Copying them one by one from pageable memory would cost a launch and a synchronisation each.
-    """
+    """Return the tensors on ``device``; from CPU to GPU they are copied as one block of pinned memory, for speed."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
     *offsets, end = accumulate((padded(tensor.nbytes) for tensor in tensors), initial=0)

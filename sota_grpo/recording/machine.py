@@ -24,7 +24,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CU
 
 @lru_cache(maxsize=1)
 def this_start() -> dict[str, Any]:
-    """Return the command, commits, versions and machine of this process, as plain values without secrets; cached.
+    """Return command (:func:`without_secrets`), commits, versions and machine of this process; computed only once.
 
     ``commit`` is the commit of this package's source tree, ``working_tree`` that of the current folder (each absent if
     unknown); ``-dirty`` is appended if tracked files differ. ``started`` is the time of the first call.
@@ -62,7 +62,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Replace the values of options whose names end in token, key, secret or password by ``***``.
+    """Return ``arguments`` with ``***`` for values (not null) of options that end in token, key, secret or password.
 
     >>> without_secrets(["train.py", "engine.api_key=abc", "--hub-token", "def", "inference_model.max_tokens=9"])
     ['train.py', 'engine.api_key=***', '--hub-token', '***', 'inference_model.max_tokens=9']
@@ -79,7 +79,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the ``starts`` in ``record``, the content of ``run.json``, oldest first; invalid entries are left out."""
+    """Return the ``starts`` in ``record``, the content of ``run.json``; entries that are not objects are left out."""
     starts = (record or {}).get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 

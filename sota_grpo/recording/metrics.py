@@ -1,7 +1,6 @@
 """The list of all metrics of a run: name, reduction, sentence and unit. A name that is not listed cannot be logged.
 
-Metrics that depend on the clock or the machine begin with ``time/`` or ``system/`` or end in ``_per_s``: two equal runs
-agree exactly in all others.
+Metrics that begin with ``time/`` or ``system/`` or end in ``_per_s`` depend on the clock or the machine.
 """
 
 from __future__ import annotations
@@ -173,9 +172,9 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 
 
 def declared(name: str) -> Metric:
-    """Return the metric called ``name``, or the family that it belongs to, such as ``reward/<term>``.
+    """Return the metric ``name``, or its family, such as ``reward/<term>``.
 
-    ValueError if the metric is not listed here (the message suggests a similar name), or is a family.
+    ValueError if neither is listed here, or ``name`` is a family.
 
     >>> declared("kl").reduction, declared("reward/format").name
     ('mean', 'reward/<term>')
@@ -196,7 +195,7 @@ def declared(name: str) -> Metric:
 
 
 def term_metric(term: str) -> str:
-    """Return the name of the metric for the reward term ``term``.
+    """Return the metric's name for the reward term ``term``.
 
     ValueError if another metric has that name, or ``term`` has or begins with a character that is not allowed.
 
@@ -213,7 +212,7 @@ def term_metric(term: str) -> str:
 
 
 def info_metric(name: str, task: str | None = None) -> str:
-    """Return the metric's name for a grader's number ``name``, with ``_`` for odd characters; ``task``: of a mixture.
+    """Return the metric of a grader's number ``name`` (of ``task`` in a mixture), with ``_`` for odd characters.
 
     >>> info_metric("acc"), info_metric("pass rate", "maths")
     ('grader/acc', 'grader/maths/pass_rate')
@@ -222,7 +221,7 @@ def info_metric(name: str, task: str | None = None) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a grader's value is a finite number; a bool counts as 0 or 1.
+    """Return whether a grader's value is an int or float that is finite as a float; a bool counts as 0 or 1.
 
     >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, True, False, False)
@@ -231,12 +230,12 @@ def is_number(value: object) -> bool:
 
 
 def responses_trained(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return the responses trained on since the run began: the largest ``dialog_turns`` in ``rows``, or 0."""
+    """Return the number of responses trained on since the run began: the largest ``dialog_turns`` in ``rows``, or 0."""
     return int(max((row["dialog_turns"] for row in rows if is_number(row.get("dialog_turns"))), default=0))
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Combine the metrics of a step's optimizer steps by their reductions; None for a metric without any value.
+    """Combine metrics of a step's optimizer steps by their reductions (:func:`declared`); None for one without values.
 
     >>> reduce_updates([{"kl": 1.0, "policy_age/max": 2}, {"kl": 3.0, "policy_age/max": 1, "lr": 0.1}])
     {'kl': 2.0, 'policy_age/max': 2, 'lr': 0.1}

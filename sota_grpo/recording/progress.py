@@ -39,7 +39,7 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """Context manager that logs a start's stage after ``every_s[0]`` s of silent console, then ``every_s[1]`` s, .."""
+    """Context manager that logs a start's stage again after silences of ``every_s`` seconds; the last is repeated."""
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)
@@ -59,7 +59,7 @@ class Heartbeat(logging.Handler):
             self._spoke = now
 
     def beat(self) -> None:
-        """Log the stage and its duration, if the console was silent for long enough."""
+        """Log the stage and its duration, if there is a stage and the console has printed nothing for long enough."""
         now, stage = self._clock(), self._stage
         if stage is not None and now - self._spoke >= self._every_s[min(self._beats, len(self._every_s) - 1)]:
             self._beats += 1
@@ -88,12 +88,9 @@ def in_notebook(stream: TextIO) -> bool:
 class Progress:
     """The progress line of a run or an evaluation, redrawn on a terminal (with a bar) and in a notebook.
 
-    Elsewhere a line is printed at most every ``every_s`` seconds, and after the last step.
-
-    Args:
-        stream: None is standard output.
-        unit: noun before the count, such as ``step``.
-        by_reward: hide the success unless the reward function reported it; else it only means a reward above a limit.
+    Elsewhere a line is printed at most every ``every_s`` seconds, and after the last step. ``stream`` None is standard
+    output; ``unit`` is the noun before the count. ``by_reward`` hides the success unless the reward function reports
+    one: else success means a reward above a limit.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Progress:
         self._in_notebook, self._cell = in_notebook(stream or sys.stdout), None
 
     def update(self, done: int, metrics: Mapping[str, float | None]) -> str:
-        """Return the line after ``done`` steps, without metrics that were not measured; show it if it is due."""
+        """Return the line after ``done`` steps, without metrics that were not measured; show the line if it is due."""
         now = self._clock()
         self._marks.append((done, now))
         verdicts = (name for name in metrics if name.startswith("grader/") and name.rpartition("/")[2] in VERDICTS)
@@ -177,7 +174,7 @@ class Progress:
 
 
 class ZeroAdvantageWatch:
-    """Warns of steps whose advantages are all 0, and of a grader that fails at every response; each once per run."""
+    """Warns of steps whose advantages are all 0, and of a grader that fails at every response; each at most once."""
 
     def __init__(self, total: int) -> None:
         self._patience = min(_PATIENCE, total)
@@ -187,7 +184,7 @@ class ZeroAdvantageWatch:
     def look(self, step: int, metrics: Mapping[str, float | None], responses: int) -> None:
         """Warn if the grader failed at all ``responses`` of a step, or if 3 steps in a row had only advantages of 0.
 
-        With a teacher, advantages cause no warning. In a run of fewer than 3 steps, all its steps suffice.
+        ``step`` is counted from 0. A shorter run needs fewer steps. With a teacher, advantages cause no warning.
         """
         failed = metrics.get("reward_errors") or 0
         learns = metrics.get("advantage") != 0 or "distill/reverse_kl" in metrics
@@ -195,14 +192,14 @@ class ZeroAdvantageWatch:
         if failed and failed >= responses and not self._warned_failed:
             self._warned_failed = True
             logger.warning(
-                "The grader failed at all %d responses of step %d, and their reward is 0: `sota-grpo check` with the "
-                "same options shows its error.",
+                "The grader failed at all %d responses of step %d, and their terms are 0: look for its error in "
+                "training.log, or run `sota-grpo check` with the same options.",
                 *(failed, step + 1),
             )
         elif self.num_steps >= self._patience and not self._warned_equal:
             self._warned_equal = True
             logger.warning(
-                "Every group of the last %s had equal rewards (mean %.2f), so nothing was learned from them: "
+                "All advantages of the last %s were 0 (last mean reward %.2f), so the rewards taught nothing: "
                 "read the responses (sota-grpo report RUN), then change the reward, the problems or the temperature.",
                 *("step" if self.num_steps == 1 else f"{self.num_steps} steps", metrics.get("reward") or 0.0),
             )
@@ -218,10 +215,8 @@ def closing_lines(
 ) -> list[str]:
     """Return a line of held-out figures before and after training, if there are any, and one of the time by phase.
 
-    Args:
-        before, after: the ``eval/*`` metrics before and after training; empty when nothing was evaluated.
-        phase_seconds: seconds by phase (``generate``, ``learn``, ...); phases that overlap may exceed 100 %.
-        wall_s: duration of the run; ``other`` is the time of no phase and of phases below 1 %.
+    ``before`` and ``after`` are ``eval/*`` metrics, empty when nothing was evaluated; ``avg_at_k`` is the k of that
+    figure. Overlapping phases may exceed 100 %; ``other`` is the time of no phase and of phases below 1 %.
     """
     tasks = dict.fromkeys(name.removeprefix("eval/task/") for name in {**before, **after} if "eval/task/" in name)
     is_accuracy = all(row.get("eval/reward") == row.get("eval/accuracy") for row in (before, after))
@@ -249,7 +244,7 @@ def closing_lines(
 
 
 def percent(share: float | None, error: float | None = None) -> str:
-    """Return a share and its standard error in percent.
+    """Return a share in [0, 1] and its standard error as text in percent; ``-`` without a share.
 
     >>> percent(0.613, 0.03), percent(0.5), percent(None)
     ('61.3 +/- 3.0 %', '50.0 %', '-')
@@ -260,7 +255,7 @@ def percent(share: float | None, error: float | None = None) -> str:
 
 
 def figures(*columns: str) -> Table:
-    """Return an ASCII table without rows; columns after the first are right-aligned, for figures."""
+    """Return a rich table with ASCII borders and no rows; columns after the first are right-aligned, for figures."""
     from rich import box
     from rich.table import Column, Table
 

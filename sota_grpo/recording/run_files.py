@@ -1,4 +1,4 @@
-"""Names and readers of the files in a run directory, which may be damaged or in writing. Imports no torch."""
+"""Names and readers of the files in a run directory, which may be damaged or incomplete. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MOST_REPLAYS = 16  # only the newest are read
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run directory; True also if it cannot be read for lack of permission."""
+    """Return whether an existing folder has a run, begun or not; True also without permission to read the folder."""
     try:
         return has_begun(path) or (path / OVERRIDES_FILE).is_file()
     except PermissionError:
@@ -50,7 +50,7 @@ def is_run(path: Path) -> bool:
 
 
 def has_begun(path: Path) -> bool:
-    """Return whether a run in this existing folder has begun to train; True also without permission."""
+    """Return whether an existing folder has a run that has begun to train; True also without permission to read it."""
     try:
         os.listdir(path)
         return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))
@@ -69,12 +69,12 @@ def natural(path: Path) -> list[tuple[int, str]]:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """Return the content of ``run.json``: None if the file is missing, empty if it is unreadable."""
+    """Return the content of ``run.json``: None if the file is missing, ``{}`` if it is unreadable or no JSON object."""
     return read_json(run_dir / RUN_FILE)
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a process holds the lock of ``run_dir``."""
+    """Return whether a process, this one included, holds the lock of ``run_dir``; False if none can be opened."""
     try:
         with open_file(run_dir / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def note_failure(run_dir: Path, error: Exception) -> None:
-    """Write the reason why a run failed to ``failure.json``, for reports and summaries of sweeps."""
+    """Write the :func:`reason` of a run's failure to ``failure.json``, for reports and sweeps; OSError on failure."""
     write_json(run_dir / FAILURE_FILE, {"reason": reason(error)})
 
 
@@ -100,7 +100,10 @@ def reason(error: Exception) -> str:
 
 
 def state_of(run_dir: Path) -> tuple[str, str]:
-    """Return (``finished``, ``running``, ``failed`` or ``stopped``; a note: the failure, no first step, or empty)."""
+    """Return the state of a run, ``finished``, ``running``, ``failed`` or ``stopped``, and a note or ``""``.
+
+    The note is why a run failed, or that it is starting or has no first step. UserError if metrics are unreadable.
+    """
     record, failure = read_record(run_dir), read_json(run_dir / FAILURE_FILE)
     if (record or {}).get("finished"):
         return "finished", ""
@@ -113,17 +116,17 @@ def state_of(run_dir: Path) -> tuple[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the parsed complete lines of a JSON Lines file; ``[]`` if it is missing, UserError for an invalid line."""
+    """Return the parsed complete lines of a JSON Lines file, ``[]`` if missing; UserError if unreadable or invalid."""
     return [json_line(line, path, number) for number, _, line in whole_lines(path)]
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` that are evaluations, in order."""
+    """Return the rows of ``metrics.jsonl`` that are evaluations, in order; exceptions: :func:`read_rows`."""
     return [row for row in read_rows(run_dir / METRICS_FILE) if EVALUATED in row]
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number from 1, offset in bytes, text) of complete lines; none without a file, UserError if unreadable."""
+    """Yield (number from 1, offset in bytes, line with its end) of complete lines, if any; UserError if unreadable."""
     offset = 0
     try:
         with open_file(path) as file:
@@ -141,19 +144,19 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse a line; NaN and infinity become None. UserError if it is not a JSON object with ``step``."""
+    """Parse line ``number`` of ``path``, NaN and infinity as None; UserError if it is no object with ``step`` >= 0."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)
         row["step"] = int(row["step"])
         if not 0 <= row["step"] < 1 << 53:
             raise ValueError(row["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(f"Line {number} of {path} is not a JSON object with a step; remove this line.") from error
+        raise UserError(f"Line {number} of {path} is not a JSON object with a step from 0; remove the line.") from error
     return row
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the nested options in ``config.yaml``; empty if the file is missing, UserError if it is not valid."""
+    """Return the nested options in ``config.yaml``; ``{}`` if it is missing, UserError if it is unreadable or wrong."""
     path = run_dir / CONFIG_FILE
     try:
         return copy.deepcopy(_parsed_config(path, path.stat().st_mtime_ns))
@@ -178,7 +181,8 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
     if odd:
         raise UserError(
-            f"{path}: {min(odd)} is not a section of options; remove the file: a run is readable without it."
+            f"{path}: the value of {min(odd)} is not a section of options; remove the file: a run is readable without "
+            "it."
         )
     return config
 
@@ -189,7 +193,7 @@ def unreadable(path: Path, error: OSError) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file is missing, ``{}`` if it has none or is unreadable."""
+    """Return the JSON object in a file; None if the file is missing, ``{}`` if it has none, is unreadable or huge."""
     try:
         with open_file(path, most_bytes=SMALL_BYTES) as file:
             record = json.loads(file.read())
@@ -201,7 +205,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
-    """Save a replay's result and return its file; a file of equal step and options (``question``) is replaced."""
+    """Save and return a replay's file, in place of one of equal step and options ``question``; UserError on failure."""
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)
@@ -216,7 +220,7 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
 
 
 def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the 16 newest results of ``sota-grpo replay``, sorted by step, and an error per file that is invalid."""
+    """Return the results in the 16 newest files of ``sota-grpo replay``, by step, and a message per invalid file."""
     replays, sentences = [], []
     try:
         # no link is followed here: its file is opened below, or refused

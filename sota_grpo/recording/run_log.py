@@ -1,8 +1,7 @@
 """Write the log files of a run: ``metrics.jsonl``, ``rollouts.jsonl``, ``debug_logs/``, ``training.log``, sinks.
 
-Each line is written whole and flushed, so a killed run loses at most the line being written. A resumed run first
-removes the lines from the step on at which it restarts. A step must be logged before its checkpoint is saved: then the
-files have every step of a checkpoint, and later steps are dropped and logged again.
+A step's lines are written at once and flushed, so a killed run loses at most those. A step must be logged before its
+checkpoint is saved: then a resumed run finds every step of its checkpoint, drops later steps and logs them again.
 """
 
 from __future__ import annotations
@@ -54,16 +53,13 @@ _ROUNDING = 5e-5  # error of rewards, which are float32 and written with four di
 class RunLog:
     """Writes the metrics and responses of each step to the run directory, and copies them to ``sinks``.
 
-    The constructor creates a missing directory and removes an incomplete last line of a killed run. With
-    ``num_examine``, each start writes a new ``debug_logs/grpo_debug_<UTC time of the first write>.txt``.
+    The constructor creates missing files and removes an incomplete last line of a killed run; UserError if that fails.
+    The owner adds to ``phase_seconds``, the total seconds since this start by phase (``time/..._s``).
 
     Args:
-        sinks: further destinations of metrics and samples; :meth:`close` closes them.
-        num_examine: number of completions per step in the debug log.
-        term_weights: weights of the reward terms, for the debug log; a missing one (of a penalty) is 1.
-
-    Attributes:
-        phase_seconds: total seconds since this start by phase (``time/..._s``); the owner of the log adds to them.
+        sinks: further destinations; :meth:`close`, or the end of a ``with`` block, closes them.
+        num_examine: completions per step in a new ``debug_logs/grpo_debug_<UTC time of the first write>.txt``; 0: none.
+        term_weights: weights of the reward terms, for the debug log; a term without a weight (a penalty) has 1.
     """
 
     def __init__(
@@ -85,17 +81,17 @@ class RunLog:
                 os.truncate(path, end)
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl``; an evaluation is a separate line.
+        """Append ``{"step": step, **metrics}`` to ``metrics.jsonl`` and the sinks; an evaluation is a separate line.
 
         None means that the quantity could not be measured. NaN, infinity and undeclared names raise ValueError, a value
-        that is no Python or NumPy number TypeError, a full disk RunFailed.
+        that is no Python or NumPy number TypeError, a failed write RunFailed.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
             declared(name)
             if not isinstance(value, numbers.Real | None):
                 kind = type(value).__name__
-                raise TypeError(f"The metric {name} at step {step} is a {kind}, not a number: pass value.item().")
+                raise TypeError(f"The metric {name} at step {step} is of type {kind}, not a number: pass int or float.")
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"The metric {name} at step {step} is {value}: pass None if it was not measured.")
             row[name] = None if value is None else _plain(value)
@@ -104,15 +100,18 @@ class RunLog:
             sink.log(step, row)
 
     def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Append each group's best and worst response to ``rollouts.jsonl``, up to ``num_examine`` to the debug log.
+        """Append each group's best and worst response to ``rollouts.jsonl``, and copy both to the sinks.
 
-        ``rows`` are all responses of the batch, each with ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which
-        sinks do not get). ValueError for other fields, or if a reward or advantage is not finite.
+        Up to ``num_examine`` of all responses go to the debug log. ``rows`` are all responses of the batch, each with
+        ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which sinks do not get). ValueError for other fields, or if a
+        reward or advantage is not finite; RunFailed if a write fails.
         """
         for row in rows:
             lacks, adds = set(ROLLOUT_FIELDS).difference(row), set(row).difference(ROLLOUT_FIELDS, SOME_FIELDS)
             if lacks | adds:
-                raise ValueError(f"A rollout row of step {step} lacks {sorted(lacks)}, has unknown {sorted(adds)}.")
+                raise ValueError(
+                    f"A rollout row of step {step} lacks the fields {sorted(lacks)} and has the unknown {sorted(adds)}."
+                )
             for name in ("reward", "advantage"):
                 if not math.isfinite(row[name]):
                     where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
@@ -143,9 +142,9 @@ class RunLog:
             ) from error
 
     def rewind(self, first_step: int) -> int:
-        """Delete the lines and stored steps from ``first_step`` on; return the number of deleted lines.
+        """Delete the lines and stored steps from ``first_step`` on, also in sinks; return the number of deleted lines.
 
-        A resumed run calls this before it writes its first step. Each file is replaced atomically.
+        Call this before writing the first step. Each file is replaced atomically; UserError if a line is invalid.
         """
         dropped = 0
         for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
@@ -222,7 +221,7 @@ class _TrainingLog(logging.FileHandler):
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
-    """Write the log of ``sota_grpo`` (INFO up) to ``training.log``, not to an earlier run's; return the handler."""
+    """Append ``sota_grpo`` logs from INFO on to ``training.log``, no more to an earlier run's; UserError on failure."""
     path = _writable(Path(run_dir) / TRAINING_LOG)
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -250,7 +249,7 @@ def _writable(path: Path) -> Path:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics available on this machine; CPU use is measured since the last call, at first 0."""
+    """Return the ``system/`` metrics available on this machine; CPU use is that since the last call, 0 at the first."""
     import torch
 
     values = {
@@ -269,11 +268,8 @@ def system_metrics() -> dict[str, float]:
 class StepLog:
     """The training loop's ``log``: logs each step and shows the progress line.
 
-    ``dialog_turns`` continues from the rows in ``metrics.jsonl``, so a resumed run calls :meth:`RunLog.rewind` before.
-
-    Args:
-        task: its ``messages`` are the prompts of dialogs.
-        publish_seconds: returns the duration of the last weight sync.
+    ``dialog_turns`` continues from ``metrics.jsonl`` (UserError if unreadable), so call :meth:`RunLog.rewind` before.
+    ``task.messages`` are the prompts of dialogs; ``publish_seconds`` returns the seconds of the last weight sync.
     """
 
     def __init__(
@@ -292,11 +288,14 @@ class StepLog:
         self.begin()
 
     def begin(self) -> None:
-        """Start timing a step, whose time :meth:`write` logs."""
+        """Start timing a step; :meth:`write` logs the time since then."""
         self._began = time.perf_counter()
 
     def write(self, step: int, batch: RowTable, update: Mapping[str, Any], source: Mapping[str, float]) -> None:
-        """Write a step's metrics and responses, and if due the whole step in ``steps/``; update the progress line."""
+        """Write a step's metrics and responses, and if due the whole step in ``steps/``; update the progress line.
+
+        Steps count from 0; ``update`` and ``source`` are metrics of learner and collector. RunFailed if it fails.
+        """
         seconds = time.perf_counter() - self._began
         metrics: dict[str, Any] = {"kl": None, "time/ref_s": 0.0}  # without a reference
         metrics |= batch_metrics(batch, version=step) | dict(source) | dict(update)
@@ -338,10 +337,9 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
 
 
 def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
-    """Return a completion and its rewards as readable text; ``why``: the reason why it is shown.
+    """Return a completion and its rewards as readable text; ``why``: the reason why the completion is shown.
 
-    Control characters in model text are escaped, and each of its lines begins with a bar, so that it cannot control a
-    terminal or imitate a line of the log.
+    Texts are escaped and each of their lines begins with a bar, so they cannot control a terminal or imitate the log.
     """
 
     def quoted(text: str) -> str:

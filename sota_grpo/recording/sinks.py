@@ -61,16 +61,16 @@ class CopySink:
         raise NotImplementedError
 
     def rewind(self, first_step: int) -> None:
-        """Delete, if the sink can, the copies of ``first_step`` and later steps, which the resumed run writes again."""
+        """Delete or hide, if the sink can, the copies of ``first_step`` and later steps, which the run writes again."""
         self._attempt(lambda: self._rewind(first_step))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Send the step's metrics to the sink, except those that are None."""
+        """Copy the step's metrics, except those that are None."""
         values = {name: value for name, value in metrics.items() if value is not None}
         self._attempt(lambda: self._write(step, values))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Copy a step's rows of ``rollouts.jsonl``; no-op unless ``step`` is a multiple of ``samples_every``."""
+        """Copy a step's rows of ``rollouts.jsonl``; no-op unless the step number is a multiple of ``samples_every``."""
         if rows and step % self.samples_every == 0:
             self._attempt(lambda: self._write_samples(step, rows))
 
@@ -86,7 +86,9 @@ class CopySink:
             action()
         except Exception as error:  # services and disks raise anything
             self.active = False
-            logger.warning("%s stopped (%s); metrics.jsonl still gets all metrics.", self.label, sentence(error))
+            logger.warning(
+                "%s stopped (%s); metrics.jsonl still gets all metrics.", self.label, sentence(error).rstrip(".")
+            )
 
     def _rewind(self, first_step: int) -> None: ...
 
@@ -98,7 +100,7 @@ class CopySink:
 
 
 def has_api_key() -> bool:
-    """Return whether W&B can log in without a prompt: with a key or token file in the environment, or netrc."""
+    """Return whether W&B has credentials: a key or token file in the environment, or a password in netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     from requests.utils import get_netrc_auth  # as W&B does, which brings it
@@ -108,17 +110,17 @@ def has_api_key() -> bool:
 
 
 class WandbSink(CopySink):
-    """Copies metrics, a table of samples and the config to one W&B run; a resumed run continues the same W&B run.
+    """A sink that copies metrics, tables of samples and the config to one W&B run, which a resumed run continues.
 
-    Without an API key or a working server, ``online`` becomes ``offline``; upload later with ``wandb sync``. The
-    x-axis is the metric ``step``, because W&B's own step counter rejects the steps that a resumed run repeats.
+    The constructor starts the W&B run. Without an API key or a working server, ``online`` becomes ``offline`` (see
+    attribute ``mode``); upload later with ``wandb sync``. The x-axis is the metric ``step``, because W&B's own counter
+    rejects the steps that a resumed run repeats.
 
     Args:
-        mode: ``online`` or ``offline``; the attribute ``mode`` is the mode in effect.
-        run_dir: the id of the W&B run and W&B's files are stored in it.
+        run_dir: folder for the id of the W&B run and for W&B's files.
         config: nested config without keys and tokens.
-        arguments: further arguments of ``wandb.init`` by name; by default the project is ``sota_grpo``, and the run is
-            named by the last two folders of the run directory (``DATE/TIME``, ``TIME/JOB``).
+        arguments: further arguments of ``wandb.init``; by default the project is ``sota_grpo``, and the last two
+            folders of ``run_dir`` (``DATE/TIME``, ``TIME/JOB``) name the run.
     """
 
     label, package = "W&B", "wandb"
@@ -174,7 +176,7 @@ class WandbSink(CopySink):
         except Exception as error:  # a network failure or a rejected key raises many types
             if self.mode == "offline":
                 raise
-            self._go_offline(f"the server could not be used ({sentence(error)})")
+            self._go_offline(f"the server could not be used ({sentence(error).rstrip('.')})")
             self._start(options)
             return
         self._run.define_metric("*", step_metric="step")
@@ -197,7 +199,7 @@ class WandbSink(CopySink):
 
 
 class TensorBoardSink(CopySink):
-    """Copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
+    """A sink that copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
     A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files. Options in
     ``config``, which must have no keys and tokens, become hyperparameters.
@@ -294,7 +296,7 @@ SINKS: Registry[type[CopySink]] = Registry(
 
 
 def require_sinks(config: Config) -> None:
-    """Raise ConfigError if a sink is unknown or not installed (``logging.wandb=offline`` does not require wandb)."""
+    """Raise UserError if a sink is unknown, missing or broken; ``logging.wandb=offline`` does not require wandb."""
     for name in config.logging.sinks:
         if name not in SINKS or name == "wandb":
             raise ConfigError(
@@ -307,7 +309,7 @@ def require_sinks(config: Config) -> None:
 
 
 def make_sinks(config: Config, run_dir: Path) -> list[CopySink]:
-    """Create the configured sinks; a sink that is not installed is left out with a warning."""
+    """Create the configured sinks; a sink whose package is not installed is left out, with a warning."""
     sinks: list[CopySink] = []
     for _, sink, missing in _configured(config):
         if missing is None:

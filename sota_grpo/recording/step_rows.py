@@ -21,7 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
-    """Return the metrics of a batch's responses; ages are counted from ``version``, the policy's before the step."""
+    """Return a batch's metrics, with ages from ``version`` (before the step); ValueError: see :func:`term_metric`."""
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     begins = sampled[1:] & ~sampled[:-1]
@@ -147,11 +147,11 @@ def rollout_rows(
 def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
     """Return the turns of a dialog after its prompt.
 
-    ``turns`` are in token order, each with ``role``, ``trained`` (sampled from the policy; other turns are masked out
-    of the loss), ``tokens`` (their number), ``text`` (special tokens included) and, for tool calls, ``calls``: a list
-    with ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). With tools, ``ended``
-    is the reason why the dialog ended, and ``error`` why its environment was lost. In a tree, a turn that does not
-    follow the one before it has ``after``: the index of the turn that it follows, -1 for the prompt, -2 for none.
+    ``turns``, in token order, have ``role``, ``trained`` (sampled from the policy; others are masked out of the loss),
+    ``tokens`` (their number), ``text`` (with special tokens) and, for tool calls outside a tree, ``calls``: a list with
+    ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). A turn of a tree that does not
+    follow the turn before it has ``after``: the index (from 0) of the turn that it follows, -1: the prompt, -2: none.
+    With tools or an agent, ``ended`` is why the dialog ended, ``error`` why its environment or agent failed.
 
     Three tokens of the policy, two of a tool, one of the policy::
 

@@ -1,8 +1,8 @@
 """Store whole training steps of a run in ``steps/``, for reports and ``sota-grpo replay``.
 
-``steps/step_000020.pt`` is step 20: the learner's rows, each token's log-prob and entropy before the step, and the
-metrics. Stored are step 0 and every step after a checkpoint (``checkpoint_000020.pt`` has the weights before step 20).
-Reading a stored step needs neither the model nor its tokenizer.
+``steps/step_000020.pt`` has the learner's rows, each token's log-prob and entropy before step 20, and the metrics.
+Stored are the first step of a start and the first after each checkpoint (``checkpoint_000020.pt`` has the weights
+before step 20), unless that takes too much time. Reading a stored step needs neither model nor tokenizer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A whole training step; the lists below have one entry per row of ``rows``."""
+    """A whole training step; ``fields``, ``pieces`` and ``measured`` have one entry per row of ``rows``."""
 
     step: int  # counted from 0
     metrics: Mapping[str, float | None]  # the step's row of metrics.jsonl
@@ -90,10 +90,7 @@ class StoredStep:
 
 
 def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a run's stored steps, in order of the steps; empty if there is no folder ``steps/``.
-
-    UserError if the folder cannot be read.
-    """
+    """Return the files of a run's stored steps (perhaps none), in order; UserError if the folder cannot be read."""
     folder = Path(run_dir) / STEPS_FOLDER
     try:
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -119,7 +116,7 @@ def step_of(path: Path) -> int:
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
     """Write a step to ``steps/`` atomically and return its path; RunFailed if the file cannot be written.
 
-    Then delete the oldest steps, but not step 0 or the new step, until the files have ``most_bytes`` in sum.
+    Then delete the oldest steps, but not step 0 or the new step, while the files have more than ``most_bytes`` in sum.
     """
     path = Path(run_dir) / STEPS_FOLDER / f"step_{stored.step:06d}.pt"
     tensors = [key for key, column in stored.rows.columns.items() if isinstance(column.values, Tensor)]
@@ -159,14 +156,11 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 class StoredSteps:
-    """Wraps the learner and stores the first step, and each step after a checkpoint, in ``steps/``.
+    """A wrapper of the learner that stores its first step, and each step after a checkpoint, in ``steps/``.
 
-    Storing a step takes an additional forward pass. If storing has taken more than ``SHARE`` of the time since the
-    start (and more than ``FREE_S`` seconds), a step is not stored.
-
-    Args:
-        learner: a :class:`sota_grpo.training.learner.Learner`, or its proxy over several processes.
-        device: the learner's device, ``cpu`` or ``cuda``.
+    Storing a step takes an additional forward pass. A step is not stored if storing has taken more than ``FREE_S``
+    seconds and more than ``SHARE`` of the time since this object was created. ``learner`` is a
+    :class:`~sota_grpo.training.learner.Learner` or its proxy over several processes, on ``device`` cpu or cuda.
     """
 
     def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
@@ -182,7 +176,7 @@ class StoredSteps:
         return self.learner.version
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Update the learner and return its metrics; if the step will be stored, first compute its log-probs."""
+        """Update the learner and return its metrics; if the step is to be stored, compute its log-probs before."""
         self._before = None
         if self.due:
             began = time.perf_counter()
@@ -199,16 +193,16 @@ class StoredSteps:
         return self.learner.update(rows)
 
     def after_checkpoint(self) -> None:
-        """Call this after a checkpoint: the next step is stored, unless storing has taken too much time."""
+        """Mark the next step as to be stored, unless storing has taken too much time; called after a checkpoint."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
         self.due = self.enabled and self._spent_s <= allowed_s
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the last :meth:`update`'s step if its log-probs were computed; return the seconds of both, else 0.
+        """Store the step of the last :meth:`update` if that computed log-probs; return the seconds of both, else 0.
 
-        ``fields`` are the :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch.
+        ``fields``: :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch. RunFailed if a write fails.
         """
         if self._before is None:
             return 0.0
@@ -235,7 +229,7 @@ class StoredSteps:
 
 
 def read_step(path: str | os.PathLike[str]) -> StoredStep:
-    """Read a file of :func:`stored_steps` without executing code in it; UserError if it is missing or damaged."""
+    """Read a file of :func:`stored_steps` without executing code in it; UserError if it is unreadable or damaged."""
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
@@ -266,7 +260,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
 
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
-    """Delete the stored steps from ``first_step`` on, and half-written files of a killed run."""
+    """Delete the stored steps from ``first_step`` on, and half-written files; UserError or OSError if that fails."""
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()

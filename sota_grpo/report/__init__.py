@@ -49,17 +49,12 @@ def write_report(
     *,
     on_left_out: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
-    """Write one HTML page about runs, atomically, and return its path.
-
-    The page contains plotly's JavaScript; its security policy allows only its own scripts and no connections.
+    """Write one HTML page about runs, atomically, and return its path; UserError if that is not possible.
 
     Args:
         run_dirs: run directories, or folders that contain some (``multirun/DATE/TIME``).
         out: the file to write, in an existing folder.
         on_left_out: called with an error message for each run, or part of a run, that cannot be shown.
-
-    Raises:
-        UserError: there is no run with metrics, plotly is not installed, or a file cannot be read or written.
     """
     runs, left_out = read_runs(find_runs(run_dirs))
     library = _plotly()
@@ -112,7 +107,7 @@ def _plotly() -> str:
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:
-    """Return the page's data as JSON: all curves, then groups up to ``budget`` bytes in all, equal shares per run.
+    """Return the page's data as JSON: all curves, and in the rest of ``budget`` bytes groups, an equal share per run.
 
     Error messages about unreadable groups and replays are appended to ``left_out``.
     """
@@ -235,7 +230,7 @@ class TrainingReport:
         self._began, self._spent, self._last = time.perf_counter(), 0.0, _FIRST_S
 
     def checkpoint(self) -> float:
-        """Call :meth:`finish` and return its seconds; 0 if reports would exceed 0.5 % of the time since the start."""
+        """Call :meth:`finish` and return its seconds, but return 0 if reports would take over 0.5 % of the time."""
         due = self._spent + self._last <= _SHARE * (time.perf_counter() - self._began)
         return self.finish() if due else 0.0
 
@@ -250,8 +245,8 @@ class TrainingReport:
         except Exception as error:  # a failed report must not end a run
             self._enabled = False
             logger.warning(
-                "The report could not be written (%s); training continues. Write it later with: sota-grpo report %s",
-                *(sentence(error), self._run_dir),
+                "The report could not be written (%s); the run writes no other. Write it with: sota-grpo report %s",
+                *(sentence(error).rstrip("."), self._run_dir),
             )
         self._last = time.perf_counter() - began
         self._spent += self._last

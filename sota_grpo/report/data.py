@@ -116,17 +116,18 @@ class RunData:
 def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return the run directories among ``paths`` and below them, once each, in natural order below each path.
 
-    Folders are searched 4 levels deep. UserError for a path without a run.
+    Folders are searched 4 levels deep. UserError for a path that is no folder or has no run.
     """
     runs: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
-            raise UserError(f"There is no run in {path}: the folder does not exist.")
+            raise UserError(f"There is no run in {path}: the folder does not exist; give the directory of a run.")
         if not path.is_dir():
             raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
         below = list(_below(path, _DEPTH))
         if not below:
-            raise UserError(f"There is no run in {path}: neither the folder nor its subfolders have a {METRICS_FILE}.")
+            what = f"neither the folder nor its subfolders have a {METRICS_FILE}"
+            raise UserError(f"There is no run in {path}: {what}; give the directory of a run.")
         for run in below:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
@@ -163,7 +164,7 @@ def read_run(path: Path) -> RunData:
         rows.setdefault(row["step"], {}).update(row)
     state, note = state_of(path)
     if not rows:
-        how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note})" if note else "")
+        how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note.rstrip('.')})" if note else "")
         raise UserError(f"The run in {path} has not finished a step: {how}.")
     record = read_record(path) or {}
     num_steps = record.get("num_steps")
@@ -182,7 +183,7 @@ def read_run(path: Path) -> RunData:
 
 
 def safe_json(value: Any) -> str:
-    """Return ``value`` as JSON that is safe in an HTML ``<script>`` element."""
+    """Return ``value`` as JSON that is safe in an HTML ``<script>`` element; ValueError for NaN and infinity."""
     return json_line(value, html=True, allow_nan=False, separators=(",", ":"))
 
 
@@ -229,8 +230,9 @@ def shown(value: Any) -> str:
 def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
     """Return a run's curves, ready for JSON, of every ``stride``-th step, all evaluations and the last step.
 
-    ``steps``, ``responses`` and ``seconds`` are the three x-axes. ``columns`` (values) and ``errors`` (standard errors)
-    map a metric to ``{"v": values}``, one per step, or, if most steps lack it, ``{"i": positions, "v": values}``.
+    ``steps``, and ``responses`` and ``seconds`` since the start, are the three x-axes. ``columns`` (values) and
+    ``errors`` (standard errors) map a metric to ``{"v": values}``, one per entry of ``steps``, or, if at least half of
+    the entries lack it, to ``{"i": positions, "v": values}``, with positions in ``steps`` from 0.
     """
     seconds, responses, points = 0.0, 0.0, []
     last = len(run.rows) - 1
@@ -254,7 +256,7 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
 
 
 def names(rows: Iterable[Row]) -> list[str]:
-    """Return the metrics to draw, no counters or standard errors: those of METRICS in its order, then others as logged.
+    """Return the metrics to draw, no counters or standard errors: those named in METRICS, in its order, then others.
 
     >>> names([{"step": 0, "zeal": 1, "kl": None}, {"step": 1, "reward": 0.5, "version": 1}])
     ['reward', 'kl', 'zeal']
@@ -281,7 +283,7 @@ def family(name: str) -> str:
 
 
 def position_of(name: str) -> tuple[int, int]:
-    """Return (index of the section, index within it) of a metric; full names take precedence over prefixes."""
+    """Return (index in FAMILIES of a metric's section, or its length; index within it); names precede prefixes."""
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
             return index, members.index(name)
@@ -297,10 +299,10 @@ def _repeats(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of these runs' metrics in order, without the repeating metrics of ``REPEATS``.
+    """Return the charts of some runs' metrics in order, without those that repeat another in all runs (``REPEATS``).
 
-    ``members``: (label, metric) per line, with an empty label for a single line. Metrics that differ only in a
-    task's name share a chart, whose ``name`` has ``*`` in place of the task.
+    ``columns``: those of :func:`curves`, per run. ``members``: (label or empty, metric) per line. Metrics that differ
+    only in a task's name share a chart, whose ``name`` has ``*`` in place of the task.
 
     >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
     >>> for chart in charts([{**{name: name for name in names}, "reward": 1, "success": 1}]):

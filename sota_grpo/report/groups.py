@@ -34,9 +34,9 @@ Line = tuple[int, int, int]  # number, offset in the file, size in bytes
 def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | None:
     """Return lists of values per token after the prompt, or None if the row has no tokens.
 
-    ``pieces``: the text; ``said``: 1 for the policy's tokens (missing if all are); ``ratio``, ``kl``, ``entropy``:
-    missing if not stored, None for other tokens than the policy's. Of more than 3,000 tokens the middle is left out;
-    ``gap`` is its position and number of tokens.
+    ``pieces``: the text; ``said``: 1 for the policy's tokens, else 0 (missing if all are the policy's); ``ratio``,
+    ``kl``, ``entropy``: missing if not stored, None for other tokens than the policy's. Of more than 3,000 tokens the
+    middle is left out; ``gap`` is [its position from 0, its number of tokens]. ``estimator``: of the KL; unknown: k3.
 
     >>> row = {"pieces": ["4", "2"], "assistant": [True, True], "log_probs": [-1.0, -2.0],
     ...        "policy_log_probs": [-1.0, -1.5], "ref_log_probs": None, "entropy": [0.5, 1.0]}
@@ -74,7 +74,7 @@ def _ends(column: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a run that a page shows."""
+    """The prompt groups of a run that the report page shows, as JSON, and counts of all of the run's groups."""
 
     encoded: list[str]  # JSON of each group, safe in HTML
     total: int  # number of groups in the run's files, shown or not
@@ -85,7 +85,7 @@ class Groups:
 def choose_groups(run: RunData, budget: int) -> Groups:
     """Choose groups of at most ``budget`` bytes of JSON in all, from the last step, the first, then steps between them.
 
-    Groups of stored steps, with tokens, come first; a stored step that cannot be read is skipped.
+    Groups of stored steps, with tokens, come first; unreadable stored steps are skipped. UserError as of :func:`scan`.
     """
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
@@ -105,7 +105,10 @@ def choose_groups(run: RunData, budget: int) -> Groups:
 
 
 def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
-    """Return the lines of each group in ``rollouts.jsonl``, and the number of its responses by age of their policy."""
+    """Return where the lines of each group are in ``rollouts.jsonl``, and how many responses have each policy age.
+
+    Keys are (step, group id), ages count weight versions. UserError for an invalid line; both are empty without a file.
+    """
     lines: dict[GroupKey, list[Line]] = {}
     ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):
@@ -264,10 +267,10 @@ def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[t
 def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the turns of a dialog after its prompt, or None for a response in one turn; the row is untrusted.
 
-    ``turns``: ``role`` (or empty), ``said`` (1: written by the policy), ``tokens`` (number), ``text`` unless the page
-    has the tokens, ``after`` if it begins a branch (the turn that it follows, -1: the prompt, -2: none), and ``calls``
-    with ``name``, ``arguments``, ``reply`` (None: no reply) and ``error``. ``ended``: why a dialog with tools ended;
-    ``lost``: why its environment was lost.
+    ``turns``, at most 200: ``role`` (or empty), ``said`` (1: written by the policy), ``tokens`` (number), ``text``
+    unless the page has the tokens, ``after`` if it begins a branch (index from 0 of the turn it follows; -1: the
+    prompt, -2: none), and at most 50 ``calls`` with ``name``, ``arguments``, ``reply`` (None: no reply) and ``error``.
+    ``ended``: why a dialog with tools ended; ``lost``: why its environment was lost.
     """
     dialog = row.get("dialog")
     if not isinstance(dialog, dict):
@@ -301,7 +304,7 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
-    """Return ``role`` and ``text`` of each turn of a chat prompt; empty if ``prompt`` is not a list of turns."""
+    """Return ``role`` and ``text`` of the first 200 turns of a chat prompt; empty if ``prompt`` is no list of turns."""
     return [
         {"role": clipped_name(turn.get("role")), "text": clipped(shown(turn.get("content") or ""))}
         for turn in _dicts(prompt)[:_MOST_TURNS]

@@ -1,7 +1,7 @@
 """Parse arithmetic expressions that a model wrote and compute their exact value, without Python's ``eval``.
 
-Model text is untrusted: a text beyond the bounds below is rejected. Without a power operator a value
-has no more digits than its text, so every expression within the bounds is computed in microseconds.
+Model text is untrusted: a text beyond the bounds below is rejected. There is no power operator, so values have few
+digits and are computed fast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _END = ""
 
 
 class ExpressionError(ValueError):
-    """The text is not an arithmetic expression or has no value; the message quotes at most one character of it."""
+    """The text is no expression within the bounds, or divides by zero; the message quotes at most one character."""
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression: its exact value, and its numbers from left to right (``-4`` has the number 4)."""
+    """A parsed expression: its exact value, and its numbers from left to right without signs (4 for ``-4``)."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]
@@ -33,14 +33,9 @@ class Expression:
 def parse_expression(text: str) -> Expression:
     """Return the exact value and the numbers of a formula with ``+ - * /``, signs and round brackets.
 
-    Unicode signs for minus, times and divided by are accepted. Decimals are exact (``0.1`` is 1/10). Powers, names,
-    thousands commas and equal signs are errors.
-
-    Args:
-        text: at most 200 characters, with brackets and signs nested at most 32 deep.
-
-    Raises:
-        ExpressionError: the text cannot be parsed or divides by zero; the message is the reason alone.
+    Unicode signs for minus, times and divided by are accepted. Decimals are exact (``0.1`` is 1/10). ExpressionError
+    for other text, such as powers, names, thousands commas and equal signs, a division by zero, more than 200
+    characters, and brackets or signs nested deeper than 32.
 
     >>> parse_expression("(1 + 2) / 3 × −4")
     Expression(value=Fraction(-4, 1), numbers=(Fraction(1, 1), Fraction(2, 1), Fraction(3, 1), Fraction(4, 1)))

@@ -1,7 +1,7 @@
 """Extract the final answer of a response, in the form that the task requests, and parse numbers exactly.
 
-Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, the length of what is parsed is
-bounded, and every regular expression is linear (its alternatives start with different characters or are bounded).
+Model text is untrusted: nothing here calls ``eval`` or a computer algebra system, numbers are parsed only in texts of
+bounded length, and the regular expressions take linear time (alternatives start differently or are bounded).
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ _REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the value of ``text`` if it contains exactly one number, else None.
+    """Return the value of the number in ``text``; None unless ``text`` contains exactly one number.
 
     Thousands commas, a dollar sign, a percent sign, units and words around the number, and a trailing period are
     ignored; ``18%`` is 18, because problems ask for a percentage as a bare number. ``a/b`` and ``\\frac{a}{b}`` are
     fractions, ``3 1/2`` and ``3½`` mixed numbers; ``1.8k``, ``18 million`` and ``2 dozen`` are 1800, 18000000 and 24.
     Of a calculation such as ``6*3 = 18`` the last side counts. Two numbers (``"5 or 6"``, ``"2*3"``) give None, because
-    a response may not hedge; nothing is computed (``5!`` and ``18²`` give None).
-
-    A text of more than 256 characters gives None.
+    a response may not hedge; nothing is computed (``5!`` and ``18²`` give None). None also for more than 256
+    characters, an exponent of more than three (with its sign), and a division by zero.
 
     >>> parse_number("$1,080.50"), parse_number("-3/4"), parse_number("18.00 dollars.") == 18, parse_number("5 or 6")
     (Fraction(2161, 2), Fraction(-3, 4), True, None)
@@ -74,7 +73,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def find_last_number(text: str) -> str | None:
-    """Return the last number in ``text``, as it is written there, or None.
+    """Return the last number in ``text`` as it is written there, but with ``-`` for a Unicode minus sign; or None.
 
     >>> find_last_number("She sold 48/2 = 24 clips, so $1,072.50.")
     '$1,072.50'
@@ -84,7 +83,7 @@ def find_last_number(text: str) -> str | None:
 
 
 def numbers_equal(left: str, right: str) -> bool:
-    """Return whether both texts are numbers with exactly the same value (no tolerance, no floats)."""
+    """Return whether :func:`parse_number` returns the same value for both texts, and not None; without tolerance."""
     value = parse_number(left)
     return value is not None and value == parse_number(right)
 
@@ -102,9 +101,10 @@ _LABELLED = re.compile(r"[(\[]?([A-Z])[)\].:] .+")  # C) Paris
 def answers_equal(answer: str, gold: str) -> bool:
     """Return whether two answers are the same number, the same choice, or the same text.
 
-    Letter case, spacing, a final period, quotation marks, asterisks and LaTeX's text commands are ignored. A choice may
-    be in brackets and followed by its text. Units are ignored if the gold answer has none, or if the answer has none
-    and the gold answer is a number with a unit; so ``11`` is not ``Apollo 11``, and ``3 am`` is not ``3 pm``.
+    Ignored are letter case, repeated spaces, spaces beside signs, a final period, LaTeX's text commands, and quotation
+    marks, asterisks or dollar signs around the text. If the gold answer is a letter, the answer may have it in brackets
+    and its text after it. Of equal numbers, units are ignored if the gold answer has none, or if only the gold answer,
+    a number, has one: ``11`` is wrong for ``Apollo 11``, and ``3 am`` for ``3 pm``.
 
     >>> answers_equal("18 dollars", "$18"), answers_equal("5", "5 apples"), answers_equal("5 pears", "5 apples")
     (True, True, False)
@@ -127,7 +127,7 @@ def answers_equal(answer: str, gold: str) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a number, perhaps after ``x =`` or before a unit; False after a word.
+    """Return whether a text is one number, perhaps after ``x =`` or before a unit; False if a word precedes it.
 
     >>> is_number("5 apples"), is_number("x = 5"), is_number("Apollo 11"), is_number("F-16")
     (True, True, False, False)
@@ -197,11 +197,7 @@ def without_thinking(text: str) -> str:
 
 
 def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
-    """Return the text between the last complete pair of tags, or None.
-
-    Args:
-        tag: pattern of both tags, whose only group is the slash of the closing tag; default: ``<answer>``.
-    """
+    """Return the text between the last complete pair of tags, or None; group 1 of ``tag`` is a closing tag's slash."""
     begin, inside = None, None
     for match in tag.finditer(text):
         if not match[1]:
@@ -212,7 +208,7 @@ def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the content of the last closed code block (between lines that begin with three backticks), or None."""
+    """Return the content of the last closed code block, or None; lines that begin with three backticks enclose it."""
     block: list[str] | None = None
     last = None
     for line in text.split("\n"):
@@ -289,10 +285,12 @@ def _mathematics(text: str) -> list[_Span]:
 
 
 def find_mathematics(text: str) -> str | None:
-    """Return the answer in a text without a box: what follows the last "the answer is", else the last delimited LaTeX.
+    """Return the answer in a text without a box, or None.
 
-    Without either, a last line that is all LaTeX is the answer, or the last multiple of π or root. Return None if there
-    is none of these, or if a number follows the LaTeX (in a later sentence, if the LaTeX has digits), multiple or root.
+    The last "the answer is" (or "answer:") before LaTeX between delimiters, a number or a few words introduces the
+    answer. Without such a phrase it is the last LaTeX between delimiters; without such LaTeX, the last line if that is
+    all LaTeX, else the last multiple of π or square root. Without the phrase, LaTeX between delimiters, a multiple or a
+    root is no answer if a number follows (in a later sentence, if the LaTeX has digits).
 
     >>> find_mathematics("The final answer is $x=3$, as $3+1=4$."), find_mathematics("They cost $5 and $7, so 12.")
     ('x=3', None)
@@ -351,20 +349,19 @@ ANSWER_FORMATS = tuple(_FINDERS)
 
 
 def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, words: bool = False) -> str | None:
-    """Return the final answer of a response, stripped, or None if there is none; text in ``<think>`` is ignored.
+    """Return the final answer of a response, stripped, or None if there is none or it is empty.
+
+    Only the text after the last ``</think>`` and before an unclosed ``<think>`` is read. ValueError: unknown format.
 
     Args:
-        answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last complete
-            ``\\boxed{...}`` (or ``\\fbox``), together with the boxes before it that only commas, "and" or "or"
-            separate; ``hash``: the text after the last ``####``, up to the end of its line, or after ``A:`` at the
-            start of the last line; ``last_number``; ``any``: the first of these, in this order, that is found.
+        answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last closed ``\\boxed{...}``
+            or ``\\fbox{...}`` that is not empty (the inner one if nested), with the boxes before it in the same list,
+            as in the example; ``hash``: the line after the last ``####``, else after ``A:`` at the start of the last
+            line; ``last_number``; ``any``: the first of these, in this order, that is found.
         mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
-            number.
+            number. It takes precedence over ``words``.
         words: the answer is not a number; ``any`` then uses the text after the last "the answer is" in place of the
             last number, or without it the whole text.
-
-    Raises:
-        ValueError: ``answer_format`` is unknown.
 
     >>> extract_answer("So 6*3=18.\\n#### 18", "hash"), extract_answer("#### 18", "boxed")
     ('18', None)

@@ -46,33 +46,24 @@ _LOOP_LOCK = threading.Lock()  # graders may be called from several threads, and
 
 
 class RewardFunctionError(UserError, ValueError):
-    """A reward file or function that cannot be used; the message says which and what to change."""
+    """A reward file or reward function cannot be used; the message names it and says what to change."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function and its signature; ``name`` is also the name of its reward term.
-
-    Args:
-        form: ``verl`` (called with one response, ``solution_str``) or ``trl`` (with a list of them, ``completions``).
-        call: the function, plain or ``async``.
-        required: names of the parameters without a default.
-        taken: names of all parameters; None if it accepts any (``**kwargs``).
-    """
+    """A reward function and its signature; ``name`` is also the name of its reward term."""
 
     name: str
-    form: str
-    call: Callable[..., Any]
-    required: tuple[str, ...]
-    taken: frozenset[str] | None
+    form: str  # verl: called with one response, solution_str; trl: with a list of responses, completions
+    call: Callable[..., Any]  # plain or async
+    required: tuple[str, ...]  # names of the parameters without a default
+    taken: frozenset[str] | None  # names of all parameters; None if the function accepts any (**kwargs)
 
 
 def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
-    """Run a Python file and return its functions ``names``, or its only function for a missing ``compute_score`` alone.
+    """Run a Python file and return its functions ``names``; RewardFunctionError if it or one of them cannot be used.
 
-    Raises:
-        RewardFunctionError: the file or a function is missing, an import in the file fails (the message has the line),
-            or a function has parameters that are neither verl's nor TRL's.
+    If ``names`` is only ``compute_score``, which the file lacks, the file's only public function is returned.
     """
     file = Path(path)
     require_file(file)
@@ -91,12 +82,12 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
 
 
 def no_function(path: str, name: str, names: Iterable[str]) -> str:
-    """Return the error message for a file ``path`` that has the functions ``names``, but not ``name``."""
+    """Return the error message for the file ``path``, which has the functions ``names`` but not ``name``."""
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
 
 
 def require_file(path: Path) -> None:
-    """Raise RewardFunctionError unless ``path`` is a file."""
+    """Raise RewardFunctionError unless the reward file ``path`` exists."""
     if not path.is_file():
         raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (relative to {Path.cwd()}).")
 
@@ -104,12 +95,8 @@ def require_file(path: Path) -> None:
 def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
     """Wrap a callable as a reward function, of verl's or TRL's form according to its parameter names.
 
-    Args:
-        name: name of the reward term.
-        location: where the callable is defined, for messages.
-
-    Raises:
-        RewardFunctionError: the parameters are neither verl's nor TRL's.
+    ``name`` is that of the reward term; ``location`` is the callable's, for messages. RewardFunctionError: the
+    parameters are neither verl's nor TRL's, or graders do not pass a required one, such as TRL's ``trainer_state``.
 
     >>> recognise(lambda solution_str, ground_truth: 1.0, "right", "demo").form
     'verl'
@@ -130,7 +117,10 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
         form, reason = TRL, "a grader, which reads only responses, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
-        raise RewardFunctionError(f"{written} needs {', '.join(missing)}, which {reason}; give it a default value.")
+        raise RewardFunctionError(
+            f"{written} needs {', '.join(missing)}, which {reason}; give {'it' if len(missing) == 1 else 'each'} a "
+            "default value."
+        )
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(
             f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
@@ -141,29 +131,21 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """One response with its prompt, its dataset row and its dialog: all that a reward function can read.
-
-    Args:
-        prompt: plain text, or a chat as a list of messages.
-        ground_truth: value of the dataset: text, number, list or dict.
-        columns: all other columns of the dataset row, by name.
-        completion_ids: token ids of the response; None if no engine sampled it.
-        turns: all messages of a dialog with tools, in TRL's form; else None.
-        environment: attributes of the dialog's environment at its end, by name; None without an environment.
-    """
+    """One response with its prompt, its dataset row and its dialog: all that a reward function can read."""
 
     response: str
-    prompt: str | Sequence[Mapping[str, Any]]
-    ground_truth: Any
-    columns: Mapping[str, Any]
+    prompt: str | Sequence[Mapping[str, Any]]  # plain text, or a chat as a list of messages
+    ground_truth: Any  # value of the dataset: text, number, list or dict
+    columns: Mapping[str, Any]  # all other columns of the dataset row, by name
     data_source: str
-    completion_ids: Sequence[int] | None = None
+    completion_ids: Sequence[int] | None = None  # None if no engine sampled the response
+    #: With tools, the dialog's messages after the prompt; of an agent, those of its last request and the reply.
     turns: Sequence[Mapping[str, Any]] | None = None
-    environment: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None  # attributes of the dialog's environment at its end, by name
 
 
 class EnvironmentState:
-    """The JSON-serializable attributes of an environment at the end of its dialog; the environment is closed.
+    """An object with copies of an environment's JSON-serializable attributes at the end of its dialog.
 
     >>> state = EnvironmentState({"reward": 0.5})
     >>> state.reward
@@ -196,14 +178,12 @@ class RewardOutput:
 def call_function(function: RewardFunction, path: str, group: Sequence[RewardInputs]) -> list[RewardOutput]:
     """Call ``function`` of the file ``path`` on the responses of one group; return one output per response.
 
-    A verl function is called once per response, a TRL function once for all, both on the caller's thread. Coroutines
-    run concurrently on one persistent event loop, to which a file may bind sessions and semaphores. If the caller's
-    thread already runs an event loop, as in a notebook, another thread runs them.
+    A verl function is called once per response, a TRL function once for the group, both on the caller's thread.
+    Coroutines run concurrently on one persistent event loop of the process, to which a file may bind sessions and
+    semaphores; if the caller's thread already runs an event loop, as in a notebook, on another thread.
 
-    An exception becomes the ``error`` of an output.
-
-    Raises:
-        Exception: a TRL function raised it for several responses; the caller may retry them one by one.
+    An exception or an unusable result becomes the ``error`` of an output. But the exception of a TRL function called
+    for several responses propagates, for a retry one by one, and so does the user's Ctrl-C.
     """
     if function.form == VERL:
         calls = [
@@ -360,10 +340,9 @@ def pickled(
     kind: str = "reward function",
     cure: str = "create such objects inside the function, or set env.reward_workers=0 to grade in this process",
 ) -> bytes:
-    """Return functions as a pickle, for :func:`unpickled`; ``kind`` and ``cure`` are words of the error message.
+    """Return the pickled functions, for a file that :func:`unpickled` reads; RewardFunctionError if one is unpicklable.
 
-    Raises:
-        RewardFunctionError: a function holds an object that cannot be pickled.
+    ``kind`` (of the functions) and ``cure`` are words of the error message.
     """
     import cloudpickle
 
@@ -372,28 +351,24 @@ def pickled(
             cloudpickle.dumps(function)
         except Exception as error:  # of the objects that it holds
             raise RewardFunctionError(
-                f"the {kind} {name} cannot be sent to another process ({sentence(error)}); {cure}."
+                f"the {kind} {name} cannot be sent to another process ({sentence(error).rstrip('.')}); {cure}."
             ) from error
     return cloudpickle.dumps(dict(functions))
 
 
 def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
-    """Load functions that :func:`pickled` wrote, by name; this executes code of the file.
-
-    Raises:
-        RewardFunctionError: the file or a module that the functions need is missing.
-    """
+    """Return {name: function} from a file of :func:`pickled`, executing its code; RewardFunctionError if that fails."""
     if not path.is_file():
         raise RewardFunctionError(
-            f"there is no {path}: reward functions passed as Python objects are not saved with env.reward_workers=0; "
+            f"there is no {path}; reward functions that cannot be pickled are not saved with env.reward_workers=0: "
             "pass the same functions again, or put them into a file and set reward.path to it."
         )
     try:
         return pickle.loads(path.read_bytes())
     except Exception as error:  # unpickling imports modules and calls code
         raise RewardFunctionError(
-            f"{path}: the reward functions cannot be loaded here ({type(error).__name__}: {error}); make the "
-            "modules that they use importable."
+            f"{path}: the reward functions cannot be loaded here ({sentence(error).rstrip('.')}); make the modules "
+            "that they use importable, or pass the functions again."
         ) from error
 
 
@@ -401,7 +376,7 @@ def fingerprint(functions: Functions) -> str:
     """Return a SHA-256 digest of functions: names, bytecode, constants, defaults, global and closure values.
 
     It is equal in every process of one Python version, and independent of comments and line numbers. Plain values,
-    containers, and functions and classes of the same module count by content, all others by their name or type.
+    containers, tensors, and functions and classes of the same module count by content, others by name or type.
     """
     described = []
     for name, function in functions.items():

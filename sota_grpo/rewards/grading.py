@@ -35,12 +35,10 @@ class WrongTerms(KeyError):
 
 
 def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
-    """Return the score of one response; if the grader fails, a score with ``error`` and all terms 0.
+    """Return the score of one response, or :func:`failed_score` if the grader fails.
 
-    Model text is untrusted: a grader fails when it raises, reports an error, or returns a term that is not finite.
-
-    Raises:
-        WrongTerms: the grader returns other terms than ``term_names``.
+    A grader fails when it raises, reports an error, or returns a term that is not finite in float32 or an ``info`` that
+    is not JSON. WrongTerms if it returns other terms than ``term_names``; KeyboardInterrupt: :func:`graders_error`.
 
     >>> def ratio(response, example):
     ...     return Score({"ratio": float(response) / float(example.answer)}, success=False)
@@ -61,11 +59,11 @@ def guarded_scores(
     pairs: Sequence[tuple[str, Example]],
     tick: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """Return the scores of ``(response, example)`` pairs, in order; failures are as in :func:`guarded_score`.
+    """Return the scores of ``(response, example)`` pairs, in order; failures and exceptions: :func:`guarded_score`.
 
-    A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If it raises, the pairs
-    are graded one by one, so that only the response that it cannot grade fails; if it returns another number of scores,
-    all fail. ``tick`` is called after every call of the grader.
+    A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If ``score_group`` raises,
+    the pairs are graded one by one, so that only the response that the grader cannot grade fails; if it returns another
+    number of scores, all responses fail. ``tick`` is called after each response, or once after ``score_group``.
     """
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
@@ -106,18 +104,14 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """Return the score of a response whose grader failed: terms 0; in a mixture, None for terms of other tasks."""
+    """Return a failed grader's score: ``error`` and terms 0, but None for those of other tasks than ``example``'s."""
     task = None if example is None else example.extra.get(TASK)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))
 
 
 def graders_error(error: BaseException) -> str:
-    """Return an error of a grader as text: its type and message.
-
-    Raises:
-        KeyboardInterrupt: ``error`` is Ctrl-C of the user, which reaches only the main thread (workers ignore SIGINT).
-    """
+    """Return a grader's error as text; re-raise a KeyboardInterrupt on the main thread, unless SIGINT is ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     if isinstance(error, KeyboardInterrupt) and is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         raise error
@@ -143,8 +137,8 @@ class Grader(Protocol):
     """Interface of graders; callable from any thread.
 
     ``scores`` takes ``(response, example)`` pairs, preferably one group, and returns a future of one score per pair, in
-    order. A response that cannot be graded has a score with ``error`` and all terms 0; the future fails only for errors
-    that no response causes. ``close`` is idempotent.
+    order. A response that cannot be graded gets :func:`failed_score`; the future fails only for errors that no response
+    causes. ``close`` is idempotent.
     """
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]: ...
@@ -153,7 +147,7 @@ class Grader(Protocol):
 
 
 class LocalGrader:
-    """Grades in this process, before :meth:`scores` returns; a grader that hangs blocks the caller.
+    """A :class:`Grader` in this process: :meth:`scores` grades at once, and a scorer that hangs blocks the caller.
 
     >>> grader = LocalGrader(lambda text, example: Score({"right": float(text == example.answer)}, True), ["right"])
     >>> grader.scores([("4", Example("2 + 2?", "4"))]).result()[0].terms
@@ -177,12 +171,9 @@ class LocalGrader:
 class ProgressCounter:
     """The number of finished items of each call, in an anonymous file shared by processes of one machine.
 
-    A worker writes the number before it begins the next item, by one system call (about 1 µs). So the number can be
-    read even if the worker then crashes, or hangs while it holds the GIL and cannot answer a ping.
-
-    Args:
-        fd: descriptor of another counter's file, inherited by a child process under the same number (``pass_fds``);
-            None creates a file, which exists as long as this object.
+    A worker writes the number before it begins the next item, so that it can be read even if the worker then crashes or
+    hangs. ``fd`` is the descriptor of another counter's file, inherited by a child process under the same number
+    (``pass_fds``); None creates a file, which exists as long as this object.
 
     >>> ours = ProgressCounter()
     >>> theirs = ProgressCounter(ours.fd)
@@ -213,9 +204,7 @@ class RewardWorker:
     """Grades lists of responses with :func:`guarded_scores`, on a process's main thread: graders may use signals.
 
     The constructor calls the grader's optional ``prepare()``, so that it counts towards no response's deadline.
-
-    Args:
-        progress_fd: descriptor of a :class:`ProgressCounter` for the number of graded responses of each call.
+    ``progress_fd`` is that of a :class:`ProgressCounter` for the graded responses of each call; None: a new counter.
     """
 
     def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
@@ -224,7 +213,7 @@ class RewardWorker:
         self._progress = ProgressCounter(progress_fd)
 
     def run(self, pairs: Sequence[tuple[str, Example]], call: int = 0) -> list[Score]:
-        """Return the scores of ``(response, example)`` pairs, in order; ``call``: number of the call in the counter."""
+        """Return the scores of ``pairs``, as :func:`guarded_scores`; note the progress under the number ``call``."""
         answers = itertools.count(1)
         scores = guarded_scores(
             self._score, self._term_names, pairs, tick=lambda: self._progress.note(call, next(answers))
@@ -233,24 +222,20 @@ class RewardWorker:
         return scores
 
     def ping(self) -> float:
-        """Return 0: the pool reads the progress from the counter instead."""
+        """Return 0 seconds without progress: the pool reads the progress from the counter instead."""
         return 0.0
 
 
 class GradingPool:
-    """Grades in worker processes: a response at which the grader hangs or crashes fails, and its worker is replaced.
+    """A :class:`Grader` with worker processes: a worker that hangs or crashes is replaced, and only its response fails.
 
-    Scores equal those of :class:`LocalGrader`. A worker that takes longer than ``timeout_s`` for a response is killed
-    within an eighth more. The response at which a worker hung or crashed (see :class:`ProgressCounter`) fails with all
-    terms 0, and another worker grades the other responses. After SIGKILL or SIGTERM, which a user or the kernel's OOM
-    killer may send, the response is graded once more, alone, and fails if that worker dies, too. A grader of whole
-    groups (``score_group``) has ``timeout_s`` for the call; after a hang or crash its responses are graded one by one.
-    A future fails only if no worker starts, the pool is closed, or the grader returns other terms than ``term_names``.
-
-    Args:
-        score: the task's grader, picklable (:func:`sota_grpo.rl.task.scorer_of`).
-        term_names: names of the reward terms that ``score`` returns.
-        timeout_s: time limit for one response.
+    A worker that takes longer than ``timeout_s`` seconds for a response is killed within an eighth more. The response
+    at which a worker hung or crashed gets :func:`failed_score`, and another worker grades the other responses. After
+    SIGKILL, SIGTERM, SIGHUP or SIGINT, which a user or the kernel's OOM killer may send, the response is graded once
+    more, alone, and fails if that worker dies, too. A grader of whole groups (``score_group``) has ``timeout_s`` for
+    the call; after a hang or crash its responses are graded one by one. A future fails only if no worker starts, the
+    pool is closed, or the grader returns other terms than ``term_names``. ``score`` must be picklable
+    (:func:`sota_grpo.rl.task.scorer_of`).
     """
 
     def __init__(self, score: Scorer, term_names: Collection[str], *, num_workers: int, timeout_s: float) -> None:
@@ -317,5 +302,5 @@ def task_grader(grader: Grader) -> Grader:
 
 
 def grading_pool(task: Task, *, num_workers: int, timeout_s: float) -> closing[GradingPool]:
-    """Start reward workers for ``task``; return a context manager that gives their pool and closes it at the end."""
+    """Start a :class:`GradingPool` for ``task``; return a context manager that gives the pool and finally closes it."""
     return closing(GradingPool(scorer_of(task), task.term_weights, num_workers=num_workers, timeout_s=timeout_s))

@@ -57,32 +57,32 @@ finally:
 
 
 class Ran(NamedTuple):
-    """The standard output of a program, at most 1 MiB; ``ended``: it exited by itself with status 0, within limits."""
+    """A program's output, cut to 2**20 bytes or characters; ``ended``: it exited with status 0, within the limits."""
 
     stdout: str
     ended: bool
 
 
 class Runner(Protocol):
-    """Runs a Python program with the standard input ``stdin``; raises OSError if the sandbox itself fails."""
+    """Interface of sandboxes: ``run`` runs Python ``code`` with the input ``stdin``; OSError if the sandbox fails."""
 
     def run(self, code: str, stdin: str) -> Ran: ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program."""
+    """Limits of one run of a program, in s and MiB; a SandboxFusion server gets only ``wall_s`` and ``memory_mb``."""
 
     wall_s: float = 8.0
-    cpu_s: int = 6
-    memory_mb: int = 512
-    file_mb: int = 16
+    cpu_s: int = 6  # of each process
+    memory_mb: int = 512  # of each process, with bubblewrap
+    file_mb: int = 16  # of each file that the program writes
     tasks: int = 32  # processes and threads; Linux 5.14 counts those of the sandbox only, and no kernel limits root's
 
 
 @dataclass(frozen=True)
 class BwrapRunner:
-    """Runs programs in bubblewrap: no network, a read-only root, Python without site-packages, ``/tmp`` in memory."""
+    """A :class:`Runner` in bubblewrap: no network, read-only root, Python without site-packages, ``/tmp`` in memory."""
 
     limits: Limits = Limits()
 
@@ -130,7 +130,7 @@ class BwrapRunner:
 
 @dataclass(frozen=True)
 class FusionRunner:
-    """Runs programs on a SandboxFusion server (``POST /run_code``), whose own limits apply as well."""
+    """A :class:`Runner` on a SandboxFusion server, whose own limits apply; ``run``: UserError for a bad URL."""
 
     url: str
     limits: Limits = Limits()
@@ -148,11 +148,11 @@ class FusionRunner:
         try:
             content = server.post("/run_code", body, timeout_s=self.limits.wall_s + _SETTLE_S)
         except ServerError as error:
-            raise OSError(f"the sandbox server {self.url} failed ({error})") from error
+            raise OSError(f"the sandbox server {self.url} failed ({str(error).rstrip('.')})") from error
         finally:
             server.close()
         if not isinstance(content, dict) or content.get("status") == "SandboxError":
-            raise OSError(f"the sandbox server {self.url} failed")
+            raise OSError(f"the sandbox server {self.url} returned no result of the program")
         result = content.get("run_result")
         result = result if isinstance(result, dict) else {}
         ended = result.get("status") == "Finished" and result.get("return_code") == 0
@@ -165,11 +165,7 @@ def is_url(sandbox: str) -> bool:
 
 
 def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
-    """Return the runner for ``env.sandbox``: ``auto`` or ``bwrap`` (bubblewrap), or a SandboxFusion server's URL.
-
-    Raises:
-        UserError: bubblewrap is missing or does not work on this machine, or ``sandbox`` has another value.
-    """
+    """Return the runner for ``env.sandbox``: ``auto``, ``bwrap`` or a SandboxFusion URL; UserError if unusable."""
     if is_url(sandbox):
         return FusionRunner(sandbox, limits)
     if sandbox not in ("auto", "bwrap"):
@@ -177,15 +173,15 @@ def make_runner(sandbox: str, limits: Limits = Limits()) -> Runner:
     reason = why_no_bwrap()
     if reason is not None:
         raise UserError(
-            f"Programs of the model run only in a sandbox, but {reason}; install bubblewrap (apt-get install "
-            "bubblewrap) and allow user namespaces, or set env.sandbox=URL of a SandboxFusion server."
+            f"Programs of the model run only in a sandbox, but {reason}; on Linux install bubblewrap (apt-get install "
+            "bubblewrap) and allow user namespaces, or set env.sandbox to the URL of a SandboxFusion server."
         )
     return BwrapRunner(limits)
 
 
 @cache
 def why_no_bwrap() -> str | None:
-    """Return why bubblewrap cannot be used on this machine, or None if it can; runs a test program, once."""
+    """Return why bubblewrap cannot be used on this machine, None if it can; the first call runs a test program."""
     if sys.platform != "linux":
         return f"bubblewrap is not used on {sys.platform}"
     if _BWRAP is None:
@@ -199,16 +195,13 @@ def why_no_bwrap() -> str | None:
 
 
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
-    """Return for each test whether the program passes it; an endless assertion and all later ones of its code fail.
+    """Return for each test, in order, whether the program passes it.
 
-    Args:
-        tests: Python code in which every top-level assertion is a test (without assertions, the code is one test), or a
-            list of such code and of ``{"stdin", "stdout"}`` pairs. A pair passes if the program prints this output;
-            white space at the ends of lines and of the output is ignored.
-
-    Raises:
-        OSError: the sandbox itself fails.
-        SyntaxError: ``tests`` is not valid Python.
+    ``tests`` is Python code in which every top-level assertion is a test (without assertions, the last statement), or a
+    list of such code and of ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing. An endless assertion
+    fails, and so do all later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
+    and with exit status 0; white space at the ends of lines and of the output is ignored. OSError if the sandbox itself
+    fails, SyntaxError for invalid code, KeyError for a pair without ``stdout``.
     """
 
     def lines(text: str) -> list[str]:

@@ -8,7 +8,7 @@ of three, during which the engine's weights were updated from version 7 to 8::
     log_probs.full            0   0  -.4 -.1 -.9
     next.token_version       -1  -1   7   7   8      next.policy_version = 7
 
-In multi-turn dialogs, tokens of other roles have mask False, log-prob 0 and version -1.
+In dialogs, tokens that the policy did not sample have mask False, log-prob 0 and version -1.
 
 Loss weights of three rows (``p`` prompt, ``a`` assistant) with the aggregation ``token``, 1/6 for each of six ``a``::
 
@@ -59,7 +59,7 @@ _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys
 
 
 def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) -> dict[Key, Any]:
-    """Return the entries that all rows of a prompt share: its texts, ``group_id`` and token ids ``[P]``."""
+    """Return the entries that all rows of a prompt share: texts, ``extra`` as JSON, group id and prompt token ids."""
     return {
         keys.QUERY: example.query,
         keys.ANSWER: example.answer,
@@ -84,11 +84,11 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     """Return the rows of a sampled group: token ids, masks, log-probs, versions, response text and done flags.
 
     The text is only for grading and display; in a multi-turn dialog it is that of the last turn. Where the assistant
-    mask is False, log-probs are 0 and versions -1.
+    mask is False, log-probs are 0 and versions -1. ValueError if the ``parents`` of a sample begin after the prompt.
 
     Args:
         drawn: entries of the prompt, from :func:`drawn_entries`.
-        samples: responses ``[R_i]``; sample ``i`` becomes the row with ``sample_id = i``.
+        samples: at least one response; ``samples[i]`` becomes the row with ``sample_id = i``.
         tokenizer: decodes the responses that have no ``Sample.text``.
     """
     ids = drawn[keys.PROMPT_TOKENS]
@@ -140,10 +140,7 @@ def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
 
 
 def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: Any) -> list[TensorDictBase]:
-    """Return one TensorDict per sample: its row of :func:`group_table`, with the entries of ``prompt``.
-
-    ``prompt``: a row of :func:`prompt_rows`.
-    """
+    """Return one TensorDict per sample: its :func:`group_table` row, with the entries of a :func:`prompt_rows` row."""
     (entries,) = RowTable.of([prompt]).rows()
     sampled = ("tokens", "masks", "log_probs", "text", "next")
     drawn = {key: value for key, value in entries.items() if key == keys.PROMPT_TOKENS or key[0] not in sampled}
@@ -151,7 +148,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
 
 
 def last_turn(sample: Sample) -> Tensor:
-    """Return the token ids that graders read: those after the last token of another role; all if there is none."""
+    """Return the token ids that graders read: all after the last token that the policy did not sample, if any."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -159,7 +156,7 @@ def last_turn(sample: Sample) -> Tensor:
 
 
 def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """Return ``done`` (True), ``terminated`` and ``truncated``, each bool ``[G, 1]``, from ``truncated`` ``[G]``."""
+    """Return bool ``[G, 1]``: ``done`` (True), ``terminated`` (not truncated) and ``truncated``, of ``G`` responses."""
     flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
     return {name: flag.unsqueeze(1) for name, flag in flags.items()}
 
@@ -178,7 +175,8 @@ def response_ids(row: TensorDictBase) -> Tensor:
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     """Add, in place, the entries that rows of TorchRL's collector and LLM wrappers lack; return the rows.
 
-    Existing masks are overwritten; a first log-prob of 0 becomes NaN (:func:`known_log_probs`).
+    Existing masks are overwritten; a first log-prob of 0 becomes NaN (:func:`known_log_probs`). KeyError if the rows
+    have neither ``tokens.response`` nor ``tokens.full``.
 
     Use it as the collector's ``postproc``: :class:`GRPOLoss` and this module read ``log_probs.full`` and
     ``masks.all_assistant_mask``, but TorchRL's wrappers in tokens mode write ``log_probs.response`` and no such mask.
@@ -211,7 +209,7 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
 
 
 def known_log_probs(sampled: Tensor) -> Tensor:
-    """Return log-probs ``[.., R]`` of TorchRL's wrappers, with NaN instead of an exact 0 at the first position.
+    """Return log-probs ``[.., R]`` of TorchRL's wrappers, with NaN instead of an exact 0 at the response's first token.
 
     ``TransformersWrapper`` of torchrl 0.14.1 always writes 0 there, whatever the token's probability. :class:`GRPOLoss`
     (like TorchRL's) and ``ReferenceKL`` ignore tokens whose log-prob is NaN.
@@ -236,8 +234,7 @@ def set_loss_weights(
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
             filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
 
-    Raises:
-        ValueError: unknown aggregation, or ``constant`` without ``max_response_tokens``.
+    ValueError for an unknown aggregation, or ``constant`` without ``max_response_tokens``; KeyError without a mask.
 
     >>> rows = [
     ...     TensorDict({"masks": {"all_assistant_mask": torch.tensor(m).bool()}})
@@ -262,7 +259,7 @@ def graded_rows(rows: RowTable) -> Tensor:
 
 
 def known_tokens(row: Row) -> Tensor:
-    """Return a bool mask ``[T]`` of the tokens to train on: sampled by the policy, with a finite log-prob."""
+    """Return a bool mask ``[T]`` of the tokens to train on: sampled by the policy, with a finite log-prob if known."""
     mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
     return mask if log_probs is None else mask & log_probs.isfinite()
 
@@ -270,15 +267,12 @@ def known_tokens(row: Row) -> Tensor:
 def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *, pad_token_id: int) -> TensorDict:
     """Return rows as one dense batch, right-padded to the longest, with only the tensors that a learner reads.
 
+    The TensorDict has ``batch_size=[N]``: sequences ``[N, max T_i]``, support ids ``[N, most of a row]`` and scalars
+    per row. ValueError if there are no rows, or some rows lack a key that others have and that has no default.
+
     Args:
         rows: at least one row, each with ``("tokens", "full")`` ``[T_i]``.
         pad_token_id: token id of the padding, on which all masks are False.
-
-    Returns:
-        TensorDict with ``batch_size=[N]``: sequences ``[N, max T_i]`` and scalars per row.
-
-    Raises:
-        ValueError: there are no rows, or some rows lack a key that others have and that has no default.
 
     >>> rows = [TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 3)]
     >>> pad_rows(rows, pad_token_id=9)["tokens", "full"].tolist()
@@ -356,9 +350,8 @@ def micro_batches(
     A row above the budget becomes a separate micro-batch.
 
     Args:
-        rows: ragged rows.
         token_budget: maximum number of packed tokens per micro-batch; below 1 raises ``ValueError``.
-        shared_prompt: False for a model that computes padded rows: ``n`` rows then count ``n * max T_i`` tokens.
+        shared_prompt: False for a model that computes padded rows: ``n`` rows then count ``n`` times the longest.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
@@ -371,7 +364,7 @@ def micro_batches(
 def filled(
     prompts: Sequence[RowPrompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
 ) -> list[list[int]]:
-    """Return the row indices of each micro-batch of :func:`micro_batches`, for the rows with indices ``chosen``."""
+    """Split the rows with indices ``chosen`` as :func:`micro_batches` does; return the row indices of each batch."""
     if shared_prompt:
         batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
     else:
@@ -381,10 +374,10 @@ def filled(
 
 
 class RowPrompt(NamedTuple):
-    """A row's prompt: the tokens before its first assistant token, or the whole row without assistant tokens.
+    """A row's prompt: the tokens before its first assistant token; all tokens, if none is an assistant token.
 
-    ``text``: the prompt's ids as bytes; ``length``: its tokens; ``response``: tokens after it; ``sampled``: tokens to
-    train on. For a tree: the prompt of the first path; ``response`` counts each other token as often as it is computed.
+    ``text``: its ids as bytes. Numbers of tokens: ``length`` of it, ``response`` after it, ``sampled`` to train on. For
+    a tree: the prompt of the first path; ``response`` counts each other token as often as it is computed.
     """
 
     text: bytes

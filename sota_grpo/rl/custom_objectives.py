@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, file_reference, run_python
 from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
+from sota_grpo.text import sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +35,9 @@ class ObjectiveError(UserError, ValueError):
 def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
     """Return the :class:`Surrogate` of an objective: a built-in name, ``FILE.py:FUNCTION``, or a function.
 
-    Raises:
-        ObjectiveError: it does not exist, has a parameter that is not in :data:`TERMS` and has no default, reads
-            neither log_prob nor log_ratio, or is a partial that sets one of :data:`TERMS`. Errors of executing the file
-            are raised at the first call of the loss.
+    ObjectiveError if it cannot be used, has a parameter that is not in :data:`TERMS` and has no default, reads neither
+    log_prob nor log_ratio, or is a partial that sets one of :data:`TERMS`. A file that cannot be executed raises it at
+    the first call of the loss.
     """
     if not callable(objective) and objective in SURROGATES:
         return SURROGATES[objective]
@@ -48,7 +48,9 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
         )
     if isinstance(objective, functools.partial):
         if fixed := [term for term in TERMS if term in objective.keywords]:
-            raise ObjectiveError(f"objective is a partial that sets {', '.join(fixed)}; set clip widths in the loss.")
+            raise ObjectiveError(
+                f"objective is a partial that sets {', '.join(fixed)}; leave this out, and set clip widths in the loss."
+            )
         for declared in SURROGATES.values():
             if declared.loss is objective.func:
                 return replace(declared, loss=objective)
@@ -56,16 +58,15 @@ def surrogate(objective: str | Callable[..., Any]) -> Surrogate:
 
 
 def estimator(baseline: str | Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """Return the advantage estimator in ``FILE.py:FUNCTION``, or a given function unchanged; None for any other text.
+    """Return the advantage estimator in ``FILE.py:FUNCTION``, or a function as it is; None for any other text.
 
-    An estimator returns the advantages ``[N]`` of N responses, which are then divided by ``algorithm.scale``. Its
-    parameters are any of ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths``
-    (int64 ``[N]``, sampled tokens; None if the rows have no assistant mask) and ``terms`` (reward terms by name, each
-    ``[N]``, NaN if a term does not apply).
+    An estimator returns the advantages ``[N]`` of N responses, which are then divided by the scale. Its parameters are
+    any of ``rewards`` (``[N]``), ``group_ids`` (int64 ``[N]``, groups numbered from 0), ``lengths`` (int64 ``[N]``,
+    sampled tokens; None if the rows have no assistant mask) and ``terms`` (reward terms by name, each ``[N]``, NaN if a
+    term does not apply).
 
-    Raises:
-        ObjectiveError: the function does not exist, has another parameter without a default, or reads neither rewards
-            nor terms.
+    ObjectiveError if it cannot be used, has another parameter without a default, or reads neither rewards nor terms. If
+    the file cannot be executed, the first call raises it.
     """
     return _function("algorithm.baseline", baseline, ESTIMATOR_TERMS, ("rewards", "terms"))[0]
 
@@ -111,7 +112,7 @@ class _Written:
             line = error_line(self._path, error)
             location = self._path if line is None else f"{self._path}, line {line}"
             raise ObjectiveError(
-                f"{location}: {self._option} cannot be imported ({type(error).__name__}: {error}); correct the file."
+                f"{location}: {self._option} cannot be imported ({sentence(error).rstrip('.')}); correct the file."
             ) from error
 
 

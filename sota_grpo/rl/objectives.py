@@ -54,9 +54,9 @@ _WRITTEN_BY: dict[Any, str] = {  # entries that TorchRL's wrappers and environme
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Inputs of the loss for one batch: all ``[N, T]``, and all but ``kept`` 0 where ``mask`` is False.
+    """Inputs of the loss for a batch of ``N`` rows: all ``[N, T]``, and all but ``kept`` 0 where ``mask`` is False.
 
-    ``kept`` marks the tokens with a surrogate loss (None: all). ``log_prob`` and ``entropy`` carry a gradient.
+    ``kept`` (or ``[N, 1]``) marks tokens with a surrogate loss; None: all. ``log_prob``, ``entropy`` have a gradient.
     """
 
     log_prob: Tensor
@@ -81,7 +81,10 @@ def _required(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor:
     value = _per_token(batch, key, side)
     if value is None:
         there = ", ".join(sorted(_dotted(name) for name in batch.keys(True, True)))
-        raise KeyError(f"the batch has no {_dotted(key)}{_WRITTEN_BY.get(key, '')}; it has {there}.")
+        raise KeyError(
+            f"the batch{' or the output of actor_network' if key == keys.LOG_PROBS else ''} has no "
+            f"{_dotted(key)}{_WRITTEN_BY.get(key, '')}; it has {there}."
+        )
     return value
 
 
@@ -93,12 +96,15 @@ def _widen(value: Tensor, shape: torch.Size) -> Tensor:
     """Return a per-token entry as ``[N, T]`` or ``[N, 1]``, half precision cast to float32."""
     value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
     if value.shape != shape and value.shape != (shape[0], 1):
-        raise ValueError(f"a per-token entry has the shape {list(value.shape)}, but the log-probs have {list(shape)}.")
+        raise ValueError(
+            f"a per-token entry of the batch has the shape {list(value.shape)}; it must be that of the log-probs, "
+            f"{list(shape)}, or {[shape[0], 1]}."
+        )
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for an unknown choice or a keyword that would have no effect."""
+    """Raise ValueError if a keyword of :class:`GRPOLoss` is unknown or has no effect, or the objective is unusable."""
     for name, (accepted, reason) in _MEANINGLESS.items():
         if keywords.get(name, accepted[0]) not in accepted:
             raise ValueError(f"{name} is {keywords[name]!r}, which has no effect in this loss: {reason}; drop it.")
@@ -112,14 +118,14 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     objective, chosen = keywords["objective"], surrogate(keywords["objective"])
     if keywords["dual_clip"] is not None and not (chosen.reads("dual_clip") or keywords.get("kl_unbiased")):
-        raise ValueError(f"dual_clip is {keywords['dual_clip']}, not read by the objective {objective!r}; drop it.")
+        raise ValueError(f"dual_clip is {keywords['dual_clip']}, not read by the objective {objective!r}; use None.")
     if keywords["ratio"] == "sequence" and not (chosen.reads("log_ratio") and "sequence" in chosen.ratios):
         reason = "takes it per token" if chosen.reads("log_ratio") else "has no ratio"
-        raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; drop it.")
+        raise ValueError(f"ratio is 'sequence' but the objective is {objective!r}, which {reason}; use 'token'.")
     if keywords.get("correction") is not None and chosen.weighs_rows:
         raise ValueError(
             f"correction is {keywords['correction']!r} but the objective is {objective!r}, which already "
-            "weights whole rows; drop it."
+            "weights whole rows; use correction=None."
         )
     if keywords.get("kl_unbiased") and keywords["kl_estimator"] == "k2":
         raise ValueError("kl_unbiased does not work with kl_estimator 'k2', which is biased; use 'k1' or 'k3'.")
@@ -129,7 +135,7 @@ _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float
 
 
 class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Output of :class:`GRPOLoss`; entries that were not computed are None and not among the keys.
+    """Output of :class:`GRPOLoss`; an entry that was not computed is None, and ``keys()`` leaves it out.
 
     The loss is the sum of the ``loss_*`` entries; add it over micro-batches. The other entries are diagnostics of this
     batch. For those of a whole step, add the ``sums`` (detached, float64, over trained tokens) of all its micro-batches
@@ -203,16 +209,15 @@ class GRPOLoss(LossModule):
     ``[N, 1, 1]``, ``[N, T, 1]``, ``[N, 1]`` or ``[N]``.
 
     ``mismatch_kl`` compares the engine's log-probs with the proximal log-probs if the batch has them, else with the
-    current ones. ``kl_to_ref`` is reported if the batch has reference log-probs. As a loss, k1 has a gradient of mean
-    0, so use k2 or k3.
+    current ones. ``kl_to_ref`` is reported if the batch has reference log-probs. As a loss, k1 has a gradient of mean 0
+    (unless ``kl_unbiased``), so use k2 or k3.
 
     Args:
-        actor_network: see above.
         clip_epsilon: clip width, or (low, high).
         kl_mask_threshold: tokens with ``(logp - logp_behaviour)^2 / 2`` above it are masked.
         aggregation: TorchRL's names: ``token_mean``, ``prompt_mean`` (per row, then over rows), ``none`` (per-token
             losses ``[N, T, 1]``, 0 off-mask, unweighted).
-        entropy_bonus, entropy_coeff: ``loss_entropy = -entropy_coeff * entropy``.
+        entropy_bonus, entropy_coeff: ``loss_entropy = -entropy_coeff * entropy``, unless ``entropy_bonus`` is False.
         kl_to_ref_coeff, kl_to_inference_coeff: coefficients of the KL to the reference and to the behaviour policy.
         device: device to which the batch is moved; None: it is not moved.
         masking_strategy: ``sft`` and ``rlhf`` train on the assistant mask; ``generic`` on every token (wrappers only).
@@ -236,10 +241,9 @@ class GRPOLoss(LossModule):
             :func:`sota_grpo.functional.divergences.importance_weights`.
 
     Raises:
-        ValueError: an option is unknown or has no effect; in ``forward``: a required entropy is missing or has no
-            gradient.
-        ObjectiveError: in ``forward``: your objective returns another shape than ``[N, T]``, or a value without
-            gradient.
+        ValueError: an option is unknown or has no effect; in ``forward``: the batch has another shape or entries that
+            the actor does not read or support, or a required entropy is missing or has no gradient.
+        ObjectiveError: your objective cannot be used, or does not return ``[N, T]`` with a gradient.
         KeyError: in ``forward``: the batch lacks a key that the options need.
 
     Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
@@ -346,7 +350,7 @@ class GRPOLoss(LossModule):
         """No-op: there is no value estimator, and ``set_keys`` calls this."""
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Return the losses and diagnostics of a (micro-)batch; see the class."""
+        """Return the losses and diagnostics of a (micro-)batch; the class has formulas and exceptions."""
         tokens, stale = self._read(tensordict), None
         used = tokens
         if self.off_policy_threshold is not None:
@@ -361,8 +365,9 @@ class GRPOLoss(LossModule):
         if self.correction is not None:
             if tokens.proximal is None:
                 raise KeyError(
-                    f"correction is {self.correction!r} but the batch has no {self.tensor_keys.proximal_log_prob}; "
-                    "recompute the log-probs before the first epoch, or set correction=None."
+                    f"correction is {self.correction!r} but the batch has no "
+                    f"{_dotted(self.tensor_keys.proximal_log_prob)}; recompute the log-probs before the first epoch, "
+                    "or set correction=None."
                 )
             gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
             raw = raw_weights(gap, tokens.mask, level=self.correction)
@@ -383,7 +388,7 @@ class GRPOLoss(LossModule):
                 output = "none" if tokens.entropy is None else "one without a gradient"
                 raise ValueError(
                     f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
-                    "make it differentiable, or pass entropy_bonus=False."
+                    "write a differentiable entropy, or pass entropy_bonus=False."
                 )
             losses["loss_entropy"] = -self.entropy_coeff * tokens.entropy
         reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
@@ -399,7 +404,7 @@ class GRPOLoss(LossModule):
     def coefficients(self, batch: TensorDictBase) -> Tensor:
         """Return ``-d loss_objective / d log_prob`` ``[N, T]``: positive if a step makes the token likelier.
 
-        Correction and off-policy masking are left out. Masked tokens have 0. Costs one forward pass, without graph.
+        Correction and off-policy masking are ignored; masked tokens have 0. RuntimeError for the aggregation ``none``.
         """
         tokens = self._read(batch)
         with torch.enable_grad():
@@ -444,17 +449,13 @@ class GRPOLoss(LossModule):
     def _reference(self, reader: str, tokens: LossTokens) -> Tensor:
         if tokens.ref is None:
             raise KeyError(
-                f"{reader} but the batch has no {self.tensor_keys.ref_log_probs}; write the reference's log-probs with "
-                "ReferenceKL, or drop the term."
+                f"{reader} but the batch has no {_dotted(self.tensor_keys.ref_log_probs)}; write the reference's "
+                "log-probs with ReferenceKL, or drop the term."
             )
         return tokens.ref
 
     def _read(self, batch: TensorDictBase) -> LossTokens:
-        """Run the actor on the batch and return the inputs of the loss.
-
-        A module that writes log-probs gets the right-padded batch. A TorchRL wrapper gets the padded batch if it
-        has ``pad_output=True``, else ragged rows, which it pads on the left; all entries are then padded on the left.
-        """
+        """Run the actor and return the loss's inputs, padded on the right, or on the left if a TorchRL wrapper pads."""
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")
         if self.batch_device is not None:
@@ -465,8 +466,9 @@ class GRPOLoss(LossModule):
         for name in ("action", "mask"):
             if fields and (key := getattr(self.tensor_keys, name)) not in fields:
                 raise ValueError(
-                    f"set_keys gave {name}={key!r}, but actor_network reads {', '.join(map(_dotted, fields))}; "
-                    "rename the entry of the batch."
+                    f"the loss takes {name} from {_dotted(key)}, but actor_network reads only "
+                    f"{', '.join(map(_dotted, fields))}; use one name in the batch, in set_keys({name}=...) and in "
+                    "actor_network."
                 )
         read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
@@ -574,13 +576,13 @@ class GRPOLoss(LossModule):
 
 
 def mismatch(gap: Tensor) -> Tensor:
-    """Return k3 of KL(engine, trainer) per token, float64; ``gap``: trainer minus engine log-probs, capped at 300."""
+    """Return k3 of KL(engine, trainer) of each token, float64; ``gap``: trainer minus engine log-prob, at most 300."""
     gap = gap.double().clamp(max=_MAX_LOG_RATIO)
     return KL_ESTIMATORS["k3"](torch.zeros_like(gap), gap)
 
 
 def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
-    """Return ``d loss / d log_prob``, or zeros without a graph. The graph is kept for ``backward``."""
+    """Return ``d loss / d log_prob`` of the scalar ``loss``, or zeros without a graph; keep the graph."""
     if not (loss.requires_grad and log_prob.requires_grad):
         return torch.zeros_like(log_prob)
     (slope,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)

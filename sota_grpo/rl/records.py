@@ -14,10 +14,7 @@ if TYPE_CHECKING:  # annotations only: grading processes do not import torch
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: question, gold answer, and further inputs of the scorer (``extra``, JSON-serialisable).
-
-    ``place`` is the file and row, for messages.
-    """
+    """One problem: question, gold answer, further JSON inputs of the scorer (``extra``), file and row (``place``)."""
 
     query: str
     answer: str
@@ -71,7 +68,7 @@ class Score:
 
 
 def total_reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Return ``sum_k weight_k * term_k`` over the terms that apply; 0 if no term applies.
+    """Return ``sum_k weight_k * term_k`` over the terms that apply; 0 if none does; KeyError if one has no weight.
 
     >>> total_reward({"right": 1.0, "brief": None, "form": 0.5}, {"right": 2.0, "brief": 9.0, "form": -1.0})
     1.5
@@ -115,7 +112,7 @@ class Sampling:
     """Sampling parameters.
 
     Args:
-        max_tokens: maximum number of tokens of a response, EOS included.
+        max_tokens: maximum number of tokens of a response (in a dialog: of one turn), EOS included.
         temperature: divisor of the logits; 0 means greedy decoding.
         top_p: nucleus probability; 1 keeps all tokens.
         top_k: number of most likely tokens kept; 0 keeps all tokens.
@@ -141,7 +138,7 @@ class GroupRequest:
     """Request for ``num_samples`` responses to one prompt.
 
     The random stream of sample ``i`` depends only on ``seed`` and ``first_sample + i``, so a group can be sampled in
-    several requests. ``example`` is read by the code that answers a dialog's turns, not by engines.
+    several requests. ``example`` is needed by engines that run dialogs or agents; engines of one response ignore it.
     """
 
     group_id: int
@@ -176,14 +173,16 @@ class SamplingSupport(NamedTuple):
 class Sample:
     """One response: ids ``[R]`` (EOS included), log-probs ``[R]`` f32, policy version of each token ``[R]``.
 
-    ``truncated``: the engine stopped at the length limit (reported by the engine, not inferred from the ids). In
-    multi-turn dialogs ``assistant_mask`` ``[R]`` is False on the tokens of user and tool turns, which have log-prob 0
-    and version -1; None: the policy sampled every token. ``record`` (JSON-serialisable): with tools, see
-    :class:`~sota_grpo.envs.dialogs.ToolEpisode`; in other multi-turn dialogs, ``replies``, the turns (``role``,
-    ``content``) that answered the policy. ``support``: the sampling support, if top_p, top_k or min_p restrict sampling
-    and the engine returns it; the log-probs are then normalised over it. ``text``: the decoded response without end
-    tokens and padding, if a rollout worker has decoded it. ``parents`` int64 ``[R]``: in a tree of tokens,
-    the position of each token's predecessor in prompt + response; -1 for the first token of a further prompt.
+    ``truncated``: the engine stopped at the length limit (in a :class:`~sota_grpo.envs.TaskEnv`: there is no end
+    token), or the context had no room for the dialog's next turn. ``assistant_mask`` ``[R]`` is False on tokens that
+    the policy did not sample (other turns, or the part of the prompt that the group does not share), which have
+    log-prob 0 and version -1; None: the policy sampled every token. ``record`` (JSON-serialisable): with tools, see
+    :class:`~sota_grpo.envs.dialogs.ToolEpisode`; of an agent, see :class:`~sota_grpo.envs.agents.GroupEpisodes`; in
+    other multi-turn dialogs, ``replies``, the turns (``role``, ``content``) that answered the policy. ``support``: the
+    sampling support, if top_p, top_k or min_p restrict sampling and the engine returns it; the log-probs are then
+    normalised over it. ``text``: the decoded response (of a dialog: the last turn) without end tokens and padding, if
+    a rollout worker has decoded it. ``parents`` int64 ``[R]``, of an agent's sample, whose requests form a tree: the
+    position of each token's predecessor, counted in prompt + response; -1: the token begins another prompt.
     """
 
     token_ids: torch.Tensor
@@ -199,7 +198,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """The responses to a request: ``samples[i]`` is sample ``first_sample + i``.
+    """The responses to a :class:`GroupRequest`: ``samples[i]`` is its sample ``first_sample + i``.
 
     ``prompt_ids`` is the prompt that the samples continue; None: the request's.
     """
@@ -218,8 +217,6 @@ _MASK_64 = (1 << 64) - 1
 
 def sample_seed(*numbers: int) -> int:
     """Hash integers to one 62-bit seed (splitmix64's finaliser over each in turn; Steele et al. 2014).
-
-    Deterministic, sensitive to order, and free of collisions on small inputs.
 
     >>> sample_seed(0, 7, 1) == sample_seed(0, 7, 1), sample_seed(0, 7, 1) == sample_seed(0, 1, 7)
     (True, False)

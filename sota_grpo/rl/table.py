@@ -56,7 +56,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], rows: list[int] | None = None) -> Column:
-        """Return the column with one value for each of ``rows`` (None: all rows)."""
+        """Return the column of ``values``, at least one; item ``i`` is that of row ``rows[i]`` (None: ``i``)."""
         kinds = {(value.dtype, value.device) if isinstance(value, Tensor) else None for value in values}
         if None in kinds or len(kinds) > 1:
             return cls(list(values), None, rows)
@@ -73,14 +73,14 @@ class Column(NamedTuple):
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
 
     def at(self, row: int) -> Any:
-        """Return the value of row number ``row`` among the rows that have the entry, as a view."""
+        """Return the value of row number ``row``, from 0, among the rows that have the entry; a view."""
         if self.lengths is None:
             return self.values[row]
         start = sum(self.lengths[:row])
         return self.values[start : start + self.lengths[row]]
 
     def indices(self, num_rows: int) -> Sequence[int]:
-        """Return the indices of the rows that have the entry."""
+        """Return the indices of the rows that have the entry, in a table of ``num_rows`` rows."""
         return range(num_rows) if self.rows is None else self.rows
 
     def flat(self) -> Column:
@@ -201,16 +201,19 @@ class RowTable(Sequence[Row]):
         return key in self.columns
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return an entry, ``[N, ..]`` or list; ``default`` if absent; ValueError if rows lack it or lengths differ."""
+        """Return an entry of all ``N`` rows, ``[N, ..]`` or a list; ``default`` if no row has it.
+
+        ValueError if only some rows have the entry, or its lengths differ.
+        """
         if key not in self.columns:
             return default
         values, lengths, rows = self.columns[key]
         if rows is not None:
-            raise ValueError(_missing(key, len(self) - len(rows), len(self)))
+            raise ValueError(f"{_missing(key, len(self) - len(rows), len(self))}; write it to all rows, or read cells.")
         if lengths is None:
             return values
         if len(set(lengths)) > 1:
-            raise ValueError(f"{key} has a different length in each row; use flat, cells or columns.")
+            raise ValueError(f"{key} differs in length between rows; use flat, cells or columns.")
         return values.view(len(self), -1)
 
     def set(self, key: Key, values: Tensor | Sequence[Any]) -> None:
@@ -227,22 +230,22 @@ class RowTable(Sequence[Row]):
         return [key[-1] for key in self.columns if isinstance(key, tuple) and key[:-1] == prefix]
 
     def flat(self, key: Key) -> Tensor:
-        """Return the values of a tensor entry, concatenated over the rows that have it."""
+        """Return the values of a tensor entry, concatenated over the rows that have it; KeyError if no row has it."""
         return self.columns[key].flat().values
 
     def lengths(self, key: Key) -> list[int]:
-        """Return the number of elements of each row's value; all rows must have the entry."""
+        """Return the number of elements of each value of a tensor entry; KeyError if no row has it."""
         return self.columns[key].flat().lengths or []
 
     def sums(self, key: Key) -> Tensor:
-        """Return the number of True values of a mask entry in each row, int64 ``[N]``."""
+        """Return the number of True values of a mask entry in each row that has it, int64 ``[rows]``."""
         column = self.columns[key].flat()
         ends = torch.tensor([0, *column.lengths], device=column.values.device).cumsum(0)  # type: ignore[misc]
         counted = torch.cat([ends[:1], column.values.cumsum(0)])
         return counted[ends].diff()
 
     def cells(self, key: Key) -> Sequence[Any]:
-        """Return each row's value as a view, None for rows without the entry."""
+        """Return each row's value as a view, None for rows without the entry; KeyError if no row has it."""
         column = self.columns[key]
         if column.rows is None:
             return column.cells()
@@ -250,7 +253,7 @@ class RowTable(Sequence[Row]):
         return [values.get(row) for row in range(len(self))]
 
     def take(self, indices: Sequence[int]) -> RowTable:
-        """Return a table of the rows ``indices``, in this order; the table itself if these are all rows as they are."""
+        """Return a table of the rows ``indices``, in this order; if these are all rows in order, the table itself."""
         if list(indices) == list(range(len(self))):
             return self
         taken = {key: column.take(indices) for key, column in self.columns.items()}
@@ -279,7 +282,7 @@ class RowTable(Sequence[Row]):
         return rows
 
     def stack(self) -> LazyStackedTensorDict:
-        """Return the rows as a lazy stack of TensorDicts."""
+        """Return the rows, at least one, as a lazy stack of TensorDicts."""
         rows = ({k: v if isinstance(v, Tensor) else NonTensorData(v) for k, v in row.items()} for row in self.rows())
         return lazy_stack([TensorDict(row, batch_size=[]) for row in rows])  # type: ignore[arg-type]
 
@@ -301,7 +304,7 @@ class RowTable(Sequence[Row]):
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> RowTable:
-        """Return the table of a :meth:`state_dict`; raise ValueError if the state is corrupt."""
+        """Return the table of a :meth:`state_dict`; ValueError if its rows, shapes and values do not fit together."""
         table = cls(state["num_rows"], {})
         for saved in state["columns"]:
             key = saved["path"][0] if len(saved["path"]) == 1 else tuple(saved["path"])
@@ -343,10 +346,9 @@ def _read(num_rows: int, columns: Iterable[tuple[Any, ...]]) -> RowTable:
 
 
 def in_place(write: Callable[Concatenate[RowTable, P], None]) -> Callable[..., Any]:
-    """Decorator: ``write(table, ..)`` then also takes a list or any TensorDict of rows; it modifies and returns this.
+    """Decorator of ``write(table, ..)``: it also takes a list or TensorDict of rows, writes to that and returns it.
 
-    Raises:
-        ValueError: an entry is written to some rows only, but the TensorDict is dense.
+    ValueError if an entry is written to some rows only, but the TensorDict is dense.
     """
 
     @wraps(write)
@@ -377,7 +379,10 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
     elif rows.batch_size == torch.Size([]):
         rows.set(key, values[0] if isinstance(values[0], Tensor) else NonTensorData(values[0]))
     elif any(value is None for value in values):
-        raise ValueError(_missing(key, sum(value is None for value in values), len(values)))
+        raise ValueError(
+            f"{_missing(key, sum(value is None for value in values), len(values))}; use a lazy stack, which allows it, "
+            "or write it to all rows."
+        )
     elif isinstance(values[0], Tensor):
         rows.set(key, torch.stack(list(values)).reshape(*rows.batch_size, *values[0].shape))
     else:
@@ -386,7 +391,7 @@ def _put(rows: TensorDictBase | Sequence[TensorDictBase], key: Key, values: Sequ
 
 
 def _missing(key: Key, missing: int, count: int) -> str:
-    return f"{key} is missing in {missing} of {count} rows; use a lazy stack, which allows it, or write it to all rows."
+    return f"{key} is missing in {missing} of {count} rows"
 
 
 def row_list(rows: Sequence[Any] | TensorDictBase) -> list[Any]:

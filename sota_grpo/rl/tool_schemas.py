@@ -50,20 +50,19 @@ class ToolCall:
 
 
 def call_id(number: int) -> str:
-    """Return an id for call ``number``: nine letters and digits, as Mistral's templates require."""
+    """Return an id for call ``number`` (below 100,000): nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
 def function_schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of Python functions, in the form of ``apply_chat_template(tools=..)``.
+    """Return the JSON schemas of Python functions or methods, in the form of ``apply_chat_template(tools=..)``.
 
     Args:
-        functions: each with a unique name, a Google-style docstring that describes every argument, and type hints
-            that JSON can represent (``int``, ``float``, ``str``, ``bool``, ``None``, ``list``, ``tuple``, ``dict``,
-            ``Literal``, ``Any`` and unions of them).
+        functions: each with a unique name of letters, digits and underscores, a Google-style docstring that describes
+            every argument, and type hints that JSON can represent (``int``, ``float``, ``str``, ``bool``, ``None``,
+            ``list``, ``tuple``, ``dict``, ``Literal``, ``Any`` and unions of them).
 
-    Raises:
-        UserError: a function lacks one of these; the message names the function and the fix.
+    UserError if a function lacks one of these, or takes arguments that are not passed by name.
 
     >>> def divide(dividend: int, divisor: int) -> str:
     ...     '''Divide two numbers.
@@ -107,7 +106,7 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         annotations = get_type_hints(function)
         schema = get_json_schema(function)
     except Exception as error:  # such as an undefined name in a hint
-        reason = first_line(error)
+        reason = first_line(error).rstrip(".")
         if "no description for the argument" in reason:
             reason = f"its docstring does not describe {reason.rpartition(' ')[2]}"
         raise UserError(
@@ -135,15 +134,14 @@ def _is_json(annotation: Any) -> bool:
 def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return ``{tool name: parameters}`` of schemas of :func:`function_schemas` or of their ``function`` entries.
 
-    Raises:
-        UserError: there is no schema, one has no name or its parameters are no JSON schema, or two have the same name.
+    UserError unless there are schemas, all with different valid names and with parameters that are a JSON schema.
     """
     parameters_of: dict[str, Mapping[str, Any]] = {}
     for number, schema in enumerate(schemas):
         function = schema.get("function", schema) if isinstance(schema, Mapping) else {}
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"the schema of tool {number} is named {name!r:.60}; use letters, digits and underscores")
+            raise UserError(f"tool {number} (from 0) has the name {name!r:.60}; use letters, digits and underscores")
         parameters = function.get("parameters", {})
         if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
             raise UserError(f"the parameters of the tool {name} are no JSON schema; use function_schemas")
@@ -156,15 +154,11 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
 
 
 def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return one line that says why the arguments do not fit the schema; None if they fit.
+    """Return one line that says why the arguments (JSON values by name) do not fit the schema; None if they fit.
 
     The check reads ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``, ``prefixItems``,
     ``properties``, ``required`` and ``additionalProperties``, without which an unknown argument does not fit. Nothing
     is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number.
-
-    Args:
-        parameters: the schema of the tool's arguments.
-        arguments: JSON values by argument name.
     """
     properties = parameters.get("properties", {})
     for name in parameters.get("required", ()):
@@ -183,7 +177,7 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
 
 def quoted(text: str) -> str:
-    """Return the first 40 characters of untrusted text, in quotes and on one line."""
+    """Return the first 40 characters of untrusted text, in quotes and on one line, with ``..`` if there are more."""
     return f"'{one_line(text[:40], None)}{'..' if len(text) > 40 else ''}'"
 
 

@@ -35,6 +35,7 @@ from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_
 from sota_grpo.rl.custom_objectives import ObjectiveError, estimator
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
 from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
+from sota_grpo.text import sentence
 
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
 _INFO = json.JSONEncoder(default=str)
@@ -52,8 +53,8 @@ def _checked(advantages: Any, rewards: Tensor) -> Tensor:
     if len(bad := (~advantages.isfinite()).nonzero()):
         row = int(bad[0])
         raise ObjectiveError(
-            f"algorithm.baseline returned the advantage {advantages[row].item()} for response {row}, whose reward is "
-            f"{rewards[row].item():g}; an advantage must be a finite number."
+            f"algorithm.baseline returned the advantage {advantages[row].item()} at index {row}, for a response with "
+            f"the reward {rewards[row].item():g}; an advantage must be a finite number."
         )
     return advantages
 
@@ -94,7 +95,7 @@ class RowTransform(Transform):
 
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
-    """Return ``(response text, example)`` of every row; consecutive rows of one prompt share one example."""
+    """Return ``(response text, example)`` of every row; consecutive rows with the same texts share one example."""
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
@@ -113,8 +114,8 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     Writes the reward, its terms, success, errors and info under ``next``. A term that is None adds nothing to the
     reward, and the row lacks its key. If all terms are None, the row gets a reward error, as after a grader error.
 
-    Raises:
-        ValueError: a term does not apply to some row, but the rows are dense, so that all must have the same keys.
+    ValueError if a term does not apply to some row, but the rows are dense, so that all must have the same keys;
+    KeyError if a score lacks a term of ``term_weights``, or a term that applies has no weight.
     """
     scores = [*map(rewarded, scores)]
     for name in term_weights:
@@ -149,8 +150,7 @@ class ReferenceKL(RowTransform):
         pad_token_id: token that pads the rows.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
 
-    Raises:
-        UnusableValues: the reference gives a non-finite log-prob for a trainable token.
+    UnusableValues for a non-finite log-prob, RunFailed if the device lacks memory, ValueError for ``token_budget < 1``.
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -204,7 +204,7 @@ def reference_log_probs(
     token_budget: int,
     shared_prompt: bool = True,
 ) -> list[Tensor]:
-    """Return the reference's log-probs of each row, f32 ``[T_i]``, 0 off the mask; see :class:`ReferenceKL`."""
+    """Return reference log-probs, f32 ``[T_i]`` for a row of ``T_i`` tokens, 0 off its mask (:class:`ReferenceKL`)."""
     log_probs_of: dict[int, Tensor] = {}
     rows = list(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
@@ -222,7 +222,7 @@ def reference_log_probs(
 
 @in_place
 def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
-    """Write the reference's log-probs, one ``[T_i]`` per row, and the KL penalty: see :class:`ReferenceKL`."""
+    """Write reference log-probs, ``[T_i]`` per row, and, with a coefficient, the KL penalty (:class:`ReferenceKL`)."""
     column = Column.of(log_probs)
     if not bool(column.values.isfinite().all()):
         raise UnusableValues(
@@ -306,10 +306,10 @@ def _values(rows: RowTable, key: Any) -> list[Any]:
 class GroupAdvantage(RowTransform):
     """Writes the advantage of each response over its group or batch: ``A_i = (r_i - b_i) / s_i``.
 
-    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and for ``length_weighted`` the assistant mask;
-    writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: use it as a collector's ``postproc`` or as a
-    ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added separately; they
-    are written once the group is complete.
+    Reads ``("next", "reward")`` ``[N, 1]`` and ``group_id`` ``[N]``, and for ``length_weighted`` and your own estimator
+    the assistant mask; writes ``advantage`` ``[N, 1, 1]``. It needs whole groups: use it as a collector's ``postproc``
+    or as a ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added
+    separately; they are written once the group is complete.
 
     If only the KL penalty makes the rewards of a group differ, they are not divided by a scale of the group. A response
     with a grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
@@ -330,7 +330,7 @@ class GroupAdvantage(RowTransform):
         KeyError: the rows lack a key.
         ValueError: a group has another size than ``group_size`` or several questions, every response is alone in its
             group, or an error of ``group_advantages``.
-        ObjectiveError: your estimator returns another shape than ``[N]``, or a non-finite value.
+        ObjectiveError: your estimator cannot be used, raises, or does not return ``[N]`` finite values.
         RuntimeError: used inside an env, where groups are not known.
 
     Source: Shao et al. 2024 (arXiv:2402.03300, section 4.1.2).
@@ -384,7 +384,7 @@ class GroupAdvantage(RowTransform):
             try:
                 advantages = of_terms(self.estimator, terms_of)
             except Exception as error:  # from the user's function
-                raise ObjectiveError(f"algorithm.baseline failed: {type(error).__name__}: {error}.") from error
+                raise ObjectiveError(f"algorithm.baseline failed: {sentence(error).rstrip('.')}.") from error
             options["baseline"] = _checked(advantages, reward[used])
         values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)

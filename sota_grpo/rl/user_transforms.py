@@ -13,6 +13,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.files import error_line, file_reference
 from sota_grpo.rl.table import Column, Key, RowTable
+from sota_grpo.text import sentence
 
 #: Entries that a transform must not change, in addition to those under ``tokens``, ``log_probs`` and ``kept``.
 FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
@@ -23,15 +24,11 @@ class UserTransforms:
     """Applies the user's transforms to the rows of one prompt group, in place and in order.
 
     Each transform gets a copy of the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response. It may
-    change the reward, its terms and other entries under ``next`` except policy versions, set positions of the assistant
-    mask to False, and add entries.
+    add entries, change the reward (finite), its terms and other entries that are not fixed (:data:`FIXED`), and set
+    positions of the assistant mask to False. RunFailed, with the reason, if it raises or makes another change.
 
     Args:
-        transforms: result of :func:`sota_grpo.files.load_instances`.
-
-    Raises:
-        RunFailed: a called transform raises, changes tokens, log-probs, an entry of ``FIXED`` or the number of rows,
-            adds tokens to the assistant mask, removes an entry, or gives a reward that is not a finite float per row.
+        transforms: result of :func:`sota_grpo.files.load_instances`: (name in messages, transform) pairs.
     """
 
     def __init__(self, transforms: Sequence[tuple[str, Transform]]):
@@ -47,7 +44,7 @@ class UserTransforms:
                 path = (file_reference(value) or (Path(value),))[0]
                 line = error_line(path, error)
                 location = "" if line is None else f" in line {line}"
-                raise RunFailed(f"{name} failed{location}: {type(error).__name__}: {error}.") from error
+                raise RunFailed(f"{name} failed{location}: {sentence(error).rstrip('.')}.") from error
             if (fault := _fault(rows, after)) is not None:
                 raise RunFailed(f"{name} {fault}.")
             rows.columns = {key: rows.columns[key] if _is_fixed(key) else new for key, new in after.columns.items()}
@@ -61,7 +58,10 @@ def _is_fixed(key: Key) -> bool:
 def _fault(before: RowTable, after: RowTable) -> str | None:
     """Return a message if the transform made a forbidden change, else None."""
     if len(after) != len(before):
-        return f"returned {len(after)} rows for a prompt group of {len(before)}; set a reward instead of removing rows"
+        return (
+            f"returned {len(after)} rows for a prompt group of {len(before)}; return every row once, and set a reward "
+            "instead of removing a row"
+        )
     missing = [key for key in before.columns if key not in after.columns]
     if missing:
         return f"removed {missing[0]}; return the input rows with all their entries"
@@ -72,7 +72,10 @@ def _fault(before: RowTable, after: RowTable) -> str | None:
     mask, other = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
     is_mask = other.values.dtype == torch.bool and other.lengths == mask.lengths
     if not is_mask or bool((other.values & ~mask.values).any()):
-        return f"set {keys.ASSISTANT_MASK} where the policy sampled no token; only set positions to False"
+        return (
+            f"set {keys.ASSISTANT_MASK} where the policy sampled no token, or changed its dtype or lengths; only set "
+            "positions to False"
+        )
     reward = after.columns[keys.REWARD]
     shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
     if shape != (len(before), 1) or not reward.values.is_floating_point() or not bool(reward.values.isfinite().all()):

@@ -21,13 +21,8 @@ def launch(
 ) -> None:
     """Check the config, import torch, and train until the last step or ``eval.target``.
 
-    Args:
-        inputs: objects passed to :func:`sota_grpo.train`; ``inputs.run_dir`` becomes the directory of the run.
-        before: called after the checks and before torch is imported.
-
-    Raises:
-        UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: the run was interrupted; if a checkpoint was saved, the message says how to resume.
+    ``before`` is called after the checks and before torch is imported. ``inputs.run_dir`` becomes the run's directory.
+    UserError: the run cannot start or continue. KeyboardInterrupt: an interrupt; the message may say how to resume.
     """
     preflight(config, run_dir)
     before()

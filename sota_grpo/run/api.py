@@ -41,16 +41,13 @@ _ENDS = 10  # most steps in the means of the first and the last rewards
 
 
 class Result:
-    """Read access to the metrics, responses and model of a run; returned by :func:`sota_grpo.train`.
+    """Reads the metrics, responses and model of a run; returned by :func:`sota_grpo.train`.
 
     The run may be finished, interrupted or still training. Each access reads the files again, except the model and its
-    tokenizer, which are loaded once.
+    tokenizer, which are loaded once. UserError: a file of the run is missing, damaged or refused.
 
     Args:
         trust: allow the model's Python files to run, if the config has ``model.trust_remote_code=true``.
-
-    Raises:
-        UserError: there is no run in ``run_dir``.
 
     Example::
 
@@ -77,12 +74,12 @@ class Result:
 
     @property
     def rollouts(self) -> DataFrame:
-        """The best and the worst response of each group, with prompt, reward and reward terms; index ``step``."""
+        """The best and worst response per group (one if rewards are equal), with prompt and rewards; index ``step``."""
         return _frame(read_rows(self.run_dir / ROLLOUTS_FILE))
 
     @property
     def config(self) -> dict[str, Any]:
-        """All options of the run as nested dicts; UserError if it has not begun to train."""
+        """All options of the run as nested dicts; UserError if it has not begun to train, or its file is damaged."""
         self._file(CONFIG_FILE, "the run has not begun to train")
         return read_config(self.run_dir)
 
@@ -93,20 +90,20 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if there is none yet."""
+        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if it is missing or refused."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer and its chat template; UserError if none was saved."""
+        """The tokenizer with its chat template, cached; UserError as for :attr:`model`."""
         from transformers import AutoTokenizer
 
         return self._exported(AutoTokenizer)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
-        """Write the HTML report to ``out`` (None: ``report.html`` in the run directory) and return its path."""
+        """Write the HTML report to ``out`` (None: ``report.html`` in the run directory) and return the file's path."""
         from sota_grpo.report import write_report
 
         return write_report([self.run_dir], Path(out) if out is not None else self.run_dir / "report.html")
@@ -172,9 +169,10 @@ def train(
 ) -> Result:
     """Train in this process and in worker processes, and return the run.
 
-    Equivalent to ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, files and resume. Loggers, number of
-    threads, random states and signal handlers are restored. After Ctrl-C the current step is finished and saved, the
-    workers are closed, and KeyboardInterrupt is raised; a second Ctrl-C stops immediately.
+    Equivalent to ``grpo.py --config-name CONFIG_NAME OVERRIDES``: same checks, files (but Hydra's) and resume. Loggers,
+    number of threads, random states and signal handlers are restored. After Ctrl-C the current step is finished and
+    saved, the workers are closed, and KeyboardInterrupt is raised; a second Ctrl-C stops immediately.
+    UserError: the run cannot start or continue.
 
     Args:
         reward: a reward function with verl's or TRL's signature (docs/tasks.md), a list of them, or a dict by name;
@@ -183,17 +181,13 @@ def train(
         dataset: training rows: a ``datasets.Dataset``, a list of dicts, a DataFrame, or the path of a file. The task is
             ``table``, which reads ``prompt`` (text or a chat), ``ground_truth`` or ``answer``, and the columns that the
             reward functions need; the override ``env.dataset=NAME`` chooses another task.
-        eval_dataset: held-out rows, likewise; None: a tenth of the rows, at most 512 (``env.num_heldout``).
+        eval_dataset: held-out rows, likewise; None: the task's, or a tenth, at most 512 rows (``env.num_heldout``).
         tools: functions that the policy may call, with type hints and docstrings (docs/tasks.md).
         environment: in place of tools, a factory (such as a class) with TRL's protocol, called for each response.
         objective: a surrogate function (docs/extending.md).
         transforms: TorchRL transforms of prompt groups, or their factories (docs/extending.md); they are copied.
         overrides: options as on the command line: ``["env.repeats=4", "mode=async", "train.resume=auto"]``.
         run_dir: the run directory; None: ``outputs/DATE/TIME``. A resumed run keeps its own.
-
-    Raises:
-        UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: the run was interrupted; the message may say how to resume.
 
     Example::
 
@@ -223,7 +217,7 @@ def train(
 def _require_overrides(overrides: Any) -> None:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(one, str) for one in overrides):
-        raise UserError(f"overrides is a {type(overrides).__name__}; give a list of texts, such as ['env.repeats=4'].")
+        raise UserError(f"overrides is {overrides!r:.60}; give a list of texts, such as ['env.repeats=4'].")
     for override in overrides:
         name = str(override).partition("=")[0].lstrip("+")
         if name in _HYDRAS:

@@ -66,7 +66,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
     if not isinstance(planned, int):
         logger.warning("%s does not record what %s=auto was: it is chosen anew.", directory.path / CONFIG_FILE, MEMORY)
         return config
-    logger.info("%s is %s, as when this run was started.", MEMORY, planned)
+    logger.info("%s=auto is %s, the number that this run was started with.", MEMORY, planned)
     return with_options(config, {MEMORY: planned})
 
 
@@ -82,7 +82,7 @@ def target_line(reached: Mapping[str, float]) -> str:
 
 
 class Run:
-    """One training run. The constructor builds the components of a validated config; the caller locks the directory."""
+    """One training run in a locked directory; the constructor builds its components, which the caller must close."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path
@@ -190,11 +190,7 @@ class Run:
         return step
 
     def _save(self, steps: int) -> None:
-        """Save a checkpoint; if the learner is on a GPU or in other processes, training continues meanwhile.
-
-        Learner ranks copy and write their shards themselves. A learner on the CPU waits for the write: a copy of the
-        state would need memory, and writing it a core.
-        """
+        """Save a checkpoint; training continues meanwhile, but not on a CPU: a copy needs memory and writing a core."""
         began = time.perf_counter()
         self.saves.wait()  # one copy of the state at a time
         learner, shards, on_cpu = self.components.learner, None, False
@@ -218,10 +214,7 @@ class Run:
         self.run_log.phase_seconds["time/checkpoint_s"] += time.perf_counter() - began
 
     def _before(self, step: int) -> bool:
-        """Evaluate before step 0, every ``eval.every`` steps, and at the former last step of an extended run.
-
-        Return False if ``eval.target`` is reached.
-        """
+        """Evaluate if an evaluation is due before ``step``; return False if ``eval.target`` is reached."""
         if self.saves.saving is not None:
             self.saves.check()
         every = self.config.eval.every
@@ -240,10 +233,7 @@ class Run:
         return True
 
     def _evaluate(self, step: int, subset_for: float | None = None) -> None:
-        """Evaluate and log; on all held-out problems, or on a subset that shows if a target is out of reach.
-
-        An evaluation on all problems decides whether ``eval.target`` is reached and which checkpoint is the best.
-        """
+        """Evaluate and log; on all problems, also decide about ``eval.target`` and the best checkpoint."""
         evaluator, target = self.components.evaluator, self.config.eval.target
         if step == self.first:
             starting(f"Evaluating on {len(evaluator.examples)} held-out problems")
@@ -316,7 +306,7 @@ class Run:
             except OSError as error:
                 raise RunFailed(
                     f"The model cannot be written to {folder} ({error.strerror or error}); make room or make "
-                    "it writable, then write it with train.resume=auto."
+                    "the folder writable, then write it with train.resume=auto."
                 ) from error
         self.saves.wait()
         self.directory.finish(self.reached)
@@ -373,16 +363,10 @@ class Run:
 def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
     """Validate the config, build components, train and close; return the completed steps, with those before a resume.
 
-    A finished run is not trained again. Number of threads, random states and transformers' progress bars are restored.
-
-    Args:
-        config: modified: paths of existing files become absolute.
-        run_dir: directory of a new run; with ``train.resume`` the run to continue may be in another one.
-        inputs: objects passed to :func:`sota_grpo.train`; this sets ``inputs.run_dir`` to the directory of the run.
-
-    Raises:
-        UserError: the run cannot start, or cannot continue (``RunFailed``).
-        KeyboardInterrupt: Ctrl-C at start-up, or a second one (the first saves and returns); may say how to resume.
+    A finished run is not trained again. Paths of existing files in ``config`` become absolute. ``inputs.run_dir``
+    becomes the directory of the run: ``run_dir``, or that of the run to resume. Number of threads, random states and
+    transformers' progress bars are restored. UserError: the run cannot start or continue. KeyboardInterrupt: Ctrl-C at
+    start-up, or a second one; the first saves and returns.
     """
     require_tokens()
     validate(config)

@@ -52,8 +52,7 @@ _sweep: list[DictConfig] = []  # config of the sweep that this process began
 def entry(mode: str, command: str | None = None) -> None:
     """Run ``grpo.py`` (``mode="sync"``) or ``grpo-async.py`` (``"async"``) with ``sys.argv``, and exit.
 
-    A user's mistake prints one sentence and exits with code 2, a run that cannot continue with 1, an interrupt with
-    130. ``command`` is the name of the program in ``--help``.
+    Exit code 2: a user's mistake; 1: the run cannot continue; 130: an interrupt. ``command``: the name in ``--help``.
     """
 
     def run() -> int:
@@ -187,11 +186,7 @@ class Jobs:
 
     In a sweep a failed run writes its reason to its directory and the next run starts; an interrupt ends the sweep. The
     summary of all runs is written to the sweep's directory and printed at the end. A Hydra launcher may pickle this
-    object and call :meth:`run` in other processes, also on other machines.
-
-    Args:
-        arguments: command line arguments as passed to Hydra; they identify a sweep.
-        program: name of the program, first word of messages.
+    object and call :meth:`run` in other processes. ``arguments`` identify a sweep; messages begin with ``program``.
     """
 
     def __init__(self, arguments: Sequence[str], program: str):
@@ -217,7 +212,7 @@ class Jobs:
         return {**vars(self), "_waits": False, "_is_job": True}
 
     def all(self, command: Callable[[], object]) -> int:
-        """Call the function ``command``, which calls :meth:`run` per run; return the highest exit code (2: refused)."""
+        """Call ``command``, which calls :meth:`run` per run; return the highest code (1: failed, 2: user's mistake)."""
         completed = False
         try:
             self._attempt(command)
@@ -342,7 +337,7 @@ class Jobs:
             if completed and not any(self._codes):
                 note_command(self._sweep_dir, self._arguments, complete=True)
         except (OSError, UserError) as error:
-            self._say(f"the summary of the sweep cannot be written ({error}).")
+            self._say(f"the summary of the sweep cannot be written ({str(error).rstrip('.')}).")
             return
         width = shutil.get_terminal_size().columns if Output().isatty() else None
         say(f"\n{as_text(sweep, width)}".removesuffix("\n"))

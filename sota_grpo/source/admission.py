@@ -25,19 +25,13 @@ _COUNTS = ("step", "num_draws", "num_held", "num_replaced", "_replaced", "_began
 
 @dataclass(eq=False)
 class Group:
-    """A prompt group that was drawn and is not yet in a batch.
-
-    Args:
-        group_id, example: id of the group, and the task example of its prompt.
-        version: admission version: the policy version of the engines when the prompt was drawn.
-        step, index: the group is draw number ``index`` of training step ``step``, both from 0.
-    """
+    """A prompt group that was drawn and is not yet in a batch."""
 
     group_id: int
     example: Example
-    version: int
-    step: int
-    index: int
+    version: int  # admission version: the policy version of the engines when the prompt was drawn
+    step: int  # training step of the draw, from 0
+    index: int  # number of the draw in its step, from 0
 
 
 class Refill:
@@ -90,13 +84,13 @@ class Refill:
         self._zero_draws: list[int] = []  # indexes of this step's draws of zero-advantage groups, ascending
 
     def begin_draw(self) -> tuple[int, int]:
-        """Count a draw for a free slot; return its ``(step, index)``."""
+        """Count the draw of a prompt for a free slot; return the step and the draw's index in it, both from 0."""
         self._began += 1
         self.num_draws += 1
         return self.step, self.num_draws - 1
 
     def add(self, group: Group, rows: RowTable) -> None:
-        """Add a zero-advantage group and its slot; the groups drawn last hold the slots."""
+        """Add a zero-advantage group, its rows and its slot; of the added groups, those drawn last hold the slots."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:
@@ -110,7 +104,7 @@ class Refill:
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Free the slot of the oldest held group for a new prompt: count the draw, return its ``(step, index)``."""
+        """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index."""
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1
@@ -139,7 +133,7 @@ class Refill:
         return limit
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step's counts and its zero-advantage groups, as tensors and plain values."""
+        """Return the step's counts and the zero-advantage groups, as tensors and plain values."""
         return {
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "zero_draws": list(self._zero_draws),
@@ -182,22 +176,16 @@ def oldest_are_finished(num_groups: int, admitted: Mapping[int, int], finished: 
 
 
 def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: object = None) -> None:
-    """Assert that no token of the batch is older than ``max_policy_age`` weight updates.
+    """Raise RuntimeError if a token is more than ``max_policy_age`` versions older than ``version``, or all are newer.
 
-    Args:
-        version: the policy version that the engines serve.
-        sampler: the user's sampler, if it chose the groups.
-
-    Raises:
-        RuntimeError: a token is older than ``max_policy_age`` versions, or all are newer than ``version``; RunFailed if
-            ``sampler`` chose its group.
+    ``sampler`` is the user's sampler, if it chose the groups: then RunFailed is raised.
     """
     versions = rows.get(keys.POLICY_VERSION)
     oldest = int(versions.where(versions != -1, version).min())  # -1: an agent that made no request
     if not 0 <= version - oldest <= max_policy_age:
         fault = (
-            f"The batch has a token of policy version {oldest} in training at version {version}, but "
-            f"train.max_policy_age={max_policy_age}."
+            f"The batch's oldest token is of policy version {oldest} in training at version {version}; the difference "
+            f"must be 0 to max_policy_age={max_policy_age}."
         )
         if sampler is None:
             raise RuntimeError(fault)
@@ -207,7 +195,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
 
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """Return bool ``[N]``: True if the group's rewards are equal, before any KL penalty and without failed gradings."""
+    """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite."""
     rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
@@ -220,13 +208,10 @@ class Slots:
 
     Args:
         buffer: holds finished groups; its size is the number of slots.
-        num_groups: groups per batch.
-        max_policy_age: there are ``(max_policy_age + 1) * num_groups`` slots.
+        num_groups: groups per batch; ValueError if below 1.
+        max_policy_age: there are ``(max_policy_age + 1) * num_groups`` slots; ValueError if negative.
         version: returns the current policy version, at which a group is admitted.
         max_draws: see :class:`Refill`.
-
-    Raises:
-        ValueError: the age is negative, or a batch has no group.
     """
 
     def __init__(
@@ -251,7 +236,7 @@ class Slots:
         self.num_taken = 0
 
     def fill(self) -> list[Group]:
-        """Draw a prompt per free slot and per zero-advantage group that ``refill`` lets go; return the new groups."""
+        """Draw a prompt for each free slot and for each group that ``refill`` replaces; return the new groups."""
         held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.num_taken
         return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
 
@@ -291,7 +276,7 @@ class Slots:
         return settled
 
     def take(self) -> None:
-        """Choose the groups that the buffer's next sample() returns; call it if :meth:`batch_is_ready`."""
+        """Choose the groups of the buffer's next sample(), once the batch is ready; RunFailed if the sampler fails."""
         self._finished.pick(self.buffer.storage, self.num_groups)
         self.num_taken = self.num_groups
 
@@ -337,9 +322,7 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``; a batch that was taken counts as trained and released.
 
-        Raises:
-            UserError: the state's batch size differs, or its ``max_policy_age`` exceeds this one's: its groups may
-                be too old.
+        UserError: its batch size differs or its ``max_policy_age`` is larger. ValueError: its prompt stream is another.
         """
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:

@@ -88,12 +88,12 @@ class PromptGroupCollector(BaseCollector):
     The wait raises if ``should_stop()`` is true (:class:`Interrupted`), if a group failed, or if no group made progress
     for ``wait_deadline_s`` (``TimeoutError``). The state can be saved after any of these.
 
-    **The age of a token** is the number of weight updates since it was sampled. The age is at most ``max_policy_age``
-    (proof: :func:`sota_grpo.functional.max_groups_admitted`), and every batch is checked. At most ``(max_policy_age +
-    1) * num_groups`` groups are in flight, in the buffer or in training (*slots*), and a batch waits for the
-    ``num_groups`` groups whose prompts were drawn under the oldest policy versions.
-    :meth:`update_policy_weights_` frees the slots of a batch once the engines serve the new weights; without a weight
-    update, the request for the next batch frees them.
+    **The age of a token** is the number of weight updates since it was sampled. In a batch it is at most
+    ``max_policy_age`` (proof: :func:`sota_grpo.functional.max_groups_admitted`), except with another buffer than a
+    GroupReplayBuffer. At most ``(max_policy_age + 1) * num_groups`` groups are in flight, in the buffer or in training
+    (*slots*), and a batch waits for the ``num_groups`` groups whose prompts were drawn under the oldest policy
+    versions. :meth:`update_policy_weights_` frees the slots of a batch once the engines serve the new weights; without
+    a weight update, the request for the next batch frees them.
 
     **Synchronous collection** equals concurrent collection with ``max_policy_age=0`` bit for bit, also with dynamic
     sampling (:class:`~sota_grpo.source.admission.Refill`). No group runs during training: all groups of a batch are
@@ -104,11 +104,9 @@ class PromptGroupCollector(BaseCollector):
     batch that was returned counts as trained.
 
     Args:
-        env: draws prompts, tokenises and grades: a :class:`~sota_grpo.envs.TaskEnv`, or its
-            :class:`~sota_grpo.envs.PromptSource`.
+        env: draws prompts, tokenises and grades: a :class:`~sota_grpo.envs.TaskEnv` or its ``PromptSource``.
         policy: the engine that samples the responses.
-        sampling: sampling options: temperature, maximum length etc.
-        dialog_turns_per_batch: responses per batch, a multiple of ``env.repeats``. A batch has
+        dialog_turns_per_batch: responses per batch, a positive multiple of ``env.repeats``. A batch has
             ``dialog_turns_per_batch / env.repeats`` prompts, also if tasks set other group sizes.
         total_dialog_turns: collection ends after so many responses; -1: never.
         max_policy_age: largest age of a token in a batch, in weight updates; above 0 needs a GroupReplayBuffer.
@@ -122,18 +120,16 @@ class PromptGroupCollector(BaseCollector):
         reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
         refill: replace zero-advantage groups by new prompts (dynamic sampling, DAPO, arXiv:2503.14476).
-        max_draws: maximum number of rounds of draws per step under ``refill``; then zero-advantage groups complete the
-            batch.
+        max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
         sleep_engine: synchronous only: put the engine to sleep after sampling a batch; the next weight update wakes it.
         should_stop: polled during the wait for a batch; True ends the wait.
-        wait_deadline_s: longest time without progress of any group during the wait for a batch.
+        wait_deadline_s: longest time, in seconds, without progress of any group during the wait for a batch.
         poll: health check of the workers, called during the wait for a batch.
         metrics_extra: returns further metrics for every batch.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`; a GroupReplayBuffer has its own ``as_table``.
 
     Raises:
-        ValueError: the batch size is not a multiple of the group size, ``max_policy_age`` is negative or needs a
-            GroupReplayBuffer, or the buffer has another size than needed.
+        ValueError: the batch size, ``max_policy_age`` or the size of the GroupReplayBuffer does not fit.
         RuntimeError: ``postproc`` is passed together with a GroupReplayBuffer.
     """
 
@@ -228,7 +224,7 @@ class PromptGroupCollector(BaseCollector):
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` are collected; None when a replay buffer has the next batch."""
+        """Yield batches, or None with a replay buffer, until ``total_dialog_turns`` are collected or :meth:`close`."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
                 if self._slots.num_taken:
@@ -248,11 +244,10 @@ class PromptGroupCollector(BaseCollector):
         """Wait for the next batch and return it; the first call starts the first groups.
 
         Raises:
-            Interrupted: ``should_stop()`` was true during the wait.
-            TimeoutError: no group made progress for ``wait_deadline_s``.
-            Exception: of a group, the engine or a transform; after a transform failed, its groups are sampled again.
-            RuntimeError: a token is older than ``max_policy_age`` weight updates, or the collector is closed.
+            Interrupted, TimeoutError: a stop was requested, or no group made progress; see the class.
+            RuntimeError: the collector is closed, or a token is too old. RunFailed: the ``sampler`` is at fault.
             ValueError, RuntimeError: at the first call, see :meth:`is_ready`.
+            Exception: of a group, the engine, ``poll`` or a transform; if that of the batch fails, it is sampled again.
         """
         return self._buffer.sample()
 
@@ -272,15 +267,9 @@ class PromptGroupCollector(BaseCollector):
         """Start to collect into ``replay_buffer`` in a background thread.
 
         An error in the thread is raised by the next :meth:`update_policy_weights_` or :meth:`shutdown`, and with a
-        GroupReplayBuffer by the next request for a batch.
-
-        Args:
-            dispatch: False starts no thread (for tests, with a GroupReplayBuffer): :meth:`handle_events` and
-                :meth:`next_batch` do the work.
-
-        Raises:
-            RuntimeError: there is no replay buffer, the collector was started before, or see :meth:`is_ready`.
-            ValueError: ``dispatch=False`` with another buffer.
+        GroupReplayBuffer by the next request for a batch. ``dispatch=False`` starts no thread (for tests, only with a
+        GroupReplayBuffer): :meth:`handle_events` and :meth:`next_batch` do the work. RuntimeError: there is no replay
+        buffer, the collector was started before, or the engine's weights are older than the loaded state.
         """
         if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before; call it once.")
@@ -310,27 +299,30 @@ class PromptGroupCollector(BaseCollector):
         """Send weights, wait until the engine samples its next token with them, and free the slots of the last batch.
 
         Args:
-            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: the weights of
-                ``weight_sync``.
+            policy_or_weights: a module, its named tensors, or a TensorDict of them; None: those of ``weight_sync``.
             weights, policy: TorchRL's other names of the first argument.
-            worker_ids: must be None, because all engines get the same weights.
-            model_id: must be None or ``"policy"``.
-            version: version number of the new weights; default: the current one plus 1.
+            worker_ids, model_id: must be None (``model_id`` also ``"policy"``): all engines get the same weights.
+            version: version number of the new weights; None: the current one plus 1.
 
         Raises:
-            RuntimeError: called twice without a batch in between, while a replay buffer is filled concurrently.
-            ValueError: ``worker_ids`` or ``model_id`` has another value, or weights and ``weight_sync`` are missing.
+            RuntimeError: no batch was returned since :meth:`start` with a GroupReplayBuffer, or the last update.
+            ValueError: there are no weights, or the engine refuses them.
+            RunFailed, RuntimeError: the weights were not loaded; see :meth:`EngineWeightSync.send`.
             BaseException: what a group or the background thread raised.
         """
         if self._failure is not None:
             raise self._failure
         if self._concurrent and self._begun and not self._slots.num_taken:
             raise RuntimeError(
-                f"Weights were updated twice without a batch in between, but max_policy_age={self.max_policy_age} "
-                "counts updates: update once per batch, and send the first weights before start()."
+                "No batch was returned since start() or the last weight update, but "
+                f"max_policy_age={self.max_policy_age} counts updates: update once per batch, and send the first "
+                "weights before start()."
             )
         if worker_ids is not None or model_id not in (None, "policy"):
-            raise ValueError(f"all engines serve one policy; leave worker_ids={worker_ids} and model_id={model_id} out")
+            raise ValueError(
+                f"worker_ids is {worker_ids!r} and model_id is {model_id!r}, but all engines serve one policy; leave "
+                "both out."
+            )
         source = next((value for value in (policy_or_weights, weights, policy) if value is not None), None)
         version = self.policy.version + 1 if version is None else version
         if self.weight_sync is not None:
@@ -352,7 +344,8 @@ class PromptGroupCollector(BaseCollector):
         """Apply ``postproc`` to each batch; RuntimeError if one is set already, or with a GroupReplayBuffer."""
         if self._postproc is not None or self.replay_buffer is self._buffer:
             raise RuntimeError(
-                "postproc is set already, or replay_buffer is a GroupReplayBuffer: use its append_transform()."
+                "The collector has a postproc already, or its replay_buffer is a GroupReplayBuffer: compose the "
+                "transforms before, or use the buffer's append_transform()."
             )
         self._postproc = postproc
         self._buffer.append_transform(postproc)
@@ -393,17 +386,17 @@ class PromptGroupCollector(BaseCollector):
         return dict(self._metrics)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Set the sampling seed; return ``seed + 1``, or ``seed`` if ``static_seed``; RuntimeError after the start."""
+        """Set the sampling seed; return ``seed + 1``, or ``seed`` if static. RuntimeError if collection has begun."""
         if self._begun:
-            raise RuntimeError("set_seed() was called after the first batch; call it before.")
+            raise RuntimeError("set_seed() was called after collection had begun; call it before start() or a batch.")
         self._seed = seed
         return seed if static_seed else seed + 1
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting, drop the groups in flight, and close engine and environment; idempotent.
+        """Stop collecting, drop the groups in flight, and close the engine and a TorchRL env; idempotent.
 
-        Wait up to ``timeout`` seconds for the background thread (None: no limit). At the end, raise what a group or
-        that thread raised, if ``raise_on_error``.
+        Wait up to ``timeout`` seconds for the background thread (None: no limit). The env stays open if ``close_env``
+        is False. At the end, raise what a group or that thread raised, if ``raise_on_error``.
         """
         self.close(timeout)
         self.policy.close()
@@ -423,27 +416,28 @@ class PromptGroupCollector(BaseCollector):
             self._thread.join(timeout)  # type: ignore[union-attr]
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the position in the prompt stream, the ids of groups in flight, and the rows of finished groups."""
+        """Return the prompt stream's position, ids of groups in flight, finished groups, counts and policy version."""
         with self._changed:
             counts = {"frames": self._frames, "iter": self._iter, "policy_version": self.policy.version}
             return OrderedDict(self._slots.state_dict(), **counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state, before :meth:`start` and the first batch.
+        """Restore a saved state before collection begins, else RuntimeError.
 
         Send the weights of the saved version to the engine before the first batch:
         ``update_policy_weights_(model, version=state_dict["policy_version"])``.
 
-        Raises:
-            RuntimeError: collection has begun.
-            UserError: the state has another batch size or a larger ``max_policy_age``.
+        UserError: the batch size differs, ``max_policy_age`` is larger, or the state needs a replay buffer. ValueError:
+        the state is of another prompt stream.
         """
         if self._begun:
-            raise RuntimeError("load_state_dict() was called after start() or after the first batch; call it before.")
+            raise RuntimeError(
+                "load_state_dict() was called after collection had begun; call it before start() or a batch."
+            )
         if state_dict["max_policy_age"] and self.replay_buffer is None:
             raise UserError(
-                f"The saved run collected concurrently (max_policy_age={state_dict['max_policy_age']}), this one is "
-                "synchronous and would lose its groups; resume it in the same mode, on as many devices as it had."
+                f"The saved run collected concurrently (max_policy_age={state_dict['max_policy_age']}), but this one "
+                "is synchronous and would lose its groups; resume it in the same mode, on as many devices as it had."
             )
         self._slots.load_state_dict(state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
@@ -558,7 +552,7 @@ class PromptGroupCollector(BaseCollector):
                 if silent > self.wait_deadline_s:
                     raise WorkerLate(
                         f"No group made progress for {silent:.1f} s during the wait for a batch of {self.num_groups} "
-                        f"groups: {counts[SAMPLE]} groups are being sampled, {counts[GRADE]} graded, "
+                        f"groups: {counts[SAMPLE]} groups are being sampled, {counts[GRADE]} being graded, "
                         f"{counts[REFERENCE]} are at the reference, {len(self._buffer.sampler)} are finished; "
                         "training.log has the messages of the workers."
                     )
@@ -580,7 +574,7 @@ class PromptGroupCollector(BaseCollector):
         settled = self._slots.settle()
         if settled:
             logger.warning(
-                "All %d draws of the step are used: %d groups with equal rewards are in the batch, without a gradient.",
+                "All %d draws of the step are used: %d groups with equal rewards are kept to complete the batch.",
                 *(self._slots.refill.num_draws, len(settled)),
             )
         for group, rows in settled:

@@ -19,14 +19,13 @@ from torchrl.envs.transforms import Transform
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.rl.table import RowTable
+from sota_grpo.text import sentence
 
 
 class GroupStorage(ListStorage):
     """A storage with one prompt group per index; :meth:`get` raises IndexError for a group that was sampled.
 
-    Args:
-        as_table: :meth:`get` returns the groups' rows as one :class:`~sota_grpo.rl.table.RowTable`; False: as a
-            ``LazyStackedTensorDict`` with one row per response.
+    ``as_table``: :meth:`get` returns one :class:`~sota_grpo.rl.table.RowTable`, else a ``LazyStackedTensorDict``.
     """
 
     def __init__(self, max_groups: int, *, as_table: bool = False):
@@ -59,19 +58,19 @@ class GroupStorage(ListStorage):
 
 
 class OldestGroups(Sampler):
-    """A sampler that returns each group once: oldest admission version first, then first in, first out.
+    """A sampler that returns each group once: by default oldest admission version first, then first in, first out.
 
-    This is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token. The groups of a
-    batch are sorted by group id.
+    The default is rule 3 of :func:`sota_grpo.functional.max_groups_admitted`, which bounds the age of a token. The
+    groups of a batch are sorted by group id.
 
     Args:
         sampler: a TorchRL ``Sampler`` that chooses among the finished groups instead. It must return as many different
             indices as requested, such as ``SamplerWithoutReplacement(drop_last=True)``. Each group is still sampled
-            once, but the order does not bound the age of a token: the age is only asserted in every batch.
+            once, but the order does not bound the age of a token: the collector only checks it in every batch.
 
     Attributes:
         versions: {admission version: number of groups that can be sampled}.
-        taken: {group id: admission version} of the last sample.
+        taken: {group id: admission version} of the groups that :meth:`pick` chose last.
     """
 
     def __init__(self, sampler: Sampler | None = None) -> None:
@@ -97,9 +96,7 @@ class OldestGroups(Sampler):
     def pick(self, storage: GroupStorage, num_groups: int) -> None:
         """Choose the groups that the next :meth:`sample` returns; a collector calls this under its lock.
 
-        Raises:
-            RuntimeError: fewer than ``num_groups`` are finished.
-            RunFailed: ``sampler`` raised, or did not choose ``num_groups`` different finished groups.
+        RuntimeError: fewer than ``num_groups`` are finished. RunFailed: ``sampler`` failed, or did not choose as many.
         """
         if num_groups > len(self):
             holds = (
@@ -114,7 +111,9 @@ class OldestGroups(Sampler):
             try:
                 chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
             except Exception as error:  # of the user's program
-                raise RunFailed(f"{named} failed: {type(error).__name__}: {error}.") from error
+                raise RunFailed(
+                    f"{named} failed ({sentence(error).rstrip('.')}); correct the sampler, or use none."
+                ) from error
             picked = {index: oldest[int(index)] for index in chosen if index in range(len(oldest))}
             if len(picked) != num_groups or len(chosen) != num_groups:
                 wanted = f"return {num_groups} different indices below {len(oldest)}"
@@ -148,17 +147,13 @@ class OldestGroups(Sampler):
             self.put(index, version, group_id)
 
     def dumps(self, path: Any) -> None:
-        raise NotImplementedError("Save the buffer's state_dict().")
+        raise NotImplementedError("Save and load the buffer's state_dict() instead.")
 
     loads = dumps
 
 
 class GroupWriter(Writer):
-    """Writes whole groups to free indices of the storage; :meth:`add` raises RuntimeError if there is none.
-
-    Args:
-        sampler: each written group is registered with it (:meth:`OldestGroups.put`).
-    """
+    """Writes whole groups to free indices of the storage, and registers each with ``sampler``."""
 
     def __init__(self, sampler: OldestGroups):
         super().__init__()
@@ -167,7 +162,7 @@ class GroupWriter(Writer):
         self.admitted: Callable[[int], int | None] | None = None
 
     def add(self, data: Any) -> int:
-        """Write the rows of one group; return its index."""
+        """Write the rows of one group; return its index in the storage. RuntimeError if the storage is full."""
         rows = RowTable.of([data] if isinstance(data, TensorDictBase) and not data.batch_dims else data)
         held: ListStorage = self._storage
         index = next((i for i, group in enumerate(held._storage) if group is None), len(held._storage))
@@ -202,7 +197,7 @@ class GroupWriter(Writer):
         """No-op: the writer has no state."""
 
     def dumps(self, path: Any) -> None:
-        raise NotImplementedError("Save the buffer's state_dict().")
+        raise NotImplementedError("Save and load the buffer's state_dict() instead.")
 
     loads = dumps
 
@@ -222,7 +217,7 @@ class Timed(Transform):
 
 
 class GroupReplayBuffer(ReplayBuffer):
-    """A replay buffer of whole prompt groups, each sampled once, the oldest first.
+    """A replay buffer of whole prompt groups; each group is sampled once, by default the oldest first.
 
     If a :class:`~sota_grpo.source.collector.PromptGroupCollector` fills it, :meth:`sample` waits until the groups of
     the next batch are finished. Without a collector, add whole groups with ``extend``: consecutive rows of equal
@@ -284,12 +279,15 @@ class GroupReplayBuffer(ReplayBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Remove the next ``batch_size`` groups, return their rows sorted by group id; with a collector, wait for them.
 
-        Raises:
-            RuntimeError: without a collector, there are fewer groups.
-            ValueError: with a collector, ``batch_size`` is another number than ``num_groups``, the default.
+        ``batch_size`` is ``num_groups`` by default; with a collector, another number is a ValueError. ``return_info``:
+        return (rows, info). RuntimeError: there are too few groups. Further errors: see
+        :meth:`PromptGroupCollector.next_batch`.
         """
         if self.around_sample is not None and batch_size not in (None, self.batch_size):
-            raise ValueError(f"{batch_size} groups were requested, but the collector's batches have {self.batch_size}.")
+            raise ValueError(
+                f"{batch_size} groups were requested, but the collector's batches have {self.batch_size}; leave "
+                "batch_size out."
+            )
 
         def draw() -> Any:
             self.sampler.sampled = []

@@ -97,11 +97,7 @@ class Rollouts:
 
     Each group is one coroutine that awaits the engine and then ``env.grader``, so a group is graded while the engine
     samples others. Errors of the engine are raised. A response on which the grader fails gets a score with ``error``.
-
-    Args:
-        env: tokenises prompts, and has the grader.
-        engine: samples the responses.
-        poll: health check of the workers, called during the wait for groups.
+    ``poll``, a health check of the workers, is called during the wait for groups.
 
     Example: ``for group in Rollouts(env, engine).stream(prompts, Sampling(max_tokens=64)): group.rows``.
     """
@@ -110,15 +106,11 @@ class Rollouts:
         self.env, self.engine, self.poll = env, engine, poll
 
     async def group(self, prompt: Prompt, sampling: Sampling, clock: StageClock | None = None) -> Graded:
-        """Sample and grade one group.
+        """Sample and grade one group; a coroutine for :meth:`EventLoop.start`, not for asyncio.
 
-        Args:
-            sampling: sampling options: temperature, maximum length etc.; the task may limit the length further.
-            clock: counts the group in each stage.
-
-        Raises:
-            ValueError: the prompt leaves no room for a response.
-            UnusableValues: the engine returned a log-prob that is NaN or infinite.
+        The task may limit the length of ``sampling`` further. ``clock`` counts the group in each stage. UserError: the
+        prompt is longer than the environment allows, or cannot be rendered. ValueError: the prompt leaves no room for a
+        response. UnusableValues: the engine returned a log-prob that is NaN or infinite.
         """
         clock = clock or StageClock()
         limit = getattr(self.env.task, "max_tokens", lambda _: sampling.max_tokens)(prompt.example)
@@ -150,7 +142,7 @@ class Rollouts:
     def stream(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Graded]:
         """Yield groups in the order in which they are graded; iterating runs the engine.
 
-        If the iterator is dropped or raises, the groups that are not finished are cancelled.
+        If the iterator is dropped or raises (see :meth:`group`), the groups that are not finished are cancelled.
         """
         loop = EventLoop(self.engine, self.poll)
         return as_completed(loop, (partial(loop.start, self.group(prompt, sampling)) for prompt in prompts))

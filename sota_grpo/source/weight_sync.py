@@ -36,35 +36,25 @@ def named_weights(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass
 class Compared:
-    """Result of a comparison of checksums: names of weights; ``equal`` are those alike in the learner and every worker.
+    """Result of a comparison of the checksums of weights in the learner and in every worker, as names of weights."""
 
-    Args:
-        reported: False if nothing was compared: the engine reports no checksums, or its only worker got an adapter.
-        differing: ``{name: sentence}``, with a worker and both checksums.
-        unread: names that cannot be compared: a worker lacks the weight, or stores its elements in another order.
-    """
-
-    reported: bool = True
-    equal: set[str] = field(default_factory=set)
-    differing: dict[str, str] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
+    reported: bool = True  # False: nothing was compared: the engine has no checksums, or its only worker got an adapter
+    equal: set[str] = field(default_factory=set)  # alike in the learner and every worker
+    differing: dict[str, str] = field(default_factory=dict)  # {name: sentence with a worker and both checksums}
+    unread: set[str] = field(default_factory=set)  # not comparable: a worker lacks it, or orders its elements otherwise
 
 
 class EngineWeightSync(WeightSyncScheme):
     """Sends the learner's weights to the engine, and verifies by checksum that every worker has loaded them.
 
-    Weights without a checksum from the engine are named once in the log. If only an adapter is sent, each worker merges
-    it into its base weights, and the workers' weights are compared with each other.
+    The log says once if weights cannot be compared. If only an adapter is sent, the workers' weights are compared with
+    each other.
 
     Args:
         weights: returns named tensors, with the base model's names, LoRA merged and ``lm_head.weight`` included; or
             only the adapter (:func:`~sota_grpo.policy.lora.adapter_pack`).
-        engine: receives the weights.
         make_room: releases the learner's cached memory, if the engine shares its devices; None: it has its own.
         whole: returns all weights with LoRA merged, if ``weights`` returns only the adapter.
-
-    Attributes:
-        seconds: duration of the last :meth:`send`.
     """
 
     def __init__(
@@ -76,25 +66,27 @@ class EngineWeightSync(WeightSyncScheme):
     ):
         super().__init__()
         self.policy_weights, self.engine, self.make_room, self.whole = weights, engine, make_room, whole
-        self.seconds = 0.0
+        self.seconds = 0.0  # duration of the last send()
         self._reports, self._has_logged = True, False
         self._initialized_on_sender = self.synchronized_on_sender = True
 
     def create_transport(self, **kwargs: Any) -> Any:
-        raise NotImplementedError("The engine sends the weights itself: use send(), which waits for all workers.")
+        raise NotImplementedError("The engine transfers the weights itself: use send(), which waits for all workers.")
 
     def send(  # type: ignore[override]
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None, verify: bool = True
     ) -> None:
-        """Send weights as ``version`` (default: the next) and wait until every next token is sampled with them.
+        """Wake the engine, send weights, and wait until every next token is sampled with them.
 
         Args:
-            weights: input of :func:`named_weights`; None: the learner's. ``worker_ids``: ignored, all workers get them.
+            weights: input of :func:`named_weights`; None: the learner's.
+            worker_ids: ignored, because all workers get the weights.
+            version: version number of the weights; None: the engine's plus 1.
             verify: compare checksums afterwards.
 
         Raises:
             RunFailed: a worker's checksum differs from that of the sent weight; for an adapter, only a warning, once.
-            RuntimeError: the engine does not serve ``version`` after the update.
+            RuntimeError, ValueError: the engine does not serve ``version`` after the update, or refuses the weights.
         """
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
@@ -131,13 +123,13 @@ class EngineWeightSync(WeightSyncScheme):
         if not self._has_logged and (compared.unread or not compared.reported):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
             logger.info(
-                "Engine %s reports no checksum of %s: after each push only the version number is verified there.",
+                "Engine %s: the checksums of %s cannot be compared, so after each push only the version is verified.",
                 *(self.engine.name, one_line(what, None) if compared.reported else "its weights"),
             )
             self._has_logged = True
 
     def compared(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> Compared:
-        """Compare every worker's weights by checksum with ``weights``; None: with the learner's, adapter merged.
+        """Compare all workers' weights by checksum with ``weights``; None: with the learner's, adapter merged.
 
         If ``weights`` are an adapter alone, all workers are compared with the first worker.
         """

@@ -1,9 +1,9 @@
 """Tasks by name; a task is imported when its name is first used.
 
-The options of ``env`` and ``reward`` that a task reads are the parameters of its class and of its ``load``
-(:data:`sota_grpo.config.mixture.READERS`). A class may have three optional attributes: ``hub_name``, its default
-dataset; ``replies``, True if its scores may have a ``reply``; ``calls_tools``, True if a response may call a tool.
-Tasks do not import torch, because options are validated before torch is imported.
+The options of ``env`` and ``reward`` that a task reads are the parameters of its class and of its ``load``. A class may
+have four optional attributes: ``hub_name``, its default dataset; ``has_test_split``, True if a hub dataset's split
+``test`` is held out; ``replies``, True if its scores may have a ``reply``; ``calls_tools``, True if a response may call
+a tool. Importing a built-in task does not import torch, because options are validated before torch is imported.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ _METHODS = ("messages", "score", "gold_response", "read_row")  # required method
 
 
 class TaskFileError(UserError, ValueError):
-    """``env.dataset=FILE.py:CLASS`` is not a task; the message says why and what to change."""
+    """``env.dataset=FILE.py:CLASS`` cannot be used as a task; the message says why and what to change."""
 
 
 class Tasks(Registry[Any]):
-    """Task classes by name: built-in tasks, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user."""
+    """Task classes by name: built-in tasks, entry points ``sota_grpo.tasks``, and ``FILE.py:CLASS`` of the user.
+
+    Reading a ``FILE.py:CLASS`` executes the file, or raises TaskFileError; iteration and ``len`` leave these names out.
+    """
 
     def __getitem__(self, name: str) -> Any:
         reference = file_reference(name)
@@ -65,8 +68,8 @@ def _class_of_file(path: Path, name: str, content: bytes) -> Any:
     if not isclass(kind):
         classes = [key for key, value in members.items() if isclass(value) and value.__module__ == members["__name__"]]
         raise TaskFileError(
-            f"{path} has no class {name!r}; its classes are {', '.join(classes) or 'none'}: correct "
-            "env.dataset=FILE.py:CLASS."
+            f"{path} has no class {name!r}; its classes are {', '.join(classes) or 'none'}: correct the CLASS of "
+            "FILE.py:CLASS."
         )
     if missing := [method for method in _METHODS if not callable(getattr(kind, method, None))]:
         raise TaskFileError(
@@ -88,14 +91,14 @@ def _blank(path: str) -> Any:
 
 
 def task_class(name: str) -> Any:
-    """Return the class of a task; raise ``ValueError`` if the name is unknown or the file has no such task."""
+    """Return the class of a task; ValueError if the name is unknown, UserError if the class cannot be used."""
     if name not in TASKS:
-        raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}.")
+        raise ValueError(f"task {name!r} is not one of {', '.join(TASKS)}, and not FILE.py:CLASS.")
     return TASKS[name]
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """Return a task with its data: ``load(**kwargs)`` of its class, or ``class(**kwargs)`` if it has no ``load``.
+    """Return a task with its data: ``load(**kwargs)`` of its :func:`task_class`, or else ``class(**kwargs)``.
 
     >>> make_task("arithmetic", num_train=4, num_heldout=4).name
     'arithmetic'
@@ -105,7 +108,7 @@ def make_task(name: str, **kwargs: Any) -> Task:
 
 
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
-    """Return the parameter names of a task's class and, unless ``bare``, of its ``load``."""
+    """Return the parameter names of a task's class (:func:`task_class`) and, unless ``bare``, of its ``load``."""
     kind = task_class(name)
     loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
     return frozenset(signature(kind).parameters) | loaded
@@ -118,16 +121,14 @@ def make_scorer(
     reward_path: str | None = None,
     reward_names: list[str] | None = None,
 ) -> Task:
-    """Return a task without data, to convert rows and score responses.
+    """Return a task to convert rows and score responses; no dataset is read.
+
+    ValueError for an unknown name or answer format; UserError if an option or a reward function cannot be used.
 
     Args:
         answer_format: where a response gives the answer; None is the task's default.
-        reward_path: Python file with reward functions that replace the task's reward.
-        reward_names: functions in that file (``builtin``: the task's reward); None is ``compute_score``.
-
-    Raises:
-        ValueError: the name or the answer format is unknown.
-        UserError: the task has no ``answer_format``, or a reward function cannot be used.
+        reward_path: Python file with the reward functions that replace the task's reward; it is executed.
+        reward_names: functions in that file (``builtin``: the task's reward); None: ``compute_score``, or the only one.
 
     >>> task = make_scorer("gsm8k", answer_format="any")
     >>> task.score("It is 4.", task.read_row({"answer": "4"}, "demo, row 1")).success

@@ -45,11 +45,9 @@ def agent_spec(value: str) -> InstanceSpec:
 class Agent:
     """Runs a user's agent for one episode: :meth:`reset` takes the dataset row, :meth:`call` runs the agent.
 
-    Args:
-        value: ``FILE.py:NAME`` or a command line.
-
-    Raises:
-        UserError: the file, the function or the command does not exist.
+    The constructor executes the file of ``value``, which is ``FILE.py:NAME`` or a command line, and adds 127.0.0.1 to
+    ``NO_PROXY`` of this process. UserError if the agent cannot be used, ValueError or IndexError for a malformed or
+    empty command line.
     """
 
     schemas: tuple[dict[str, Any], ...] = ()  # an agent brings its own tools
@@ -62,7 +60,7 @@ class Agent:
                 os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join([*filter(None, hosts), "127.0.0.1"])
             self._run = _function(value) if file_reference(value) else None
         if self._run is None and shutil.which(shlex.split(value)[0]) is None:
-            raise UserError(f"{OPTION}={value} is neither FILE.py:NAME nor a command that is found; correct it.")
+            raise UserError(f"{OPTION}={value} is neither FILE.py:NAME nor a command on the PATH; correct it.")
         self._process: subprocess.Popen[str] | None = None
 
     def reset(self, **row: Any) -> None:
@@ -72,7 +70,7 @@ class Agent:
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Run the agent with the ``arguments`` base_url and api_key; return its result (``async``: an awaitable of it).
 
-        InstanceLost if a command fails or its last line is no JSON; exceptions of a function propagate.
+        InstanceLost if a command fails or its last line is not JSON; exceptions of a function propagate.
         """
         if self._run is not None:
             made = self._run(self._row, **arguments)
@@ -103,15 +101,15 @@ class Agent:
                 self._process = None  # the process id may be reused
         if process.returncode != 0:
             why = one_line(complained.strip().rpartition("\n")[2], 200)
-            raise InstanceLost(f"the agent ended with status {process.returncode}: {why}")
+            raise InstanceLost(f"the agent ended with status {process.returncode}; its last line on stderr is {why!r}")
         try:
             return json.loads(said.strip().rpartition("\n")[2])
         except ValueError:
             shown = one_line(said.strip().rpartition("\n")[2], 80)
-            raise InstanceLost(f"the last line that the agent printed is no JSON: {shown!r}; print a number") from None
+            raise InstanceLost(f"the agent's last line is not JSON: {shown!r}; print the reward as JSON") from None
 
     def kill(self) -> None:
-        """Kill the running command and its children, if there is one; thread-safe."""
+        """Kill the process group of the running command, if there is one; thread-safe."""
         if (process := self._process) is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

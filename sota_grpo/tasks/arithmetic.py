@@ -118,7 +118,11 @@ _OPERATIONS: dict[str, Any] = {"+": operator.add, "-": operator.sub, "*": operat
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
-    """Return ``(expression, value)`` of each step; None if a value is not an integer from 1 to ``LARGEST_VALUE``."""
+    """Return ``(expression, value)`` of up to five steps; None if a value is no integer from 1 to ``LARGEST_VALUE``.
+
+    >>> solve((("a", "*", "b"), ("p", "-", "2")), {"a": 3, "b": 4})
+    (('3*4', 12), ('12-2', 10))
+    """
     values = dict(numbers)
     worked: list[tuple[str, int]] = []
     for result_name, (left, sign, right) in zip(_RESULT_NAMES, steps):
@@ -137,11 +141,8 @@ LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 class ArithmeticTask(ProceduralTask):
     """Word problems that a model with a million parameters can learn; graded by the final number.
 
-    ``reward = 1`` if the only number after the last ``####`` equals the gold number, else 0.
-
-    Args:
-        seed, num_train, num_heldout: see :class:`~sota_grpo.tasks.procedural.ProceduralTask`.
-        max_steps: maximum number of steps of a problem, 1 to 5.
+    Reward, ``seed``, ``num_train``, ``num_heldout``: :class:`~sota_grpo.tasks.procedural.ProceduralTask`. ``max_steps``
+    is the maximum number of steps of a problem; ValueError unless it is from 1 to 5.
 
     >>> task = ArithmeticTask(seed=0, num_train=10, num_heldout=10)
     >>> task.score(task.gold_response(task.train[3]), task.train[3]).terms
@@ -154,15 +155,12 @@ class ArithmeticTask(ProceduralTask):
 
     def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
         if not 1 <= max_steps <= LARGEST_NUM_STEPS:
-            raise ValueError(f"max_steps={max_steps} must be between 1 and {LARGEST_NUM_STEPS}")
+            raise ValueError(f"max_steps={max_steps} must be between 1 and {LARGEST_NUM_STEPS}.")
         super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences
         self._max_steps = max_steps
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Sample a problem of the requested split; the number of steps is uniform on ``1..max_steps``.
-
-        The template is chosen before the numbers are rejection-sampled, so templates stay equally likely.
-        """
+        """Sample a problem of the requested split, with a uniform number of steps and then a uniform template."""
         num_steps = rng.randint(1, self._max_steps)
         template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
         while True:

@@ -19,7 +19,7 @@ class CodeTask(FileTask):
 
     Args:
         train, heldout, system_prompt: see :class:`~sota_grpo.tasks.dataset.BaseTask`.
-        sandbox: ``auto`` or ``bwrap``, or the URL of a SandboxFusion server.
+        sandbox: ``auto`` or ``bwrap``, or the URL of a SandboxFusion server; UserError if it cannot be used.
 
     >>> task = CodeTask(sandbox="http://127.0.0.1:8080")
     >>> example = task.read_row({"prompt": "f(x) is x + 1.", "tests": "assert f(1) == 2"}, "demo, row 1")
@@ -46,7 +46,7 @@ class CodeTask(FileTask):
         self._runner = make_runner(sandbox)
 
     def score(self, response: str, example: Example) -> Score:
-        """Run the program, if there is one, and its tests; ``info`` then has ``num_tests`` and ``num_passed``."""
+        """Return the term ``tests``; if there is a program, ``info`` has ``num_tests`` and ``num_passed``."""
         tests = example.extra["tests"]
         program = last_code_block(without_thinking(response))
         if program is None:
@@ -62,8 +62,7 @@ class CodeTask(FileTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row: ``tests``, and optional ``prompt`` and ``answer`` (a reference program).
 
-        ``tests`` is Python code, or a list of such code and of ``{"stdin", "stdout"}`` pairs; see
-        :func:`sota_grpo.rewards.sandbox.run_tests`.
+        ``tests`` is Python code, or a list of such code and ``{"stdin", "stdout"}`` pairs; else DatasetError.
         """
         column = row.get("tests")
         tests = list(column) if isinstance(column, (list, tuple)) else [column]

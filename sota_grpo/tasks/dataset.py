@@ -1,6 +1,6 @@
 """Load rows of a file or hub dataset, split them into training and held-out examples; base classes of tasks.
 
-A bad file or row raises :class:`DatasetError`, whose message names the file and the row.
+A bad file, or a bad row in a file, raises :class:`DatasetError`, whose message names the file and the row.
 """
 
 from __future__ import annotations
@@ -48,16 +48,11 @@ class NoConfig(DatasetError):
 
 
 def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a local file or a hub dataset, in order, as dicts; NaN and NaT become None.
+    """Return the rows of a local file (:func:`is_file`) or a hub dataset, in order, as dicts; NaN and NaT become None.
 
-    Args:
-        splits: the first of these that a hub dataset has is read; no effect on a file.
-        config: configuration of a hub dataset; None: its only or default one.
-
-    Raises:
-        DatasetError: the file is missing, empty or of unknown format, a line (named) cannot be parsed, or the hub
-            request fails.
-        NoSplit, NoConfig: the hub dataset has none of ``splits``, or no ``config``.
+    Of a hub dataset, the configuration ``config`` (None: its only or default one) and the first of ``splits`` that it
+    has are read. DatasetError if the dataset cannot be used (NoSplit or NoConfig: it has none of ``splits``, or no
+    ``config``), OSError if the file cannot be opened.
     """
     path = os.path.expanduser(name)
     if is_file(name):
@@ -66,11 +61,11 @@ def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None 
         try:
             rows = _READERS[file.suffix](file)
         except UnicodeDecodeError as error:
-            raise DatasetError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
+            raise DatasetError(f"{name} is not UTF-8 ({error.reason}); convert the file to UTF-8.") from error
     else:
         rows = _from_hub(path, splits, config)
     if not rows:
-        raise DatasetError(f"{name} has no rows; give a file with at least one problem.")
+        raise DatasetError(f"{name} has no rows; give a dataset with at least one.")
     return [{column: present(value) for column, value in row.items()} for row in rows]
 
 
@@ -84,23 +79,23 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> list[dict
     except Exception as error:  # the hub's client raises dozens of types: network, authentication, name, format
         is_missing = isinstance(error, ValueError) and f"BuilderConfig '{config}' not found" in str(error)
         raise (NoConfig if is_missing else DatasetError)(
-            f"the dataset {name} (config {config}) could not be loaded from the hub ({sentence(error)}); give a local "
+            f"the dataset {name} (config {config}) could not be loaded ({sentence(error).rstrip('.')}); give a local "
             "file with env.dataset_path=FILE or env.eval_path=FILE."
         ) from error
     raise NoSplit(
-        f"the hub dataset {name} has no split {' or '.join(splits)}; its splits are {', '.join(of_split)}: give a "
-        "local file with env.dataset_path=FILE or env.eval_path=FILE."
+        f"the dataset {name} has no split {' or '.join(splits)}; its splits are {', '.join(of_split)}: give a local "
+        "file with env.dataset_path=FILE or env.eval_path=FILE."
     )
 
 
 def present(value: Any) -> Any:
-    """Return ``value``, or None if it is a missing-value marker (NaN, NaT, pandas.NA)."""
+    """Return ``value``, or None if it is NaN (float or Decimal), or NaT or NA of pandas."""
     is_missing = isinstance(value, (float, decimal.Decimal, datetime.date)) and value != value  # NaT is a date
     return None if is_missing or type(value).__name__ == "NAType" else value  # pandas.NA
 
 
 def is_file(name: str) -> bool:
-    """Return whether ``name`` names a local file, which need not exist; False for a folder or a hub dataset.
+    """Return whether ``name`` is read as a local file, which need not exist; else it is a folder or a hub dataset.
 
     >>> is_file("data/train.jsonl"), is_file("/no/such/train"), is_file("openai/gsm8k")
     (True, True, False)
@@ -116,7 +111,7 @@ def optional_text(row: Row, columns: Iterable[str]) -> str:
 
 
 def text_of(row: Row, column: str, location: str) -> str:
-    """Return the text in ``column``; raise ``DatasetError`` with the ``location`` if it is missing or is not text.
+    """Return the text in ``column``; ``DatasetError``, which names ``location``, if the row has no text there.
 
     >>> text_of({"answer": "#### 2"}, "answer", "demo, row 1")
     '#### 2'
@@ -130,7 +125,7 @@ def text_of(row: Row, column: str, location: str) -> str:
 
 
 def first_text(row: Row, columns: Sequence[str], location: str) -> str:
-    """Return the first value of ``columns`` as text; ``DatasetError`` if there is none or it is no text or number.
+    """Return the first value in ``columns`` as text; ``DatasetError`` if there is none or it is no text or number.
 
     >>> first_text({"answer": None, "ground_truth": 2}, ("answer", "ground_truth"), "demo, row 1")
     '2'
@@ -149,11 +144,13 @@ def _columns(row: Row) -> str:
 
 
 def require_file(path: Path) -> None:
-    """Raise ``DatasetError`` unless ``path`` is an existing file of a supported format."""
+    """Raise ``DatasetError`` unless ``path`` ends in one of ``SUFFIXES`` and is an existing file."""
     if path.suffix not in _READERS:
-        raise DatasetError(f"{path} ends in {path.suffix!r}; give a file that ends in one of {', '.join(_READERS)}.")
+        raise DatasetError(f"{path} ends in none of {', '.join(_READERS)}; give a file that ends in one of these.")
     if not path.is_file():
-        raise DatasetError(f"there is no file {path} (in {Path.cwd()}); correct env.dataset_path or env.eval_path.")
+        raise DatasetError(
+            f"there is no file {path} (relative to {Path.cwd()}); correct env.dataset_path or env.eval_path."
+        )
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -174,9 +171,9 @@ def _json(text: str, location: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{location}: not valid JSON ({error.msg} at character {error.pos}).") from error
+        raise DatasetError(f"{location}: not valid JSON ({error.msg} at character {error.pos}); correct it.") from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or deep nesting
-        raise DatasetError(f"{location}: the JSON cannot be parsed ({sentence(error)}).") from error
+        raise DatasetError(f"{location}: the JSON cannot be parsed ({sentence(error)}); correct it.") from error
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
@@ -204,7 +201,7 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
                 rows.append(dict(zip(names, cells, strict=True)))
         except csv.Error as error:
             location = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
-            raise DatasetError(f"{location}: not valid CSV ({error}).") from error
+            raise DatasetError(f"{location}: not valid CSV ({error}); correct it.") from error
     return rows
 
 
@@ -225,7 +222,9 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
                 )
         return rows
     except (ArrowException, OSError) as error:
-        raise DatasetError(f"{path} is not a readable Parquet file ({first_line(error)}); replace it.") from error
+        raise DatasetError(
+            f"{path} is not a readable Parquet file ({first_line(error).rstrip('.')}); replace it."
+        ) from error
 
 
 def _size(value: Any) -> int:
@@ -245,15 +244,12 @@ SUFFIXES = tuple(_READERS)  # of supported local files
 
 
 def normalised(question: str) -> str:
-    """Return the question in lower case with single spaces, for comparison."""
+    """Return the question case-folded, with single spaces and none at its ends, for comparison."""
     return " ".join(question.casefold().split())
 
 
 def unique_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples without duplicates: equal question, answer and other columns; the first one is kept.
-
-    Letter case and spacing are ignored in the question, but not in the answer and the other columns.
-    """
+    """Return the examples without repetitions of :func:`normalised` question, answer and ``extra`` (but ``prompt``)."""
     unique: dict[tuple[str, ...], Example] = {}
     for example in examples:
         columns = {name: value for name, value in example.extra.items() if name != "prompt"}
@@ -263,7 +259,7 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
-    """Return the examples sorted by a hash of question and seed: the first ``n`` are a random sample of any file."""
+    """Return the examples sorted by a hash of question and seed: the first ``n`` are a random sample of questions."""
     return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
 
 
@@ -281,18 +277,15 @@ def two_sides(
 ) -> tuple[list[Example], list[Example]]:
     """Return the training and the held-out split, without duplicates; a question in both splits is only held out.
 
-    If ``heldout`` is None, whole questions are held out in order of their hash, until these have ``num_heldout`` rows
-    or more (None: a tenth of the rows, from 1 to 512). So the choice depends on the questions and
-    ``data_seed``, not on the order of the rows. Training examples keep the file's order; held-out examples are sorted
-    by :func:`hash_ordered`. ``source`` names the data in messages.
-
-    Raises:
-        DatasetError: every question is held out.
+    If ``heldout`` is None, questions of ``train`` are held out with all their rows, in order of their hash, until at
+    least ``num_heldout`` rows are (None: a tenth of the rows, from 1 to 512). So the choice does not depend on the
+    order of the rows. Training examples keep the order of ``train``; held-out examples are sorted by
+    :func:`hash_ordered`. ``source`` names the data in messages. DatasetError if no question is left for training.
     """
     num_read, train = len(train), unique_examples(train)
     if len(train) < num_read:
         logger.info(
-            "%d of %d rows of %s equal an earlier row and are skipped.", num_read - len(train), num_read, source
+            "%d of %d rows of %s repeat an earlier row and are skipped.", num_read - len(train), num_read, source
         )
     if heldout is None:
         count = min(_MOST_HELD_OUT, max(1, len(train) // 10)) if num_heldout is None else num_heldout
@@ -305,17 +298,19 @@ def two_sides(
         if count and len(chosen) == len(rows):
             fewer = f"env.num_heldout={max(1, len(rows) // 10)}, " if len(rows) > 1 else ""
             raise DatasetError(
-                f"{source} has {len(train)} rows with {len(rows)} different questions; env.num_heldout={count} leaves "
-                f"none for training. Use {fewer}other problems for evaluation (env.eval_path=FILE), or no evaluation "
-                "(env.num_heldout=0 eval.mode=off)."
+                f"{source} has {len(train)} rows with {len(rows)} different questions; holding out {count} rows "
+                f"(env.num_heldout) leaves none for training. Use {fewer}other problems for evaluation "
+                "(env.eval_path=FILE), or no evaluation (env.num_heldout=0 eval.mode=off)."
             )
         heldout = [example for example in train if normalised(example.query) in chosen]
-        logger.info("%d of %d rows of %s are held out for evaluation.", len(heldout), len(train), source)
+        logger.info("%d of the %d different rows of %s are held out for evaluation.", len(heldout), len(train), source)
     heldout = hash_ordered(unique_examples(heldout), data_seed)
     taken = {normalised(example.query) for example in heldout}
     remaining = [example for example in train if normalised(example.query) not in taken]
     if not remaining:
-        raise DatasetError(f"every question of {source} is in the held-out split; give other problems to train on.")
+        raise DatasetError(
+            f"every question of {source} is in the held-out split; give other problems to train on or to evaluate."
+        )
     return remaining, heldout
 
 
@@ -327,11 +322,9 @@ def require_not_negative(**values: float) -> None:
 
 
 class BaseTask:
-    """Base class of tasks (:class:`~sota_grpo.rl.task.Task`): an optional system prompt, then the question.
+    """Base class of tasks (:class:`~sota_grpo.rl.task.Task`), whose prompt is a system turn, if any, and the question.
 
-    Args:
-        train, heldout: examples for training and for evaluation.
-        system_prompt: replaces ``default_prompt``; with an empty text there is no system turn.
+    ``system_prompt`` replaces ``default_prompt``; with an empty text there is no system turn.
     """
 
     name: str
@@ -349,15 +342,15 @@ class BaseTask:
         return chat(self.system_prompt, example.query)
 
     def score(self, response: str, example: Example) -> Score:
-        """Grade a response; the class documents the reward terms."""
+        """Grade a response; a subclass defines this and documents its reward terms."""
         raise NotImplementedError
 
     def gold_response(self, example: Example) -> str | None:
-        """Return a response that earns the full reward, or None if the task has none."""
+        """Return a response that earns the full reward; None, as here, if none is known."""
         return None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a dataset row, whose question may be missing; ``location`` names the row in errors."""
+        """Define this: return the example of a row, whose question may be missing; errors name ``location``."""
         raise NotImplementedError
 
 
@@ -366,8 +359,8 @@ class FileTask(BaseTask):
 
     A subclass sets ``name`` and defines ``score`` and ``read_row``. The question is in the first of
     ``question_columns`` that has a value. ``hub_name``: the default dataset. ``hub_config``: config of hub datasets
-    that have one of this name. ``has_test_split``: the split ``test`` of a hub dataset is held out, if it has one.
-    ``max_broken``: fraction of the rows of a hub dataset that may be unreadable; these are skipped.
+    that have one of this name. ``has_test_split``: without an ``eval_path``, a hub dataset's split ``test``, if any, is
+    held out. ``max_broken``: fraction of the rows of a hub dataset that may be unreadable; these are skipped.
     """
 
     hub_name: str
@@ -427,22 +420,18 @@ class FileTask(BaseTask):
         data_seed: int = 0,
         **options: Any,
     ) -> Self:
-        """Return the task with its dataset loaded; ``options`` are checked before anything is loaded.
+        """Return the task with its dataset loaded and split (:func:`two_sides`); ``options`` are keywords of the class.
 
-        Duplicate rows are dropped, and no question is in both splits (:func:`two_sides`).
+        DatasetError if the data cannot be used, or no row is left to train on; OSError if a file cannot be opened.
 
         Args:
-            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default dataset.
-            eval_path: file or hub name (its split ``test``, ``validation`` or ``train``) of the held-out problems;
-                None holds out the split ``test`` of a hub dataset if there is one and the class has
-                ``has_test_split``, else ``num_heldout`` rows of ``path``.
-            num_heldout: least number of rows of ``path`` to hold out; None is a tenth of the rows, at most 512.
-            max_samples: train on the first ``max_samples`` examples only.
+            path: ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``, or a hub name; None is the default, ``hub_name``.
+            eval_path: file or hub name (its first split of ``test``, ``validation``, ``train``) of the held-out
+                problems. None holds out the split ``test`` of a hub dataset if there is one and the class has
+                ``has_test_split`` (:class:`~.ifeval.IFEvalTask`: google/IFEval), else ``num_heldout`` rows of ``path``.
+            num_heldout: least number of rows of ``path`` to hold out; None is a tenth of the rows, from 1 to 512.
+            max_samples: train on the first ``max_samples`` examples only; None: all.
             data_seed: seed of the choice and order of the held-out rows.
-            options: keywords of the class.
-
-        Raises:
-            DatasetError: the dataset or a row (named) cannot be used, or no row is left to train on.
         """
         task, name = cls(**options), path or cls.hub_name
         train, heldout = task._sides(name, eval_path)

@@ -1,8 +1,8 @@
 """IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911).
 
-``ifeval`` trains on RLVR-IFeval, ``instructions`` on generated prompts. A generated prompt is a request (a form and a
-topic) and one to three of the 25 instructions, worded by templates of this package (``instructions.yaml``). Each
-request belongs to one split, for every seed.
+``ifeval`` trains on RLVR-IFeval, ``instructions`` and ``instructions_20`` on generated prompts. A generated prompt is a
+request (a form and a topic) and one to three of the 25 instructions, worded by templates of this package
+(``instructions.yaml``). Each request belongs to one split, for every seed.
 
 Contradictory instructions are never combined. Each instruction *decides* some aspects of a response (its start, case,
 layout, ..) and *relies* on others: an end phrase decides the end, and relies on English and on its letters. Two
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class IFEvalTask(FileTask):
-    """Prompts with checkable instructions; trained on RLVR-IFeval, evaluated on IFEval.
+    """Prompts with checkable instructions; by default trained on RLVR-IFeval and evaluated on IFEval.
 
     ``reward = instructions + all_weight * all``: ``instructions`` is the fraction of instructions that are strictly
     followed, ``all`` is 1 if all are, which is also the success. By default only the fraction counts, because it gives
@@ -59,15 +59,10 @@ class IFEvalTask(FileTask):
     has both lists and the four accuracies of the benchmark.
 
     Args:
-        train, heldout: examples for training and for evaluation, made by :meth:`read_row`.
         system_prompt: text of the system turn; None or an empty text is no system turn, as in the benchmark.
-        all_weight: weight of ``all``; ``instructions`` has weight 1.
-        nltk_data: directory of NLTK's data; None uses NLTK's default directories. Without the Punkt data, rules split
-            sentences, with nearly the same result.
-
-    Raises:
-        ValueError: ``all_weight`` is negative.
-        UserError: ``nltk_data`` does not contain the Punkt data.
+        all_weight: weight of ``all`` (ValueError if negative); ``instructions`` has weight 1.
+        nltk_data: directory of NLTK's data (UserError if it lacks the Punkt data); None uses NLTK's default
+            directories. Without the Punkt data in these, rules split sentences, with nearly the same result.
     """
 
     name = "ifeval"
@@ -118,7 +113,7 @@ class IFEvalTask(FileTask):
         checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the terms ``instructions`` and ``all``; ``info`` has the result of each check."""
+        """Return the terms ``instructions`` and ``all``, and ``info``; see the class."""
         ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
         strict, loose = follow_lists(answer_text(response), ids, kwargs, self.nltk_data)
         share, everything = sum(strict) / len(strict), float(all(strict))
@@ -133,7 +128,7 @@ class IFEvalTask(FileTask):
         return Score({"instructions": share, "all": everything}, success=all(strict), info=info)
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return (followed, total) of the benchmark's four accuracies: prompts and instructions, strict and loose."""
+        """Return ``{name: (followed, total)}`` of the four accuracies: prompts and instructions, strict and loose."""
         num_instructions = len(example.extra["instruction_id_list"])
         lists = {way: score.info.get(f"follow_instruction_list_{way}", []) for way in ("strict", "loose")}
         # a failed grader gives no lists; then nothing counts as followed
@@ -143,8 +138,7 @@ class IFEvalTask(FileTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row of IFEval or RLVR-IFeval; the prompt may be missing.
 
-        IFEval has the columns ``prompt``, ``instruction_id_list`` and ``kwargs``, RLVR-IFeval ``messages`` and
-        ``ground_truth``; see :func:`sota_grpo.rewards.ifeval.read_instructions`.
+        The columns are those of :func:`sota_grpo.rewards.ifeval.read_instructions`; DatasetError for a malformed row.
         """
         try:
             ids, kwargs = read_instructions(row)
@@ -162,7 +156,8 @@ class IFEvalTask(FileTask):
         if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
             logger.warning(
                 "NLTK's Punkt data are not installed, so rules split sentences, with the same result in over 99 of "
-                "100 cases; for identical results run python -m nltk.downloader punkt_tab, or set NLTK_DATA."
+                "100 cases; for identical results run python -m nltk.downloader punkt_tab, or set NLTK_DATA to the "
+                "folder of NLTK's data."
             )
 
 
@@ -183,14 +178,14 @@ class InstructionsTask(IFEvalTask):
         data_seed: int = 0,
         **options: Any,
     ) -> InstructionsTask:
-        """Return the task with generated splits; with ``eval_path``, its prompts are the held-out split.
+        """Return the task with generated splits; ``options`` are keywords of the class.
 
         Args:
             seed: seed of the prompts; which requests are held out does not depend on it.
-            num_train, num_heldout: number of generated examples of the splits; ``eval_path`` is held out as a whole.
-            eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval, whose prompts are never trained on.
+            num_train, num_heldout: number of examples of the splits (:class:`~.procedural.DrawnExamples`).
+            eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval (DatasetError if it cannot be used).
+                Its prompts are then the held-out split, and never trained on.
             data_seed: seed of the order of the rows of ``eval_path``.
-            options: keywords of the class.
         """
         task = cls(**options)
         read = [] if eval_path is None else unique_examples(task.read(eval_path, HELDOUT_SPLITS))
@@ -205,8 +200,7 @@ class InstructionsTask(IFEvalTask):
 class SeenInstructionsTask(InstructionsTask):
     """Generated prompts with 20 of the 25 instructions; the other five are in held-out prompts only.
 
-    The five are those whose names have the smallest SHA-256, so their choice depends on no result. :meth:`counts` adds
-    ``prompt_strict_unseen``, the strict accuracy of the prompts with at least one of the five.
+    The five are those whose names have the smallest SHA-256, so their choice depends on no result.
     """
 
     name = "instructions_20"
@@ -221,7 +215,7 @@ class SeenInstructionsTask(InstructionsTask):
     )
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return the benchmark's four accuracies and ``prompt_strict_unseen``."""
+        """Return :meth:`IFEvalTask.counts`, and ``prompt_strict_unseen`` of prompts with at least one of the five."""
         counts, is_unseen = (
             super().counts(score, example),
             not self.unseen.isdisjoint(example.extra["instruction_id_list"]),
@@ -231,7 +225,7 @@ class SeenInstructionsTask(InstructionsTask):
 
 @cache
 def texts() -> dict[str, Any]:
-    """Return the contents of ``instructions.yaml``, with lists of single words split; cached, do not modify it."""
+    """Return the contents of ``instructions.yaml``, with its lists of words as lists; cached: do not modify it."""
     import yaml
 
     with Path(__file__).with_name("instructions.yaml").open(encoding="utf-8") as file:
@@ -261,10 +255,7 @@ Kwargs = dict[str, Any]
 
 
 def _draw(taken: frozenset[str], unseen: frozenset[str], rng: random.Random, heldout: bool) -> Example:
-    """Return a random example of the held-out or the training split whose prompt is not in ``taken``.
-
-    Examples of the training split have none of the instructions ``unseen``.
-    """
+    """Return a random example of a split; its prompt is not ``taken``, its instructions in training not ``unseen``."""
     names = [name for name in texts()["instructions"] if heldout or name not in unseen]
     while True:
         request, chosen = _draw_instructions(rng, heldout, names)

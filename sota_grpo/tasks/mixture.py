@@ -21,17 +21,14 @@ from sota_grpo.tasks.dataset import DatasetError
 
 
 def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
-    """Return (index of the task of draw ``draw``, number of earlier draws of that task), in time O(T).
+    """Return (index of the task of draw ``draw``, number of earlier draws of that task), in O(T); all count from 0.
 
-    Draws are split into the first task's and the rest's, recursively. Of the first ``n``, the rest has ``R(n) =
-    floor(r n + 1/2)``, ``r = 1 - w_0 / sum(w)``. If ``R(n + 1) > R(n)``, draw ``n`` is the rest's draw ``R(n)``; else
-    it is the first task's draw ``n - R(n)``. ``R`` never increases by more than 1, so the draws of each
-    task are numbered without gaps. Each rounding is off by at most 1/2, so after ``n`` draws a task has had
-    ``n w / sum(w)`` to within ``(T - 1) / 2``, and every batch has nearly the mixture of the weights.
-
-    Args:
-        weights: weights of the ``T`` tasks, above 0; only their ratios count.
-        draw: number of the draw, from 0.
+    Draws are split into the first task's and the rest's, recursively. Of the first ``n``, the rest has
+    ``R(n) = floor(r n + 1/2)``, ``r = 1 - w_0 / sum(w)``. If ``R(n + 1) > R(n)``, draw ``n`` is the rest's draw
+    ``R(n)``; else it is the first task's draw ``n - R(n)``. ``R`` never increases by more than 1, so the draws of each
+    task are numbered without gaps. Each rounding is off by at most 1/2, so after ``n`` draws a task of weight ``w`` has
+    had ``n w / sum(w)`` to within ``(T - 1) / 2``, and every batch has nearly the mixture of the weights. The weights
+    of the ``T`` tasks are above 0; only their ratios count.
 
     >>> [task_of_draw([Fraction(2), Fraction(1)], draw) for draw in range(6)]
     [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
@@ -49,7 +46,7 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
 def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
     """Return (number of the list, index in it) of element ``index`` of lists of these sizes, interleaved round-robin.
 
-    Raises IndexError unless ``0 <= index < sum(sizes)``.
+    All three count from 0; IndexError unless ``0 <= index < sum(sizes)``.
 
     >>> [position_in_rounds([1, 3], index) for index in range(4)]
     [(0, 0), (1, 0), (1, 1), (1, 2)]
@@ -68,7 +65,7 @@ def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
 class MixedExamples(Sequence[Example]):
     """The examples of several tasks (``examples_of``), each tagged with its task's name, interleaved round-robin.
 
-    So a prefix, as evaluation, checks and reports use it, has all tasks; ``weights`` decide only the training draws.
+    So a prefix has all tasks. The ``weights``, one for each task, decide only the training draws (:meth:`drawn`).
     """
 
     def __init__(self, examples_of: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
@@ -87,22 +84,18 @@ class MixedExamples(Sequence[Example]):
         return self.example(self._names[which], position_of_task)
 
     def example(self, name: str, index: int) -> Example:
-        """Return example ``index`` of the task ``name``, with the name in ``extra``."""
+        """Return example ``index`` of the task ``name``, with ``extra["mixture/task"]`` set to the name."""
         example = self.examples_of[name][index]
         return replace(example, extra={TASK: name, **example.extra})
 
     def only(self, examples: Iterable[Example], *, may_be_empty: bool) -> MixedExamples:
-        """Return the mixture restricted to ``examples``.
-
-        Raises:
-            DatasetError: a task has no example left, unless ``may_be_empty``.
-        """
+        """Return the mixture of these tagged ``examples``; DatasetError if a task has none, unless ``may_be_empty``."""
         examples_of: dict[str, list[Example]] = {name: [] for name in self.examples_of}
         for example in examples:
             name, untagged = _untagged(example)
             examples_of[name].append(untagged)
         for name in () if may_be_empty else [name for name, remaining in examples_of.items() if not remaining]:
-            raise DatasetError(f"No training problem of env.mixture.{name} is left; correct its data or remove it.")
+            raise DatasetError(f"No training problem of env.mixture.{name} is left; mend its data or remove the task.")
         return MixedExamples(examples_of, self.weights)
 
     def drawn(self, draw: int) -> tuple[str, int]:
@@ -119,8 +112,8 @@ class MixtureTask:
 
     Args:
         tasks: tasks by name; the names also prefix their metrics.
-        weights: sampling weights by name; None: equal weights.
-        max_tokens: maximum response length by name, for tasks that override the run's limit.
+        weights: sampling weights by name; a task without one has weight 1.
+        max_tokens: maximum response length in tokens by name, for tasks that override the run's limit.
         group_sizes: group size by name, for tasks that override the run's group size.
     """
 
@@ -148,7 +141,7 @@ class MixtureTask:
         self.score = MixtureScorer(self.tasks, self.term_weights)
 
     def with_tasks(self, change: Callable[[str, Task], Task]) -> MixtureTask:
-        """Return a copy with every task replaced by ``change(name, task)``; the examples and their order stay."""
+        """Return a copy with every task (without examples) replaced by ``change(name, task)``; the examples stay."""
         changed = copy.copy(self)
         changed._set_tasks({name: change(name, task) for name, task in self.tasks.items()})
         return changed
@@ -169,15 +162,15 @@ class MixtureTask:
         return task.gold_response(untagged)
 
     def max_tokens(self, example: Example) -> int | float:
-        """Return the maximum response length of the example's task; infinity if the task does not set one."""
+        """Return the maximum response length of the example's task, in tokens; infinity if the task sets none."""
         return self._max_tokens.get(self.resolve(example)[0], math.inf)
 
     def group_size(self, example: Example) -> int | None:
-        """Return the group size of the example's task; None if the task does not set one."""
+        """Return the group size of the example's task; None if the task sets none."""
         return self._group_sizes.get(self.resolve(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return ``{task: (successes, trials)}`` of the example's task, and its benchmark counts as ``task/name``."""
+        """Return ``{task: (success, 1)}`` of the example's task, and the task's benchmark counts as ``task/name``."""
         name, task, example = self.resolve(example)
         count = getattr(task, "counts", None)
         terms = {term: score.terms.get(f"{name}/{term}") for term in task.term_weights}
@@ -185,7 +178,7 @@ class MixtureTask:
         return {name: (float(score.success), 1.0), **{f"{name}/{each}": pair for each, pair in counted.items()}}
 
     def read_row(self, row: Mapping[str, Any], location: str) -> Example:
-        """Return the example that the task in the row's column ``mixture/task`` makes of the row."""
+        """Return the row's example by the task in its column ``mixture/task``, tagged; DatasetError for a bad row."""
         name = row.get(TASK)
         if name not in self.tasks:
             raise DatasetError(f"{location}: {TASK}={name} is not one of {', '.join(self.tasks)}; mend the row.")
@@ -199,7 +192,7 @@ def _untagged(example: Example) -> tuple[str, Example]:
 
 
 class MixtureScorer:
-    """The scorer of :class:`MixtureTask`; it has ``score_group`` if the scorer of any task has."""
+    """The scorer of :class:`MixtureTask`; it has ``score_group`` if the scorer of any task has one."""
 
     def __init__(self, tasks: Mapping[str, Task], term_names: Iterable[str]) -> None:
         self._tasks, self._term_names = dict(tasks), tuple(term_names)

@@ -37,16 +37,9 @@ def is_heldout(problem: object) -> bool:
 class DrawnExamples(Sequence[Example]):
     """A split whose example ``i`` is ``draw(rng, heldout)``, with ``rng`` seeded by ``(seed, heldout, i)``.
 
-    A longer split begins with the shorter one. Examples may repeat.
-
-    Args:
-        draws: picklable functions that draw a problem; of ``n`` functions, ``i mod n`` draws example ``i``, seeded by
-            ``i div n``.
-        heldout: True for the held-out split, False for the training split.
-
-    Raises:
-        ValueError: ``num_examples`` is below 1 for training or negative for held-out.
-        IndexError: the index is outside ``[-num_examples, num_examples)``.
+    Of ``n`` functions ``draws``, which must be picklable, number ``i mod n`` draws example ``i``, seeded by
+    ``i div n``. A longer split begins with the shorter one. Examples may repeat. ValueError if ``num_examples`` is
+    below 1 for training or negative for held-out.
     """
 
     draws: Sequence[Callable[[random.Random, bool], Example]]
@@ -73,11 +66,11 @@ class DrawnExamples(Sequence[Example]):
 
 
 class ProceduralTask(BaseTask):
-    """Base class of generated tasks whose answers end in ``#### N``; a subclass defines :meth:`draw`.
+    """Base class of generated tasks; a subclass defines :meth:`draw`, and its grading unless answers end in ``#### N``.
 
     Args:
         seed: seed of the problems; which problems are held out does not depend on it.
-        num_train, num_heldout: number of examples of the splits.
+        num_train, num_heldout: number of examples of the splits, at least 1 and 0; else ValueError.
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
     """
 
@@ -91,11 +84,11 @@ class ProceduralTask(BaseTask):
         super().__init__(train, heldout, system_prompt=system_prompt)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Return a random problem of the held-out or the training split."""
+        """Return a random problem of the held-out or the training split; a subclass defines this."""
         raise NotImplementedError
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct``: 1 if the number after the last ``####`` equals the gold number, else 0."""
+        """Return ``correct``: 1 if the answer (``extract_answer``, format ``hash``) equals the gold number, else 0."""
         answer = extract_answer(response, "hash")
         gold = extract_answer(example.answer, "hash") or example.answer
         success = answer is not None and numbers_equal(answer, gold)
@@ -106,7 +99,7 @@ class ProceduralTask(BaseTask):
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: ``answer`` (text: ``N`` or ``.. #### N``) and ``question``, empty if missing."""
+        """Return a row's example: ``answer`` (text ``N`` or ``.. #### N``, else DatasetError), any ``question``."""
         return Example(query=optional_text(row, ["question"]), answer=text_of(row, "answer", location))
 
 
@@ -126,11 +119,8 @@ class CountdownTask(ProceduralTask):
 
     Args:
         seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
-        num_numbers: possible counts of numbers in a problem, each at least 2.
-        format_weight: weight of ``format``.
-
-    Raises:
-        ValueError: a count below 2, no count, or a negative weight.
+        num_numbers: possible counts of numbers in a problem; ValueError if there is none, or one below 2.
+        format_weight: weight of ``format``; ValueError if negative.
 
     >>> task = CountdownTask()
     >>> example = task.read_row({"nums": [3, 5, 7], "target": 26}, "demo, row 1")
@@ -177,7 +167,7 @@ class CountdownTask(ProceduralTask):
                 return _example(numbers, target, solution)
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct`` and ``format``, and for a wrong response the reply."""
+        """Return the terms ``correct`` and ``format``, and for a wrong response the reply."""
         numbers, target = example.extra["numbers"], example.extra["target"]
         answer = extract_answer(response, "tags")
         if answer is None:
@@ -197,7 +187,7 @@ class CountdownTask(ProceduralTask):
         return f"<answer>{example.answer}</answer>" if example.answer else None
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: ``target``, ``nums`` (or ``numbers``) and optional ``answer`` (a solution)."""
+        """Return a row's example: ``target``, ``nums`` or ``numbers``, any ``answer``; DatasetError if malformed."""
         numbers: Any = row.get("nums") if row.get("nums") is not None else row.get("numbers")
         target: Any = row.get("target")
         several = isinstance(numbers, (list, tuple)) and len(numbers) >= 2
@@ -244,12 +234,11 @@ _LETTER = re.compile("[a-d]")
 
 
 class CalculatorTask(ProceduralTask):
-    """Products and sums of large numbers; graded by exact match of the number after the last ``####``.
+    """Products and sums of large numbers; graded by exact match of the final number.
 
-    ``reward = 1`` if that number is right, else 0. If a response has no text after ``####``, but a complete ``<calc>``
-    outside the thinking, the last of these is evaluated, and the result or error is the reply, a tool turn. Any other
-    response ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
-    Arguments: :class:`ProceduralTask`.
+    Reward and arguments: :class:`ProceduralTask`. If a response has no answer, but a complete ``<calc>`` outside the
+    thinking, the last complete one is evaluated, and the result or error is the reply, a tool turn. Any other response
+    ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
 
     >>> task = CalculatorTask()
     >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
@@ -277,7 +266,7 @@ class CalculatorTask(ProceduralTask):
                 return Example(query=f"What is {question}?", answer=f"#### {value}")
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct``, and the calculator's ``reply`` if the response calls it."""
+        """Return the term ``correct``, and the calculator's ``reply`` if the response calls it."""
         if extract_answer(response, "hash") is not None:
             return replace(super().score(response, example), info={"tool_calls": 0})
         call = last_tagged(without_thinking(response), _TAG)

@@ -40,7 +40,7 @@ _MAX_INFO_CHARS = 200
 
 
 def answering(answer_format: str, answer: str) -> str:
-    """Return the last line of a response that gives ``answer`` in ``answer_format``, which must not be ``any``.
+    """Return the last line of a response that gives ``answer`` in a format; KeyError for ``any`` and unknown ones.
 
     >>> answering("boxed", "18"), answering("tags", "18")
     ('The answer is \\\\boxed{18}.', '<answer>18</answer>')
@@ -51,17 +51,14 @@ def answering(answer_format: str, answer: str) -> str:
 class QuestionTask(FileTask):
     """Base class of tasks that grade the answer which a response gives in a fixed format.
 
-    A subclass sets ``default_format``; ``any_format``, the format that the prompt requests if ``answer_format=any``;
+    A subclass may set ``default_format``; ``any_format``, the format that the prompt requests if ``answer_format=any``;
     ``right_term``, the name of the reward term for the answer; ``default_weight``, the weight of the term ``format``;
-    and ``what``, the word for the answer in the prompt.
+    and ``what``, the word for the answer in the prompt. ValueError for an unknown answer format or a negative weight.
 
     Args:
         answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``.
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
         format_weight: weight of ``format``; at 0 it is still reported. None is the class's ``default_weight``.
-
-    Raises:
-        ValueError: unknown answer format, or negative weight.
     """
 
     has_test_split = True
@@ -95,8 +92,7 @@ class GSM8KTask(QuestionTask):
     """Grade-school word problems, graded by the final number alone (Cobbe et al. 2021, arXiv:2110.14168).
 
     ``reward = 1.0 * correct + format_weight * format``: ``correct`` is 1 when the answer equals the gold number
-    exactly; ``format`` is 1 when the response gives a number in the answer format. A gold response earns the full
-    reward, an empty one 0. Arguments: :class:`QuestionTask`.
+    exactly; ``format`` is 1 when the response gives a number in the answer format. Arguments: :class:`QuestionTask`.
 
     >>> task = GSM8KTask([Example("What is 9 times 2?", "9*2=18\\n#### 18")], [])
     >>> task.score("Nine twice is 18.\\n#### 18.00", task.train[0]).terms
@@ -110,7 +106,7 @@ class GSM8KTask(QuestionTask):
     what = "number"
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct`` and ``format``; see the class."""
+        """Return the terms ``correct`` and ``format``; see the class."""
         answer = extract_answer(response, self.answer_format)
         is_answer = answer is not None and parse_number(answer) is not None
         correct = answer is not None and numbers_equal(answer, _gold_number(example.answer))
@@ -123,12 +119,12 @@ class GSM8KTask(QuestionTask):
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return the example of a row: ``answer`` (a solution that ends in ``#### N``, or N), optional ``question``."""
+        """Return a row's example: ``answer`` (``N`` or ``.. #### N``; else DatasetError), optional ``question``."""
         answer = first_text(row, ["answer"], location)
         if parse_number(_gold_number(answer)) is None:
             raise DatasetError(
-                f"{location}: the gold answer has no number after '####' (it ends in {answer[-40:]!r}); "
-                "mend or remove the row."
+                f"{location}: the gold answer must be one number, or end in one after '####', but ends in "
+                f"{answer[-40:]!r}; mend or remove the row."
             )
         return Example(query=optional_text(row, self.question_columns), answer=answer)
 
@@ -143,16 +139,8 @@ class MathTask(QuestionTask):
 
     ``reward = 1.0 * answer + format_weight * format``. The term ``answer`` has the value ``correct`` if the response's
     answer equals the gold answer (:func:`sota_grpo.rewards.maths.math_equal`), ``no_answer`` if the response has no
-    answer, else ``wrong``; ``format`` is 1 if the response has an answer, else 0. Further arguments:
-    :class:`QuestionTask`.
-
-    Args:
-        correct: reward of a right answer, greater than the other two.
-        wrong: reward of a wrong answer.
-        no_answer: reward of a response without an answer.
-
-    Raises:
-        ValueError: unknown answer format, negative weight, a reward is not finite, or ``correct`` is not the greatest.
+    answer, else ``wrong``; ``format`` is 1 if the response has an answer, else 0. ValueError unless the three rewards
+    are finite and ``correct`` is the greatest. Further arguments: :class:`QuestionTask`.
 
     >>> task = MathTask([Example("Solve 2x = 1.", "\\\\frac{1}{2}")], [])
     >>> [task.score(response, task.train[0]).terms["answer"] for response in ("\\\\boxed{0.5}", "\\\\boxed{2}", "0.5")]
@@ -182,12 +170,13 @@ class MathTask(QuestionTask):
         super().__init__(train, heldout, **shared, format_weight=format_weight)
         if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
             raise ValueError(
-                f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}."
+                f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}, "
+                "and all three finite."
             )
         self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``answer`` and ``format``; ``info`` has the first 200 characters of the answer as ``extracted``."""
+        """Return the terms ``answer`` and ``format``; ``info`` has any answer (200 characters) as ``extracted``."""
         answer = extract_answer(response, self.answer_format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
@@ -203,12 +192,14 @@ class MathTask(QuestionTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row, whose gold answer is in ``ground_truth``, else ``answer``, else ``solution``.
 
-        The column has text, a number, ``$...$`` or a solution with ``\\boxed{}``. The question may be missing.
+        It is text, a number, ``$...$`` or in a solution's ``\\boxed{}``; DatasetError if it cannot be compared.
         """
         text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")
         if gold is None and all(present(row.get(column)) is None for column in self._gold_columns[:-1]):
-            raise DatasetError(f"{location}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}).")
+            raise DatasetError(
+                f"{location}: the solution has no \\boxed{{answer}} (it ends in {text[-40:]!r}); mend the row."
+            )
         gold = gold or extract_answer(text, "hash") or text.strip()
         if not math_equal(gold, gold):
             raise DatasetError(
@@ -278,18 +269,12 @@ class ReasoningTask(QuestionTask):
     The requested format is ``<think>`` steps ``</think>`` and then ``<answer>`` only the answer ``</answer>``.
 
     ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: ``answer`` is
-    :func:`~sota_grpo.rewards.extract.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1];
-    ``thinking`` is ``min(words / min_think_words, 1) - 1`` in [-1, 0]. The answer is in the last complete answer tags
-    after the thinking, even if the format is otherwise wrong; success is a right answer. If ``format_weight +
-    thinking_weight < 1``, every right answer earns more than every wrong one. Further arguments:
-    :class:`QuestionTask`; ``answer_format`` only changes how the answer is extracted, for use with a custom prompt.
-
-    Args:
-        thinking_weight: weight of ``thinking``.
-        min_think_words: number of words of thinking from which there is no penalty; 0 disables the penalty.
-
-    Raises:
-        ValueError: unknown answer format, negative weight or negative ``min_think_words``.
+    :func:`~sota_grpo.rewards.extract.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1]; ``thinking``
+    is ``min(words / min_think_words, 1) - 1`` in [-1, 0], or 0 if ``min_think_words=0``. The answer is in the last
+    complete answer tags after the thinking, even if the format is otherwise wrong; success is a right answer. If
+    ``format_weight + thinking_weight < 1``, every right answer earns more than every wrong one. ValueError for a
+    negative weight or number of words. Further arguments: :class:`QuestionTask`; ``answer_format`` only changes how the
+    answer is extracted, for use with a custom prompt.
 
     >>> task = ReasoningTask(min_think_words=4)
     >>> task.score("<think>Twice 9 is 18.</think><answer>18</answer>", Example("9 * 2?", "#### 18")).terms
@@ -339,9 +324,10 @@ class ReasoningTask(QuestionTask):
         return Score(terms, success=right, info=info)
 
     def gold_response(self, example: Example) -> str:
-        """Return a response that earns the full reward: at least ``min_think_words`` of thinking, then the answer.
+        """Return at least ``min_think_words`` words of thinking in think tags, then the gold answer in answer tags.
 
-        The thinking is the gold solution, or the question repeated; tags in it are replaced by brackets.
+        This earns the full reward if ``answer_format`` is ``tags`` or ``any``. The thinking is the gold solution or the
+        question, followed by the question as often as needed.
         """
         steps, gold = split_gold(example.answer)
         thinking = CALCULATION.sub("", steps) or f"I am asked: {example.query}"
@@ -351,7 +337,7 @@ class ReasoningTask(QuestionTask):
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return a row's example; the answer is in ``answer``, ``ground_truth`` or ``completion``, in this order."""
+        """Return a row's example; DatasetError if ``answer``, else ``ground_truth``, else ``completion`` is invalid."""
         answer = first_text(row, ("answer", "ground_truth", "completion"), location)
         gold = split_gold(answer)[1]
         if not gold or _ANY_TAG.search(gold):
@@ -362,7 +348,7 @@ class ReasoningTask(QuestionTask):
 
 
 def split_gold(answer: str) -> tuple[str, str]:
-    """Split a gold answer into ``(solution steps, final answer)``; steps are empty if it has none.
+    """Split a gold answer into ``(solution steps, final answer)``; the steps are empty if there are none.
 
     The final answer is the content of answer tags, else the text after ``####`` on the last line, else the whole text.
 

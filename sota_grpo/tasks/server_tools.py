@@ -44,7 +44,7 @@ class ToolFailed(Exception):
 
 
 class McpTools:
-    """A session with an MCP server; the constructor opens it.
+    """A session with an MCP server, which the constructor opens; InstanceLost if it cannot be opened.
 
     The client sends the ``initialize`` of protocols before 2026-07-28, so that an HTTP server can keep state for the
     session. A server that rejects ``initialize`` is used without sessions.
@@ -52,11 +52,8 @@ class McpTools:
     Args:
         command: command that starts a server on stdin and stdout, in the run's directory and with the run's stderr. Of
             the environment variables the server only gets ``HOME``, ``PATH`` and similar ones.
-        url: URL of a running server (streamable HTTP). This server gets the headers of :func:`~.servers.headers_of`, a
-            server that it redirects to does not.
-
-    Raises:
-        InstanceLost: the server does not answer or cannot be started.
+        url: in place of a command, URL of a running server (streamable HTTP). This server gets the headers of
+            :func:`~.servers.headers_of`, a server that it redirects to does not.
     """
 
     def __init__(self, command: Sequence[str] = (), url: str = "") -> None:
@@ -71,7 +68,7 @@ class McpTools:
                 where, cause = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
                     cause = f"it rejects the request with HTTP status {self._refused}: set {KEY} to a valid key"
-                raise InstanceLost(f"no MCP server answers at {where} ({cause})") from error
+                raise InstanceLost(f"no session with the MCP server {where} ({cause.rstrip('.')})") from error
             self._opened = opened.pop_all()
 
     def _connected(self, opened: ExitStack) -> Any:
@@ -106,7 +103,7 @@ class McpTools:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools that the server lists."""
+        """Return the JSON schemas of the tools that the server lists; each read asks the server again."""
         tools: list[Any] = []
         cursor = None
         while True:
@@ -130,14 +127,14 @@ class McpTools:
             cause = _cause(error)
             if isinstance(cause, mcp.MCPError) and cause.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolFailed(joined(str(cause))) from error
-            raise InstanceLost(f"the MCP server failed in a tool call ({sentence(cause)})") from error
+            raise InstanceLost(f"the MCP server failed in a tool call ({sentence(cause).rstrip('.')})") from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))
         return text if result.content or result.structured_content is None else result.structured_content
 
     def close(self) -> None:
-        """Close the session, and stop the server if it was started for it; idempotent, never raises."""
+        """Close the session, and stop the server if the constructor started one; idempotent, never raises."""
         with suppress(Exception):  # the server may have exited
             self._opened.close()
 
@@ -163,7 +160,7 @@ def function_schema(name: str, description: str | None, parameters: Mapping[str,
 
 
 def joined(text: str) -> str:
-    """Join lines to one line, because the policy gets only the first line of an exception."""
+    """Return ``text`` on one line with single spaces, because the policy gets only the first line of an exception."""
     return " ".join(text.split())
 
 
@@ -176,10 +173,10 @@ class EpisodeOver(Exception):
 
 
 class OpenEnv:
-    """A session with an OpenEnv server; :meth:`reset` opens it, and so does ``schemas`` if the server lists tools.
+    """A client of an OpenEnv server; :meth:`reset` opens a session, and so does ``schemas`` if the server has tools.
 
-    Args:
-        url: URL of the server, without ``/ws``; headers are sent as in :class:`McpTools`.
+    ``url`` has no ``/ws``; headers are sent as in :class:`McpTools`. The methods raise InstanceLost if the server does
+    not answer, has no room for a session within 5 s, or does not follow the protocol.
     """
 
     def __init__(self, url: str) -> None:
@@ -191,7 +188,7 @@ class OpenEnv:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that the server lists (each read opens a new session), or one per action type."""
+        """JSON schemas of the tools that the server lists (each read replaces the session), or one per action type."""
         if not self._lists_tools:
             return [schema for schema, _ in self._actions.values()]
         listed = self._first({"type": "step", "data": {"type": "list_tools"}})["observation"].get("tools", [])
@@ -201,13 +198,13 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Open a new session and start an episode with ``seed`` and ``row``; return the observation, None if empty."""
+        """Start an episode with ``seed`` and ``row`` in a new session; return the observation, None if empty."""
         return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """Execute an action; return its observation as text, None if empty.
+        """Execute the action, or call the tool, ``name`` after :meth:`reset`; return its observation, None if empty.
 
-        EpisodeOver after the end, LookupError for an unknown name, ActionFailed if it fails; InstanceLost: no server.
+        EpisodeOver after the end, LookupError for an unknown action, ActionFailed if the server rejects it or it fails.
         """
         if self._is_over:
             raise EpisodeOver("the episode is over")
@@ -238,9 +235,9 @@ class OpenEnv:
         try:
             described = server.get("/schema", timeout_s=30.0)
         except ServerError as error:
-            reason = f"the server at {self._url}/schema is not an OpenEnv server ({sentence(error)})"
+            reason = f"the server at {self._url}/schema is not an OpenEnv server ({sentence(error).rstrip('.')})"
             if isinstance(error, ServerSilent):
-                reason = f"no OpenEnv server answers at {self._url} ({sentence(error)})"
+                reason = f"no OpenEnv server answers at {self._url} ({sentence(error).rstrip('.')})"
             elif error.status in (401, 403):
                 reason = f"the server at {self._url} rejects the request with HTTP status {error.status}: set {KEY}"
             raise InstanceLost(reason) from error
@@ -285,16 +282,18 @@ class OpenEnv:
                     )
                 )
             except Exception as error:  # network, TLS or HTTP
-                raise InstanceLost(f"no OpenEnv server answers at {self._url} ({sentence(error)})") from error
+                raise InstanceLost(
+                    f"no OpenEnv server answers at {self._url} ({sentence(error).rstrip('.')})"
+                ) from error
             try:
                 return self._request(message)
             except ActionFailed as error:
-                raise InstanceLost(f"the OpenEnv server cannot start an episode ({error})") from error
+                raise InstanceLost(f"the OpenEnv server cannot start an episode ({str(error).rstrip('.')})") from error
             except _NoRoom as error:
                 if time.monotonic() > until:
                     raise InstanceLost(
-                        f"the OpenEnv server accepts no further session ({error}); raise its max_concurrent_envs, or "
-                        "lower env.num_envs"
+                        f"the OpenEnv server accepts no further session ({str(error).rstrip('.')}); raise its "
+                        "max_concurrent_envs, or lower env.num_envs"
                     ) from error
                 time.sleep(_LOOK_EVERY_S)
 
@@ -312,7 +311,9 @@ class OpenEnv:
                 self._reward = float(reward)
             self._is_over = bool(data.get("done"))
         except (ConnectionClosed, OSError) as error:
-            raise InstanceLost(f"the connection to the OpenEnv server failed ({sentence(error)})") from error
+            raise InstanceLost(
+                f"the connection to the OpenEnv server failed ({sentence(error).rstrip('.')})"
+            ) from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._unlike() from error
         return data
@@ -387,7 +388,7 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], di
 
 
 def tool_name(title: str) -> str:
-    """Return the name of the tool for an action class with this title.
+    """Return the name of the tool for an action class with this title; ``step`` if no word is left of the title.
 
     >>> tool_name("GoUpAction"), tool_name("Action"), tool_name("TextArena[int]Action")
     ('go_up', 'step', 'text_arena_int')

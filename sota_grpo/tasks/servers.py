@@ -7,8 +7,8 @@
 ======================== ===========================================================================================
 
 Credentials come from environment variables, never from a config: ``SOTA_GRPO_TOOLS_KEY`` is sent as ``Authorization:
-Bearer``; ``SOTA_GRPO_TOOLS_HEADERS`` has further headers, one ``NAME: VALUE`` per line. Only imports the standard
-library, because configs are validated before anything is loaded.
+Bearer``; ``SOTA_GRPO_TOOLS_HEADERS`` has further headers, one ``NAME: VALUE`` per line. Does not import the packages
+of the servers, because configs are validated before anything is loaded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ToolServer:
         return None
 
     def require(self) -> None:
-        """Raise ``UserError`` if the package or the command is missing, or a key would be sent unencrypted."""
+        """Raise UserError if package, command or credentials cannot be used; requires that :meth:`fault` is None."""
         if self.url:
             headers_of(self.url)
         package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"
@@ -84,7 +84,7 @@ class ToolServer:
             raise UserError(f"{option}: the command {shlex.split(self.command)[0]!r} is not found; correct its path.")
 
     def act(self) -> str:
-        """Describe, for the consent prompt, what a run does with this server: ``run the command ..`` or ``send ..``."""
+        """Return what a run does with this server, for the consent prompt: ``run the command ..`` or ``send ..``."""
         if self.command:
             return f"run the command {one_line(self.command.strip())}"
         sent = "calls" if self.protocol == "mcp" else "rows and calls"
@@ -103,9 +103,9 @@ def server_of(value: str | None) -> ToolServer | None:
 
 
 def instance_spec(value: str, kind: str) -> InstanceSpec:
-    """Parse a value of ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``; may be a server).
+    """Return the spec of a value of ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``).
 
-    A file is not opened here; a server is checked with :meth:`ToolServer.require`.
+    A file is not opened here. UserError if the value names a server that cannot be used (:meth:`ToolServer.require`).
 
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
@@ -121,8 +121,7 @@ def instance_spec(value: str, kind: str) -> InstanceSpec:
 def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the HTTP headers for a server, from the environment variables :data:`KEY` and :data:`HEADERS`.
 
-    Raises:
-        UserError: a header is malformed, or would be sent unencrypted; messages never show a header's value.
+    UserError, without their values, if these are malformed or would be sent unencrypted to another machine.
     """
     headers = {"Authorization": f"Bearer {key}"} if (key := environ.get(KEY, "").strip()) else {}
     if key and not re.fullmatch(r"[\w.~+/=-]+", key, re.ASCII):

@@ -30,7 +30,7 @@ MATH_SOURCES = (
 
 
 def plain_columns(row: Row, location: str) -> dict[str, Any]:
-    """Return the columns in JSON types: dates as ISO text, decimals as numbers, arrays as lists, NaN as None."""
+    """Return the columns in JSON types (dates as text, arrays as lists, NaN as None); DatasetError for other types."""
     return {str(name): _plain(value, f"{location}: column {name!r}") for name, value in row.items()}
 
 
@@ -55,7 +55,7 @@ def _plain(value: Any, location: str) -> Any:
 
 
 def chat_of(prompt: Any, location: str) -> Chat:
-    """Return the turns of a chat prompt, without the None entries that Parquet adds; DatasetError if it is no chat."""
+    """Return the turns of a chat prompt, without the None entries that Parquet adds; DatasetError if malformed."""
     if not isinstance(prompt, list) or not prompt or not all(isinstance(turn, Mapping) for turn in prompt):
         raise DatasetError(
             f"{location} is neither text nor a chat; give a string, or a list of {{'role', 'content'}} turns."
@@ -82,19 +82,22 @@ def text_of_answer(ground_truth: Any) -> str:
 
 
 def answer_format_of(source: str, answer_format: str | None) -> str:
-    """Return ``answer_format``; if None, ``hash`` for GSM8K, ``boxed`` for MATH and ``any`` for other sources."""
+    """Return the format; if None, ``hash`` for ``GSM8K_SOURCES``, ``boxed`` for ``MATH_SOURCES``, else ``any``."""
     if answer_format is not None:
         return answer_format
     return "hash" if source in GSM8K_SOURCES else "boxed" if source in MATH_SOURCES else "any"
 
 
 def is_right(response: str, source: str, ground_truth: Any, answer_format: str | None) -> bool:
-    """Return whether the response is right by the rule of ``source`` (format None: :func:`answer_format_of`).
+    """Return whether the response is right by the rule of the ``data_source`` ``source``.
+
+    ``answer_format`` None is :func:`answer_format_of`; ValueError if it is unknown. The rules:
 
     - ``openai/gsm8k``: the same number exactly (:class:`~sota_grpo.tasks.questions.GSM8KTask`).
-    - MATH (``MATH_SOURCES``): an equivalent expression (:func:`~sota_grpo.rewards.maths.math_equal`).
-    - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if it is a list. If
-      the truth is no number, ``any`` tries tags, boxed and ``####``, then the text after "the answer is", then the
+    - ``MATH_SOURCES``: an expression equivalent (:func:`~sota_grpo.rewards.maths.math_equal`) to the ground truth, or
+      to one entry if that is a list.
+    - others: :func:`~sota_grpo.rewards.extract.answers_equal` to the ground truth, or to one entry if that is a list.
+      If the truth is no number, ``any`` tries tags, boxed and ``####``, then the text after "the answer is", then the
       whole response, never the last number.
 
     >>> is_right("I say <answer>paris </answer>", "mine", "Paris", None), is_right("Paris", "mine", "Paris", "tags")
@@ -124,12 +127,11 @@ class TableTask(FileTask):
     """Prompts with ground truths from a table: ``reward = correct``, 1 for a right answer and 0 otherwise.
 
     A prompt is text (one user turn) or a chat, a list of ``{"role", "content"}`` turns. Rows with verl's columns
-    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) need no option. Examples keep all
-    columns, for reward functions (:func:`sota_grpo.tasks.wrappers.with_reward_functions`). The ``data_source`` selects
-    the grading rule: see :func:`is_right`.
+    (``data_source``, ``prompt``, ``reward_model`` with its ``ground_truth``, ...) need no option. Examples keep the
+    other columns, for reward functions (:func:`sota_grpo.tasks.wrappers.with_reward_functions`). The ``data_source``
+    selects the grading rule: see :func:`is_right`.
 
     Args:
-        train, heldout: examples for training and for evaluation, made by :meth:`read_row`.
         prompt_column: column of the prompts.
         answer_column: column of the ground truths, unless the columns are verl's. If it is the default and data has no
             column ``ground_truth``, the column ``answer`` is used.
@@ -138,9 +140,6 @@ class TableTask(FileTask):
         system_prompt: replaces the system turn of every prompt, or is added as the first turn; an empty text removes
             the system turn; None leaves the prompts unchanged.
         answer_required: refuse rows whose ground truth this class cannot grade; False if only functions grade.
-
-    Raises:
-        ValueError: unknown answer format.
 
     >>> task = TableTask()
     >>> example = task.read_row({"prompt": "What is 2+2?", "ground_truth": 4}, "demo, row 1")
@@ -177,7 +176,7 @@ class TableTask(FileTask):
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
 
     def score(self, response: str, example: Example) -> Score:
-        """Return ``correct``: whether the answer is right by :func:`is_right`."""
+        """Return the term ``correct``: 1 if the response is right by :func:`is_right`, else 0."""
         right = is_right(response, source_of(example), example.extra["ground_truth"], self.answer_format)
         return Score({"correct": float(right)}, success=right)
 
@@ -191,12 +190,12 @@ class TableTask(FileTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return a row's example; the prompt may be missing, and ``answer`` replaces a missing ``answer_column``.
 
-        ``extra`` has ``prompt``, ``ground_truth`` and, under ``columns``, all columns but the prompt.
+        ``extra`` has ``prompt``, ``ground_truth`` and ``columns`` (all but the prompt). DatasetError for a bad row.
         """
         return self._example(row, location, [self.answer_column, "answer"])
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
-        """Return a dataset's examples, absent columns as None; DatasetError without a prompt or required answer."""
+        """Return a dataset's examples, absent columns as None; DatasetError if it or a row of it cannot be used."""
         rows = load_rows(name, splits)
         missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
         columns = [self.answer_column]

@@ -1,7 +1,7 @@
 """Build tool instances from the user's code: typed functions as tools, or an environment in TRL's protocol.
 
-The code is a Python file of the user; model output is only used as the name of a tool and its arguments. Does not
-import torch.
+The code is a Python file of the user, or a pickle of Python objects; model output is only used as the name of a tool
+and its arguments. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class ToolboxError(UserError, ValueError):
 
 
 def load(spec: InstanceSpec) -> Callable[[], Any]:
-    """Execute the file of ``spec``, or import its adapter; return a function that makes one instance.
+    """Execute or unpickle the file of ``spec``, or import its adapter; return a function that makes one instance.
 
-    Raises:
-        ToolboxError: the file or name does not exist, or an import in the file fails (the message has the line).
+    ToolboxError if the file or a name cannot be used; ValueError if ``spec`` is a factory with several names.
     """
     if ":" in spec.kind:
         module, _, function = spec.kind.partition(":")
@@ -52,7 +51,10 @@ def _pickled(path: Path) -> Mapping[str, Any]:
     try:
         return cast(Mapping[str, Any], pickle.loads(path.read_bytes()))
     except Exception as error:
-        raise ToolboxError(f"{path} cannot be unpickled ({sentence(error)}).") from error
+        raise ToolboxError(
+            f"{path}, with the tools or the environment that were passed in Python, cannot be loaded "
+            f"({sentence(error).rstrip('.')}); give them as FILE.py:NAME instead."
+        ) from error
 
 
 def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:
@@ -73,18 +75,14 @@ def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callab
 
 
 class Toolbox:
-    """Functions as tools, without state.
-
-    Args:
-        tools: plain or ``async`` functions with type hints and Google-style docstrings.
-    """
+    """Functions, plain or ``async``, with type hints and Google-style docstrings as tools, without state."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self._tools = {tool.__name__: tool for tool in tools}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools, for chat templates."""
+        """The JSON schemas of the tools, for chat templates; UserError if a docstring or a type hint is missing."""
         return function_schemas([*self._tools.values()])
 
     def reset(self, **row: Any) -> Any:
@@ -103,8 +101,7 @@ class Toolbox:
 class Environment(Toolbox):
     """Wraps an environment in TRL's protocol: its public methods except ``reset`` and ``get_reward`` are the tools.
 
-    Raises:
-        ToolboxError: the object has no method ``reset``.
+    ToolboxError if it has no method ``reset``.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -122,7 +119,7 @@ class Environment(Toolbox):
             self.get_reward = environment.get_reward
 
     def attributes(self) -> dict[str, Any]:
-        """Return the public attributes and properties of the environment, by name, without those that raise."""
+        """Return the environment's public instance attributes and properties by name, without properties that raise."""
         kind = type(self._environment)
         members = getattr(self._environment, "__dict__", {})
         names = {**members, **dict(inspect.getmembers(kind, lambda one: isinstance(one, property)))}
@@ -133,10 +130,9 @@ class Environment(Toolbox):
         return readable
 
     def reset(self, **row: Any) -> Any:
-        """Call the environment's ``reset`` with the columns of ``row`` that it has parameters for; return its result.
+        """Call the environment's ``reset`` with the columns that it takes (``**row``: all columns); return its result.
 
-        Raises:
-            ToolboxError: ``reset`` has a required parameter that is not a column.
+        ToolboxError if a required parameter is not a column. Exceptions of ``reset`` propagate.
         """
         parameters = inspect.signature(self._reset).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

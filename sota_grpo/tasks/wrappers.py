@@ -1,7 +1,8 @@
 """Wrappers that change a task: reward functions of the user, dialogs with tools, a request to think again.
 
-Reward functions written for verl or TRL work unchanged. ``reward.path`` names a Python file, ``reward.name`` one or
-several of its functions. The parameters of a function, plain or ``async``, identify its interface:
+Reward functions written for verl or TRL work unchanged, unless they require ``trainer_state`` or ``prompt_ids``.
+``reward.path`` names a Python file, ``reward.name`` one or several of its functions. The parameters of a function,
+plain or ``async``, identify its interface:
 
 - verl's ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``, called once per
   response. In a dict, ``score`` is the reward; the other entries are stored, and numbers logged as metrics.
@@ -64,24 +65,22 @@ def with_reward_functions(
 ) -> Task:
     """Return ``task`` with the reward ``sum_k weight_k * function_k`` of the user's functions.
 
-    The returned task has no gold response. Success is decided by the first of: an entry ``success``, ``acc`` or
-    ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward > ``success_above``. If a
-    function raises, that response gets an error with the line of the file; an invalid reward is an error, too, and so
-    is a response for which every function returns None (:func:`~sota_grpo.rl.records.rewarded`).
+    The returned task has no gold response and no benchmark ``counts``. Success is decided by the first of: an entry
+    ``success``, ``acc`` or ``correct`` (at least 1) in a function's dict; the task, if ``builtin`` is a name; reward >
+    ``success_above``. If a function raises, that response gets an error with the line of the file; an invalid reward is
+    an error, too, and so is a response for which every function returns None.
+
+    RewardFunctionError if a file, function, name or weight cannot be used, or a TRL function requires a missing column.
 
     Args:
-        task: any task. TRL functions get its columns, or for tasks without columns ``question``, ``answer``, ``extra``
-            entries and ``ground_truth``, which is the text after ``####`` of the answer.
+        task: any task. TRL functions get the columns of a table's row; of other tasks ``question``, ``answer``, the
+            entries of ``extra``, and ``ground_truth``: the text after ``####`` in the answer, or the whole answer.
         path: the Python file, which is executed here (to check it) and in every grading process; or a file of pickled
             functions (:func:`~sota_grpo.rewards.functions.pickled`).
         names: functions to use, and names of their reward terms. ``builtin`` is the reward of ``task``. The default
             also selects the only function of a file.
         weights: one weight per name; None: 1 for each.
-        success_above: a greater reward is a success, if nothing above decides.
         functions: functions by name, used instead of the file; they are not pickled with the task.
-
-    Raises:
-        RewardFunctionError: a file or function cannot be used, or :func:`naming_faults` finds an error.
     """
     for fault in naming_faults(names, weights):
         raise RewardFunctionError(fault)
@@ -110,7 +109,7 @@ def no_gold_response(example: Example) -> None:
 class FunctionScorer:
     """The scorer of :func:`with_reward_functions`; ``term_weights`` are weights by name, ``task`` has no examples.
 
-    Pickling stores the path of the file, which is executed again after unpickling; ``functions`` are not pickled.
+    It has ``score_group`` if a function is TRL's. Pickling keeps the path of the file, which is then executed again.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class FunctionScorer:
         return self._scores([(response, example)])[0]
 
     def prepare(self) -> None:
-        """Load the functions, and prepare the task's scorer if used, outside the first response's time limit."""
+        """Load the functions, and prepare the task's scorer if it is used, outside the first response's time limit."""
         _ = self._functions
         if self._adds_task_terms:
             prepare(self._task.score)
@@ -217,7 +216,7 @@ class FunctionScorer:
 
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
-    """Return the arguments that reward functions get for a response: columns of a table, or an example's fields."""
+    """Return the inputs of reward functions for a response: the columns of a table's row, or an example's fields."""
     if isinstance(task, MixtureTask):
         _, task, example = task.resolve(example)
     ids = response.token_ids if isinstance(response, SampledText) else None
@@ -265,7 +264,7 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 
 def without_terms(task: Task) -> Task:
-    """Return ``task`` without reward terms, for a reward that only a judge or an environment gives."""
+    """Return a copy of ``task`` without reward terms, for a reward that only a judge or an environment gives."""
     return _scored_by(_no_score, task, term_weights={}, gold_response=no_gold_response)
 
 
@@ -278,7 +277,7 @@ _COUNTED = ("tool_calls", "tool_errors", "requests")
 
 
 def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_above: float = 0.0) -> Task:
-    """Return ``task`` for dialogs with tools, whose scores also use the dialog's record.
+    """Return a copy of ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
     ``info`` gets ``tool_calls``, ``tool_errors``, ``requests`` (of an agent) and ``ended_by_turns`` (1 if the turn
     limit ended the dialog), which are logged as metrics. A dialog whose environment was lost has an error.
@@ -357,7 +356,7 @@ MESSAGE = (
 def think_again(task: Task, message: str = MESSAGE) -> Task:
     """Return a copy of ``task`` whose scores reply to each unsuccessful response with ``message`` as a user turn.
 
-    A reply of the task takes precedence over ``message``. A grader error ends the dialog.
+    A reply of the task takes precedence; a grader error ends the dialog. The copy has no benchmark ``counts``.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")

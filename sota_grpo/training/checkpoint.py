@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill, a full disk and a flipped bit.
+"""Checkpoints of a run, written atomically and checked by SHA-256 when they are read.
 
 A checkpoint is a ``torch.save`` archive followed by 8 bytes of magic and the SHA-256 of everything before them (torch's
 reader does not compare the archive's CRCs). It is written under a temporary name, synced and renamed: a name
@@ -11,7 +11,7 @@ folder with a new random name. The ``.pt`` is written last and has the folder's 
     checkpoint_000020.5f0c81d2a9b3/rank_00000.safetensors
     checkpoint_000020.5f0c81d2a9b3/rank_00001.safetensors
 
-In this ``.pt``, ``{"stored_tensor": name}`` replaces each tensor::
+In this ``.pt``, ``{"stored_tensor": name}`` replaces each tensor of the learner that is not empty::
 
     {"model": {"w": tensor}, "version": 3}  ->  {"model": {"w": {"stored_tensor": "model.w"}}, "version": 3}
                                                 {"model.w": tensor}
@@ -61,14 +61,14 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RunFailed, RuntimeError):
-    """A checkpoint could not be written or read; the message has its path, the cause and the fix."""
+    """A checkpoint could not be written or read."""
 
 
 class CheckpointStore:
     """The checkpoints of one run: ``save`` is atomic and durable, ``latest`` skips damaged files.
 
-    Only one process may write to a directory. ``save`` keeps the newest ``keep`` checkpoints and that of step ``best``,
-    which the caller sets. It deletes all others, and those of later steps: then the run was rewound.
+    Only one process may write to a directory. ``save`` keeps the newest ``keep`` checkpoints (ValueError if below 1)
+    and that of step ``best``, which the caller sets. It deletes others, and those of later steps after a rewind.
 
     >>> import tempfile
     >>> store = CheckpointStore(tempfile.mkdtemp(), keep=2)
@@ -88,20 +88,20 @@ class CheckpointStore:
         self.best: int | None = None
 
     def paths(self) -> list[tuple[int, Path]]:
-        """Return (step, path) of every checkpoint in the directory, newest step first."""
+        """Return (step, path) of every checkpoint in the directory, highest step first; [] without a directory."""
         if not self.directory.is_dir():
             return []
         matches = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir())
         return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
     def folder(self, step: int) -> Path:
-        """Return a new folder path for the ranks' files of ``step``, not created; delete folders without checkpoint."""
+        """Return a path for a new folder of the ranks' files of ``step``; delete such folders without a checkpoint."""
         self._drop_folders(None)
         return self.directory / f"checkpoint_{step:06d}.{secrets.token_hex(6)}"
 
     @property
     def num_bytes(self) -> int:
-        """Size of all checkpoints on disk, in bytes."""
+        """Size of all checkpoints on disk, the ranks' files included, in bytes."""
         files = [path for _, path in self.paths()]
         files += [file for folder in self._folders() for file in folder.iterdir()]
         return sum(file.stat().st_size for file in files)
@@ -110,13 +110,12 @@ class CheckpointStore:
         """Write ``checkpoint_{step:06d}.pt``, sync it to disk, and delete others (see the class); return its path.
 
         Args:
-            step: number of the training step, 0 or more.
             state: nested dicts, lists and tuples of tensors and plain Python values.
             shards: the files that ranks are writing in a :meth:`folder` of this step; ``save`` waits for them.
 
         Raises:
             TypeError: ``torch.load(weights_only=True)`` would refuse to read a value; the message has its type.
-            CheckpointError: a write or a rank failed (disk full, no permission); older checkpoints are unchanged.
+            CheckpointError: a write failed (disk full, no permission) or a rank died; older checkpoints are unchanged.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
         earlier = _inode(path)
@@ -138,20 +137,16 @@ class CheckpointStore:
         return path
 
     def latest(self, entries: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
-        """Return the newest readable checkpoint as (step, state); None if the directory has no checkpoint.
+        """Return the readable checkpoint of the highest step as (step, state); None if there is no checkpoint.
 
-        A damaged checkpoint, or one whose state lacks one of the keys ``entries``, is skipped with a warning.
-
-        Raises:
-            CheckpointError: checkpoints exist and every one was skipped.
+        A checkpoint that is damaged or lacks one of ``entries`` is skipped with a warning; CheckpointError if all are.
         """
         paths = self.paths()
         for step, path in paths:
             try:
                 return step, self.load(path, entries)
             except CheckpointError as error:
-                what = one_line(str(error), None)
-                logger.warning("Skipping the checkpoint of step %d and trying the previous one: %s", step, what)
+                logger.warning("Skipping the checkpoint of step %d: %s", step, one_line(str(error), None))
         if not paths:
             return None
         names = ", ".join(path.name for _, path in paths)
@@ -165,9 +160,7 @@ class CheckpointStore:
         """Check the SHA-256 of one checkpoint and load its state onto the CPU, without running code from the file.
 
         Tensors in the ranks' files, which are checked too, are :class:`~sota_grpo.policy.tensor_files.StoredTensor`.
-
-        Raises:
-            CheckpointError: the file is missing, unreadable or altered, has unexpected content or lacks an entry.
+        CheckpointError: a file is missing or altered, has unexpected content, or lacks one of the keys ``entries``.
         """
         try:
             with open_file(path, levels=2) as file:
@@ -178,7 +171,9 @@ class CheckpointStore:
             shards = state.pop(_SHARDS, None)
             return state if shards is None else filled(state, _stored(Path(path), **shards))
         except OSError as error:
-            raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"checkpoint {path} cannot be read: {error.strerror or error}; use another"
+            ) from error
         except CheckpointError:
             raise
         except TensorFileError as error:
@@ -215,7 +210,7 @@ class CheckpointStore:
         drop_leftovers(self.directory)
 
     def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else error
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
         message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
         if self.directory.is_dir() and isinstance(error, OSError):
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
@@ -233,10 +228,11 @@ def _inode(path: Path) -> int | None:
 
 
 class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
-    """Saves checkpoints from a background thread, one at a time; leaving the ``with`` block waits for the last save.
+    """Saves checkpoints in a background thread, one at a time; leaving the ``with`` block waits for the last save.
 
-    Do not modify a state after passing it to :meth:`save`: pass a :func:`host_copy`. A save's error is raised by the
-    next :meth:`save`, :meth:`check` or :meth:`wait`, or on leaving the block (logged, if by another exception).
+    Do not modify a state after passing it to :meth:`save`: pass a :func:`host_copy`. A save's error is raised once: by
+    the next :meth:`save` or :meth:`wait`, by a :meth:`check` after the save has failed, or when the block ends. If the
+    block ends by another exception, a CheckpointError is only logged.
     """
 
     def __init__(self, store: CheckpointStore) -> None:
@@ -245,7 +241,7 @@ class BackgroundSaves(AbstractContextManager["BackgroundSaves"]):
         self.saving: Future[Path] | None = None  # the last save, until wait() returned
 
     def save(self, step: int, state: dict[str, Any], shards: Shards | None = None) -> None:
-        """Wait for the previous save, then start :meth:`CheckpointStore.save` in the background."""
+        """Wait for the previous save and raise its error, if any; start :meth:`CheckpointStore.save` in the thread."""
         self.wait()
         self.saving = self._writer.submit(self.store.save, step, state, shards)
 
@@ -286,10 +282,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore every generator from :func:`rng_state`.
-
-    CUDA's are restored only if CUDA is initialized here; if the number of devices differs, a warning replaces this.
-    """
+    """Restore what :func:`rng_state` returned; CUDA's states only if CUDA is initialized, with as many devices."""
     cuda = state.get("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     if cuda is not None and len(cuda) != torch.cuda.device_count():
         logger.warning(
@@ -369,17 +362,14 @@ def _sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Shards:
-    """The files that the learner's ranks are writing for one checkpoint, in ``folder``.
-
-    ``written()`` waits for all of them and returns {file name: SHA-256}, or raises the error of a rank.
-    """
+    """The files that the learner's ranks are writing for one checkpoint, in ``folder``."""
 
     folder: Path
-    written: Callable[[], Mapping[str, str]]
+    written: Callable[[], Mapping[str, str]]  # waits; returns {file name: SHA-256}, or raises the error of a rank
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor on the CPU."""
+    """Return a detached copy of the tensor on the CPU."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy_to_host(as_bytes(copy), as_bytes(tensor.detach()))
     return copy
@@ -399,7 +389,7 @@ class ShardWriter:
         self._written: Future[tuple[str, str]] = pending_future()
 
     def begin(self, folder: Path, state: Any) -> Any:
-        """Start to copy and write this rank's shard; return ``state`` with the tensors' names in place of tensors."""
+        """Start to copy and write this rank's shard of ``state`` to ``folder``; return ``state`` without tensors."""
         rest, tensors = emptied(state)
         shards = ((name, local_shard(tensor, self._ranks), tuple(tensor.shape)) for name, tensor in tensors.items())
         mine = {name: (*shard, whole) for name, shard, whole in shards if shard is not None}
@@ -415,7 +405,7 @@ class ShardWriter:
         self._copied.wait()
 
     def written(self) -> Future[tuple[str, str]]:
-        """Return a future of the (file name, SHA-256) of the shard begun last."""
+        """Return a future of (file name, SHA-256) of the file that the last :meth:`begin` writes."""
         return self._written
 
     def silent_s(self) -> float:
@@ -423,7 +413,7 @@ class ShardWriter:
         return self._thread.silent_s()
 
     def close(self) -> None:
-        """Let the thread end after the queued writes; do not wait (for the last one: :meth:`written`)."""
+        """Let the thread end after the queued writes; do not wait for them."""
         self._thread.close()
 
     def _write(

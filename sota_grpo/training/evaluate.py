@@ -23,15 +23,16 @@ Counts = tuple[float, float]
 
 
 def accuracy(counts: Sequence[Counts], before: Sequence[Counts] | None = None) -> dict[str, float]:
-    """Return ``accuracy`` = total hits / total trials, minus that of ``before`` if given, and its standard error.
+    """Return ``{"accuracy": .., "stderr": ..}``: total hits / total trials (at least one), and its standard error.
 
     Problem ``i`` of ``n`` has ``y_i`` hits in ``m_i`` trials, and ``R = sum(y) / sum(m)``. Problems are the independent
     units (clusters). By the ratio estimator,
 
         stderr = sqrt(n / (n - 1) * sum(e_i^2)),    e_i = (y_i - R m_i) / sum(m).
 
-    If all ``m_i`` are equal, ``stderr`` is ``std(y / m, ddof=1) / sqrt(n)``; with one problem it is 0. With ``before``
-    (the same problems), the difference of the two ``e_i`` is squared.
+    If all ``m_i`` are equal, ``stderr`` is ``std(y / m, ddof=1) / sqrt(n)``; with one problem it is 0. With ``before``,
+    counts of the same problems (ValueError if their number differs), return the difference to the accuracy of
+    ``before``, and its error, in which the difference of the two ``e_i`` is squared.
 
     Source: Cochran, Sampling Techniques, 3rd ed., sections 2.11 and 9A.1.
 
@@ -71,9 +72,9 @@ def num_needed(target: float, num_problems: int) -> int:
 def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float) -> bool:
     """Return whether ``hits`` right answers in a random subset are too few to reach ``target`` on all problems.
 
-    One-sided exact test of the hypothesis that ``K =`` :func:`num_needed` or more of all ``N`` problems are right: an
-    evaluation that would reach ``target`` is ended with a probability below :data:`MISSED`. The hits among ``n`` of the
-    problems are then hypergeometric, and the hypothesis is rejected if
+    One-sided exact test: an evaluation that would reach ``target`` is ended with a probability below :data:`MISSED`. If
+    ``K =`` :func:`num_needed` of the ``N = num_problems`` problems are right, the hits ``X`` among ``n = num_subset``
+    of them are hypergeometric. The target is out of reach if, for ``h = hits``,
 
         P(X <= h) = sum over i <= h of C(K, i) C(N - K, n - i) / C(N, n) < MISSED.
 
@@ -87,13 +88,13 @@ def is_out_of_reach(hits: int, num_subset: int, num_problems: int, target: float
 
 @dataclass(frozen=True)
 class Response:
-    """A graded response; ``followed_up``: its dialog had a user turn after an earlier response of the policy."""
+    """A graded response; of a dialog: the last turn's text, and the tokens of all of the policy's turns."""
 
     text: str
     score: Score
     num_tokens: int
     truncated: bool
-    followed_up: bool = False
+    followed_up: bool = False  # the task answered a turn with a user turn; False with tools and for agents
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
@@ -101,10 +102,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
     ``1 - C(n - c, k) / C(n, k)`` with ``c`` right of ``n >= k``: the fraction of ``k``-subsets with a right sample.
 
-    Raises:
-        ValueError: ``k`` is not 1 to ``num_samples``, or ``num_right`` not 0 to ``num_samples``.
-
-    Source: Chen et al. 2021 (arXiv:2107.03374, equation 1).
+    ValueError unless ``1 <= k <= n`` and ``0 <= c <= n``. Source: Chen et al. 2021 (arXiv:2107.03374, equation 1).
 
     >>> [pass_at_k(1, 4, k) for k in (1, 2, 4)], pass_at_k(3, 4, 2)
     ([0.25, 0.5, 1.0], 1.0)
@@ -115,7 +113,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return ``{name: accuracy(after, before)}`` of names in both; arguments: ``counts`` of two evaluations."""
+    """Return ``{name: accuracy(after[name], before[name])}`` of the names in both ``counts`` of the same problems."""
     return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 
@@ -135,8 +133,7 @@ def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]
 class Evaluator:
     """Evaluates the engine's policy on held-out problems.
 
-    Sampling seeds depend on ``(seed, problem, sample)`` only, so two evaluations differ by the policy alone. A response
-    that the grader fails on counts as wrong.
+    Seeds depend only on ``seed`` and the indices of problem and sample. A response with a grader error counts as wrong.
     """
 
     rollouts: Rollouts
@@ -150,14 +147,14 @@ class Evaluator:
     _has_warned: bool = field(default=False, init=False)
 
     def measure(self, target: float | None = None) -> dict[str, float]:
-        """Evaluate the policy and return metrics.
+        """Evaluate the policy and return the metrics; accuracies are fractions.
 
-        Greedy: ``eval/accuracy``, ``eval/stderr``, ``eval/reward``, ``eval/reward_stderr``, ``eval/reward/<term>``, of
-        :meth:`benchmark` ``eval/task/<name>`` and ``eval/task_stderr/<name>``, and, if a dialog had a second user turn,
-        ``eval/first_turn_accuracy``. Sampled, unless ``avg_at_k`` is 0: ``eval/avg_at_k``, ``eval/avg_at_k_stderr``.
-        Both: ``eval/num_samples`` (evaluated problems), ``eval/grader_errors``, ``time/eval_s``. With a ``target`` (a
-        fraction), the first :data:`SUBSET` of the problems is evaluated first; if the target :func:`is_out_of_reach`,
-        no others are.
+        Of greedy responses: ``eval/accuracy``, ``eval/stderr``, ``eval/reward``, ``eval/reward_stderr``,
+        ``eval/reward/<term>``; for each accuracy of :meth:`benchmark` ``eval/task/<name>`` and
+        ``eval/task_stderr/<name>``; if a response was followed up (:class:`Response`), ``eval/first_turn_accuracy``. Of
+        sampled responses, unless ``avg_at_k`` is 0: ``eval/avg_at_k``, ``eval/avg_at_k_stderr``. Of both:
+        ``eval/num_samples`` (evaluated problems), ``eval/grader_errors``, ``time/eval_s``. With a ``target`` (a
+        fraction) that :func:`is_out_of_reach` after the first :data:`SUBSET` of the problems, only these are evaluated.
         """
         began, count, problems = time.perf_counter(), len(self.examples), list[list[Response]]()
         for share in (1.0,) if target is None else (SUBSET, 1.0):
@@ -188,17 +185,17 @@ class Evaluator:
         temperature: float = 1.0,
         on_graded: Callable[[bool, int, Sequence[Response]], None] = lambda greedy, problem, responses: None,
     ) -> dict[str, Any]:
-        """Measure the accuracy of greedy responses, and avg@k and pass@1, 2, 4, ..., k of ``k = avg_at_k`` samples.
+        """Return the accuracy of greedy responses; unless ``k = avg_at_k`` is 0, also avg@k and pass@1, 2, 4, ..., k.
 
         Args:
             greedy: graded greedy responses to the first problems, if sampled before: only these problems are evaluated.
-            temperature: of the ``avg_at_k`` samples.
+            temperature: of the ``k`` samples per problem.
             on_graded: called for each problem with (is greedy, problem index, graded responses), not for ``greedy``.
 
         Returns:
-            JSON-serializable dict: ``num_problems``, ``grader_errors``, ``greedy``, ``counts``; if sampled, also ``k``,
-            ``temperature``, ``sampled``, ``pass_at_k``. Accuracies are fractions with the standard error over problems;
-            ``counts`` has (hits, trials) per problem of each greedy accuracy, for :func:`gains`.
+            JSON-serializable dict: ``num_problems``, ``grader_errors``, ``greedy``, ``counts``; if ``k`` is not 0, also
+            ``k``, ``temperature``, ``sampled`` and ``pass_at_k``, whose keys are texts. Accuracies are fractions with
+            the standard error over problems; ``counts`` has (hits, trials) per problem of each greedy accuracy.
         """
         problems = greedy or self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
         indices = range(len(problems))
@@ -219,7 +216,7 @@ class Evaluator:
         return result | {"grader_errors": sum(one.score.error is not None for one in responses)}
 
     def sentence(self, steps: int, metrics: Mapping[str, float]) -> str:
-        """Describe :meth:`measure` metrics after ``steps`` training steps: accuracy, and mean reward if it differs."""
+        """Return a sentence, without its period, on the metrics of :meth:`measure` after ``steps`` training steps."""
         percent, reward = 100 * metrics["eval/accuracy"], metrics["eval/reward"]
         after = "after 1 step" if steps == 1 else f"after {steps} steps"
         if metrics["eval/num_samples"] < len(self.examples):
@@ -245,15 +242,19 @@ class Evaluator:
         varies = lowest < highest and not self._has_warned
         if above is not None and varies and (lowest > above or highest <= above):
             logger.warning(
-                "All %d greedy held-out responses count as %s, but their rewards range from %.3g to %.3g: accuracy is "
-                "not informative. Read eval/reward, or set reward.success_above (now %g) between wrong and right ones.",
-                *(len(scores), "right" if lowest > above else "wrong", lowest, highest, above),
+                "The rewards of all %d greedy held-out responses, from %.3g to %.3g, are %s reward.success_above=%g: "
+                "unless the reward function reports success, accuracy is not informative. Read eval/reward, or set "
+                "reward.success_above between the rewards of wrong and right responses.",
+                *(len(scores), lowest, highest, "above" if lowest > above else "not above", above),
             )
             self._has_warned = True
         return metrics
 
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
-        """Return {accuracy name: (hits, trials) per problem} of the task's benchmark (``Task.counts``), {} if none."""
+        """Return {accuracy name: [(hits, trials) of each problem]} by the task's ``counts``; {} if it has none.
+
+        ``problems`` has the graded responses to the first problems, in order. A name without any trial is left out.
+        """
         count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
         if count is None:
@@ -276,7 +277,7 @@ class Evaluator:
         """Return ``num_samples`` graded responses to each problem, in order of problems; temperature 0 is greedy.
 
         ``problems`` are the indices of the problems; None: all of them. ``on_graded(problem index, responses)`` is
-        called in this thread as problems are graded, in any order.
+        called in this thread as problems are graded, in any order. Grader errors are logged as one warning.
         """
         indices = range(len(self.examples)) if problems is None else problems
         prompts = [
@@ -292,7 +293,7 @@ class Evaluator:
         errors = [score.error for score in scores if score.error is not None]
         if errors:
             logger.warning(
-                "The grader failed on %d of %d responses of this evaluation; they count as wrong. First error: %s",
+                "The grader failed on %d of %d responses of this evaluation, and these count as wrong. First error: %s",
                 *(len(errors), len(scores), errors[0]),
             )
         return [graded[index] for index in indices]

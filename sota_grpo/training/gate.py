@@ -92,7 +92,7 @@ class CheckError(UserError):
 
     def __init__(self, check: Check) -> None:
         failed = f"The check before training failed ({check.name}): {check.sentence}"
-        super().__init__(f"{failed}; check.mode=warn trains despite this.")
+        super().__init__(f"{failed.rstrip('.')}; check.mode=warn trains despite this.")
         self.check = check
 
 
@@ -109,18 +109,7 @@ class NamedReference:
 
 @dataclass(kw_only=True)
 class TrainingComponents:
-    """Input of the checks before training: the run's components and shared measurements.
-
-    Args:
-        exact: engine and trainer both compute in float32.
-        num_layers: number of decoder layers of the policy.
-        transforms: transforms of a batch (reference log-probs, advantages), in order.
-        packs: rows should be packed: the model family supports it, and padding was not requested.
-        reference: the reference, if it is another model than the policy; else None.
-        reference_exact: whether the reference's weights have the policy's dtype; None unless the reference is the
-            policy at its start.
-        stop: stop strings, which end a response like the end tokens.
-    """
+    """Input of the checks before training: the run's components and shared measurements."""
 
     task: Task
     rollouts: Rollouts
@@ -128,18 +117,18 @@ class TrainingComponents:
     weight_sync: EngineWeightSync
     sampling: Sampling
     seed: int
-    exact: bool
-    num_layers: int
-    transforms: Sequence[Callable[[RowTable], RowTable]] = ()
-    packs: bool = False
+    exact: bool  # engine and trainer both compute in float32
+    num_layers: int  # decoder layers of the policy
+    transforms: Sequence[Callable[[RowTable], RowTable]] = ()  # of a batch (reference log-probs, advantages), in order
+    packs: bool = False  # rows should be packed: the model family supports it, and padding was not requested
     rows: RowTable = field(default_factory=lambda: RowTable(0, {}))  # samples that the checks use
-    reference: NamedReference | None = None
-    reference_exact: bool | None = None
-    stop: Sequence[str] = ()
+    reference: NamedReference | None = None  # if it is another model than the policy
+    reference_exact: bool | None = None  # if the policy at its start is the reference: whether it has the same dtype
+    stop: Sequence[str] = ()  # stop strings, which end a response like the end tokens
 
     @cached_property
     def diagnosis(self) -> dict[str, float | None]:
-        """The loss's diagnostics on ``rows`` (:meth:`sota_grpo.training.learner.Learner.diagnose`)."""
+        """The loss's diagnostics on ``rows`` (:meth:`sota_grpo.training.learner.Learner.diagnose`), cached."""
         return self.learner.diagnose(self.rows)
 
     @cached_property
@@ -156,7 +145,7 @@ class TrainingComponents:
 
     @property
     def rounding(self) -> torch.Tensor | None:
-        """Trainer's half-precision minus float32 log-probs of the sampled tokens, ``[n]``; None: no float32 weights."""
+        """Half-precision minus float32 log-probs of sampled tokens, ``[n]``; None unless all weights are float32."""
         return self._measured[1]
 
     @property
@@ -182,7 +171,7 @@ class TrainingComponents:
         salt: int = 0,
         max_tokens: int | None = None,
     ) -> RowTable:
-        """Return graded rows of the first ``max(num_prompts, self.num_prompts)`` examples; ``salt`` changes seeds."""
+        """Sample graded rows of the first ``max(num_prompts, self.num_prompts)`` examples; ``salt`` changes seeds."""
         num_prompts = max(num_prompts, self.num_prompts)
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.max_tokens, self.max_tokens))
         prompts = [
@@ -194,7 +183,7 @@ class TrainingComponents:
 
 
 def sampled_tokens(rows: RowTable) -> torch.Tensor:
-    """Return a bool mask ``[sum T_i]`` of the tokens that the policy sampled, rows concatenated."""
+    """Return a bool mask ``[sum T_i]`` of the tokens that the policy sampled; row ``i`` has ``T_i`` tokens in all."""
     return rows.flat(keys.ASSISTANT_MASK)
 
 
@@ -222,7 +211,7 @@ def allowed_gaps(run: TrainingComponents) -> Allowed:
 
 
 def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
-    """Check that reference and trainer give the samples the same log-probs, at the same temperature."""
+    """Check that reference and trainer differ in log-probs of the samples by rounding only, not in temperature."""
     ref = run.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(run.rows)]
     gaps, same = run.measured[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
     allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.measured)
@@ -236,7 +225,7 @@ def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
 
 
 def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
-    """Check ``-d loss / d log_prob`` at every sampled token: positive for advantage 1, negative for -1."""
+    """Check that ``-d surrogate / d log_prob`` has the sign of the advantage (1 or -1) at sampled tokens of 4 rows."""
     rows = run.rows[:NUM_COMPARED].without(keys.ADVANTAGE)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
     rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
@@ -266,7 +255,7 @@ def engine_and_trainer_have_one_temperature(run: TrainingComponents) -> Check:
 def engine_and_trainer_agree(run: TrainingComponents) -> Check:
     """Check that the mean and the largest |engine's - trainer's log-prob| of sampled tokens are within their bounds.
 
-    In half precision, the ``len(rows) // 2`` largest gaps are ignored; a mistake in every response is still found.
+    Unless both compute in float32, the ``len(rows) // 2`` largest gaps may exceed the second bound.
     """
     gaps, allowed = run.gaps.abs(), allowed_gaps(run)
     left_out, far = (0, SINGLE_FAR) if run.exact else (len(run.rows) // 2, FAR)
@@ -298,7 +287,8 @@ def _whose_gap(run: TrainingComponents) -> str:
 def first_ratio_is_one(run: TrainingComponents) -> Check:
     """Check that before any update mean ratio and effective sample size are 1, the KL 0, and in float32 nothing clips.
 
-    Bounds: log-prob gaps of small mean square ``v`` lower the effective sample size to ``1 - v``; the KL is ``v / 2``.
+    Allowed: with ``v`` the ``square`` of :func:`allowed_gaps`, a sample size of at least ``1 - v`` and a KL of at most
+    ``v / 2``, which are the effects of small log-prob gaps; a mean ratio within 0.01 + 4 standard errors of 1.
     """
     diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
     ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
@@ -351,12 +341,11 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     """Check that the engine samples from changed weights after a push, and from the old weights after a second push.
 
     Every trainable tensor is changed, sent (pushed), restored and sent again. After the first push the engine has the
-    mean gap *new* to the changed weights and *old* to the old ones; after the second, *back* to the old ones. In half
-    precision *new* may be the larger of ``1.5 back``, scaled by the ratio of both rounding errors, and ``LEFT_OUT old /
-    sqrt(L)``: one missing layer of ``L`` makes a gap of about ``old / sqrt(L)``. If rounding is not measurable, the
-    larger of ``2 back`` and ``old / 10`` is allowed. A token's gap counts for at most 1 nat.
-
-    Measured on SmolLM2 in bfloat16: a correct push reaches 0.50 to 0.73 of the bound, one without a layer 1.5 or more.
+    mean gap *new* to the changed weights and *old* to the old ones; after the second, *back* to the old ones. *new*
+    must be below *old*. In float32 it may be 1e-4; in half precision the larger of ``1.5 back``, scaled by the ratio of
+    both rounding errors, and ``LEFT_OUT old / sqrt(L)``: one missing layer of ``L`` makes a gap of about ``old /
+    sqrt(L)``. If rounding is not measurable, the larger of ``2 back`` and ``old / 10`` is allowed. Gaps count for at
+    most 1 nat. On SmolLM2 in bfloat16, correct pushes reach 0.50 to 0.73 of the bound, one without a layer 1.5 or more.
 
     Rounding may hide one missing tensor, so checksums of all tensors are compared if the engine reports them. In
     float32, the effect on log-probs shows which tensors are missing.
@@ -444,10 +433,9 @@ def the_reference_reads_the_policys_tokens(run: TrainingComponents) -> Check:
 
 
 def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
-    """Check that gold answers are right, and all of a task earn the same reward, above that of empty answers.
+    """Check that gold answers are right, earn the same reward within a task, and earn more than empty answers.
 
-    The examples are the first of both splits (for a group grader or a judge: a few of training). Without gold answers,
-    at least one empty answer must be gradable.
+    The first examples of both splits are checked (of a group grader or a judge fewer); one answer must be gradable.
     """
     task, num_texts, graded, applies = run.task, 0, False, False
     known: list[tuple[Example, Score, Score]] = []  # (example, score of the empty answer, score of the gold answer)
@@ -602,8 +590,7 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
 def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) -> Check:
     """Check that regrading each sample gives its row's reward, and that better siblings have larger advantages.
 
-    A response whose reward differs each time is ignored, and a judge is not called again. Advantages are computed from
-    made-up rewards, because the samples' own may all be equal.
+    Rewards that differ each time are ignored, and no judge is called again. Advantages are those of made-up rewards.
     """
     rows, name = run.rows, "rewards and advantages belong to their responses"
     wrong, steady = _regraded(run)
@@ -659,10 +646,7 @@ def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:
 
 
 def _swapped_advantages(run: TrainingComponents) -> tuple[int, int]:
-    """Return (groups in which a better response does not have the larger advantage, number of groups).
-
-    Rewards are made up (1, 0, 0, 1, 1, 0, ...): advantages shifted by a response or a group are found.
-    """
+    """Return (groups whose better response lacks the larger advantage, groups), for made-up rewards 1, 0, 0, 1, ..."""
     rows = run.rows.without(keys.ADVANTAGE, keys.GRADED_REWARD)
     groups = list(_positions(rows.get(keys.GROUP_ID).tolist()).values())
     better = torch.zeros(len(rows))
@@ -722,12 +706,11 @@ def run_gate(
     *,
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> list[Check]:
-    """Run ``checks`` (None: all that apply; ``off``: none), call ``on_check`` with each result, return the results.
+    """Run ``checks`` (None: :func:`checks_of`), call ``on_check`` with each result, and return the results.
 
-    Raises:
-        CheckError: a check failed and ``mode`` is ``strict``; no further check is run.
-        UserError: the sampled responses have rewards or log-probs that the algorithm cannot use.
-        RunFailed: a device has too little memory for a check.
+    ``mode``: ``off`` runs no check, ``strict`` raises CheckError at the first that fails, ``warn`` does not.
+    ``run.rows`` is filled if it is empty. At the end the random state is restored, and a colocated engine is awake.
+    Other UserErrors: the algorithm cannot use the sampled responses, or a device has too little memory.
     """
     if mode == "off":
         return []
@@ -766,7 +749,7 @@ def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
 
 
 def graded_rows(run: TrainingComponents) -> RowTable:
-    """Sample and grade new responses, put a colocated engine to sleep, and return a batch with advantages."""
+    """Sample and grade responses, put a colocated engine to sleep, apply ``run.transforms``, and return the rows."""
     batch = run.sample()
     run.weight_sync.sleep()
     for transform in run.transforms:

@@ -120,17 +120,18 @@ class Learner:
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
         """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows (or ``optim_groups``).
 
-        Returns:
-            Metrics, combined over the optimizer steps (mostly means). ``mismatch_kl`` is measured with the weights
-            before the step, without dropout. A metric is None if no token was trained or no optimizer step was taken.
+        Return metrics, combined over the optimizer steps (mostly means); None for one that could not be measured, such
+        as ``entropy`` if no token was trained. ``mismatch_kl`` is measured with the weights before the step, without
+        dropout, on the rows of the first optimizer step.
 
         Raises:
-            NonFiniteStep: a loss or gradient is NaN or infinite.
+            NonFiniteStep: a loss or gradient is NaN or infinite; the optimizer steps before have changed the weights.
+            RunFailed: a device has too little memory; see :meth:`within_memory`.
         """
         return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.share])
 
     def update_share(self, share: Share) -> dict[str, float | None]:
-        """Do this rank's part of a training step, as planned in ``share``; return the metrics of :meth:`update`."""
+        """Do this rank's ``share`` of a training step; return :meth:`update`'s metrics. All ranks must call this."""
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
         if tokens := share.scoring:
@@ -277,10 +278,7 @@ class Learner:
         return losses, diagnostics, numbers[-1]
 
     def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
-        """Restrict the surrogate to the tokens of highest entropy, over all ranks, by setting ``OBJECTIVE_MASK``.
-
-        Entropies are measured before the step, without dropout. Returns the smallest selected one as a metric.
-        """
+        """Set ``OBJECTIVE_MASK`` to the tokens of highest entropy over all ranks; return the entropy threshold."""
         micros = [(micro.rows, any(micro.weights)) for micro in passes]
         entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
         weights = {index: weight for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight}
@@ -304,16 +302,16 @@ class Learner:
         torch.cuda.empty_cache()
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
-        """Return this rank's gradient {name: CPU tensor} over ``rows`` for made-up advantages and unclipped ratios."""
+        """Return {name: this rank's gradient shard, on the CPU} for made-up advantages; all ranks must call this."""
         gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
-        """Return norm and relative change of :meth:`gradient`, over all ranks, between two micro-batch token budgets.
+        """Compare :meth:`gradient` at two micro-batch token budgets: norm and relative change, over all ranks.
 
-        On a CPU with float32 parameters both gradients are computed in float32, else in the precision of training. The
-        peak of GPU memory is at most that of a training step.
+        All ranks must call this. Both gradients are computed in float32 on a CPU with float32 parameters, else in the
+        precision of training. The peak of GPU memory is at most that of a training step.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -349,8 +347,7 @@ class Learner:
     def perturb(self, but: Collection[str] = ()) -> None:
         """Change all trainable tensors in place, except those named in ``but``, until :meth:`restore`.
 
-        The change is deterministic: about :data:`PROBE_SHARE` of each shard's elements, at least one, change sign
-        (zeros become 1). The originals take 3 to 5 % of the model's bytes.
+        Always the same elements change sign: about :data:`PROBE_SHARE` of each shard, at least one (zeros become 1).
         """
         self.before_change()
         for name, parameter in self.trainable.items():
@@ -377,7 +374,8 @@ class Learner:
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
         """Return the loss's diagnostics (``ess``, ...) without a step, and whether rows are ``packed`` (0 or 1).
 
-        Advantages are random, truncated rows are included, and adapter dropout is off.
+        Advantages are random, truncated rows and rows with a grader error are included, and dropout is off. A
+        diagnostic is None if no token is trained. All ranks must call this.
         """
         generator = torch.Generator().manual_seed(self.seed)
         changed = RowTable.of(rows).rows()
@@ -390,7 +388,10 @@ class Learner:
         return metrics | {"packed": int(self.policy.shared_prompt)}
 
     def coefficients(self, rows: Sequence[Row]) -> Tensor:
-        """Return ``-d surrogate / d log_prob`` of every token, at ratio 1 and loss weight 1: ``[sum T_i]``, CPU."""
+        """Return ``-d surrogate loss / d log_prob`` of every token, at ratio 1 and loss weight 1: ``[sum T_i]``, CPU.
+
+        Row ``i`` has ``T_i`` tokens and an advantage. The value is 0 off the assistant mask. All ranks must call this.
+        """
         sampled = []
         for row, measured in self._with_ratio(rows):
             if self.loss.distill_coeff:  # makes the teacher agree with the advantage
@@ -416,8 +417,7 @@ class Learner:
     def _unclipped(self, rows: Sequence[Row]) -> list[dict[Key, Any]]:
         """Return copies of the rows with advantages above 0 and ratios of 0.5: no objective clips or masks a token.
 
-        With a positive advantage only ratios above 1 are clipped; near a clip bound, rounding would decide (0.4 % of
-        the tokens made 0.23 of the norm). Ratios are 1 for VESPO, whose sequence weight 0.5^100 would be 0.
+        At a clip bound, rounding would decide. Ratios are 1 for VESPO, whose sequence weight 0.5^100 would be 0.
         """
         generator = torch.Generator().manual_seed(self.seed)
         log_ratio = 0.0 if self.loss.surrogate.weighs_rows else -math.log(2)
@@ -438,15 +438,16 @@ class Learner:
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         others = "" if self.ranks.size == 1 else " and in the files of the other ranks in that folder"
         raise NonFiniteStep(
-            f"The loss or gradient of optimizer step {self.optimizer_steps} is NaN or infinite ({bad}); no weight was "
-            f"changed, and the batch is in {path}{others}. Try a smaller optimizer.lr, or train.precision=fp32."
+            f"The loss or gradient of optimizer step {self.optimizer_steps} is NaN or infinite ({bad}); this step "
+            f"changed no weight, and its batch is in {path}{others}. Try a smaller optimizer.lr or "
+            "train.precision=fp32."
         )
 
     def state_dict(self, full: Callable[[Tensor], Any] = gather) -> dict[str, Any]:
         """Return trainable parameters, optimizer, schedule, scaler and counters, for ``torch.load(weights_only=True)``.
 
-        All ranks must call this; only rank 0 gets gathered tensors. Tensors that are not sharded are not copied. The
-        structure does not depend on the number of ranks. ``full`` maps a tensor, or this rank's shard, to its entry.
+        All ranks must call this; only rank 0 gets gathered tensors, the others None. Tensors that are not sharded are
+        not copied. ``full`` maps each tensor, which may be sharded, to its entry.
         """
         adapts = self.settings.entropy_target is not None
         return {
@@ -461,12 +462,15 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a gathered :meth:`state_dict` of any number of ranks; UserError if it has other parameters."""
+        """Restore a gathered :meth:`state_dict` of any number of ranks; its tensors may be in memory or in files.
+
+        UserError: the state has other parameters. ValueError, RuntimeError: a parameter has another shape.
+        """
         missing = self.trainable.keys() ^ state["model"].keys()
         if missing:
             raise UserError(
                 f"{len(missing)} trainable parameters are only in the checkpoint or only in the model, for example "
-                f"{min(missing)}; resume with the model.name and train_model.lora of the run that wrote it."
+                f"{min(missing)}; resume with the model.name and train_model.lora of the saved run."
             )
         self.before_change()
         with torch.no_grad():
@@ -496,24 +500,25 @@ class Learner:
         """Return ``compute()``; at the run's first out-of-memory error, halve the micro-batches and call it again.
 
         The smaller size is kept for the rest of the run. ``compute`` must not update state; gradients are dropped.
-
-        Raises:
-            RunFailed: out of memory a second time, or with several ranks, which would have to agree on the size.
+        RunFailed: out of memory a second time, or with several ranks, which would have to agree on the size.
         """
         try:
             return compute()
         except torch.OutOfMemoryError as error:
             tokens, half = self.settings.micro_batch_tokens, self.half
-            lacking = f"The learner's device lacks memory for micro-batches of {tokens:,} tokens ({first_line(error)})"
+            lacking = (
+                f"The learner's device lacks memory for micro-batches of {tokens:,} tokens "
+                f"({first_line(error).rstrip('.')})"
+            )
             if self.halved or self.ranks.size > 1:
                 raise RunFailed(
-                    f"{lacking}; use train.micro_batch_tokens={half} or train_model.gradient_checkpointing=true with "
-                    "train.resume=auto, which continues from the last checkpoint."
+                    f"{lacking}; use train.micro_batch_tokens={half} with train.resume=auto, which continues from the "
+                    "last checkpoint, or start a new run with train_model.gradient_checkpointing=true."
                 ) from error
         self.halve()  # outside of except: the exception holds the tensors of the failed call
         self.policy.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        logger.warning("%s; the step is repeated, with train.micro_batch_tokens=%d from now on.", lacking, half)
+        logger.warning("%s; they are computed again, with train.micro_batch_tokens=%d from now on.", lacking, half)
         return self.within_memory(compute)
 
     @property
@@ -521,12 +526,12 @@ class Learner:
         return max(1, self.settings.micro_batch_tokens // 2)
 
     def halve(self) -> None:
-        """Halve the token budgets of micro-batches for the rest of the run."""
+        """Halve the token budgets of micro-batches, down to at least 1, for the rest of the run."""
         self.halved, scoring = True, max(1, self.settings.scoring_tokens // 2)
         self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Return ``passes``, split again if the micro-batches were halved after they were planned."""
+        """Return ``passes`` over ``rows``, split again within the smaller budget if micro-batches were halved."""
         if not self.halved:
             return passes
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
@@ -541,9 +546,9 @@ class Learner:
         return self.step_planner().micro_batches(chosen, row_prompts(rows), token_budget)[self.share]
 
     def padded(self, rows: Sequence[Row], weights: Sequence[float] | None = None) -> TensorDictBase:
-        """Return a right-padded ``[N, T]`` batch on the learner's device.
+        """Return the rows as a right-padded ``[N, T]`` batch on the learner's device, with the layout if it is packed.
 
-        ``weights`` has one loss weight per row, for each of its trained tokens; None: no loss weights are set.
+        ``weights``: one loss weight per row, for its trained tokens; None: none are set. ValueError as in ``pad_rows``.
         """
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
         if weights is not None:
@@ -571,11 +576,14 @@ class Learner:
         return outputs
 
     def scored(self, rows: Sequence[AnyRow]) -> Iterator[tuple[AnyRow, Tensor]]:
-        """Return an iterator of (row, its :meth:`log_probs` ``[T_i]`` on the CPU), in order."""
+        """Return an iterator of (row, its :meth:`log_probs` ``[T_i]`` on the CPU); all ranks must call this."""
         return zip(rows, self._by_row(rows, self.log_probs))
 
     def measured(self, rows: Sequence[Row]) -> Tensor:
-        """Return log-prob and entropy per token, ``[2, sum T_i]``, on the CPU, no dropout; 0 off the assistant mask."""
+        """Return log-probs and entropies of the rows' tokens in nats, ``[2, sum T_i]``, on the CPU, without dropout.
+
+        Both are 0 off the assistant mask. All ranks must call this.
+        """
 
         def both(batch: TensorDictBase) -> Tensor:
             outputs = self._policy_outputs(batch)
@@ -586,7 +594,8 @@ class Learner:
     def measured_with_rounding(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
         """Return (:meth:`measured`, half-precision log-probs minus float32 log-probs ``[sum T_i]``).
 
-        The half precision is bf16 if training is fp32. The second value is None if parameters are not float32.
+        The half precision is that of training, or bf16 if training is fp32. The second value is None if not all
+        parameters are float32. All ranks must call this.
         """
         measured, trained = self.measured(rows), self.settings.precision
         if not self.single:
@@ -619,10 +628,7 @@ class Learner:
         *width: int,
         weight: float | None = None,
     ) -> list[Tensor]:
-        """Apply ``measure`` (to ``[N, T, *width]``) to padded batches; return ``[T_i, *width]`` per row, on the CPU.
-
-        ``weight`` is the loss weight of each trained token; None: the batches have no loss weights.
-        """
+        """Apply ``measure`` (to ``[N, T, *width]``) to padded batches; return ``[T_i, *width]`` per row, on the CPU."""
         rows, positions = list(rows), range(len(rows))
         micros = self._cut(rows, positions, self.settings.scoring_tokens)
         lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
@@ -661,7 +667,7 @@ class Learner:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The policy's sizes for counting FLOPs."""
+        """The policy's sizes for counting FLOPs, cached."""
         model = base_model(self.policy.model)
         config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
         tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
@@ -681,7 +687,7 @@ class Learner:
         return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.settings.precision]
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Return the autocast context of every forward pass, including the reference's."""
+        """Return the autocast context of every forward pass, including the reference's; no-op in fp32."""
         if (dtype := self.half_precision) is None:
             return contextlib.nullcontext()
         # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
@@ -689,7 +695,7 @@ class Learner:
 
 
 class Totals(NamedTuple):
-    """Losses and mean diagnostics of an optimizer step, on the device, and the metric ``entropy_threshold``."""
+    """Losses and mean diagnostics of an optimizer step, on the device; ``threshold`` is a metric, or empty."""
 
     losses: dict[str, Tensor]
     means: dict[str, Tensor]

@@ -40,8 +40,8 @@ class LearnerSettings(Rates):
             linear rise over ``warmup_steps`` optimizer steps.
         optim_batch_size: rows per optimizer step.
         optim_groups: prompt groups per optimizer step, for groups of different sizes; None: use ``optim_batch_size``.
-        micro_batch_tokens: packed tokens per forward pass: each prompt once for its group, and every response.
-        forward_tokens: packed tokens per forward pass that only computes log-probs; None: ``micro_batch_tokens``.
+        micro_batch_tokens: most tokens of a forward pass, padded or packed (a prompt once); a single row may be longer.
+        forward_tokens: the same for a forward pass that only computes log-probs; None: ``micro_batch_tokens``.
         aggregation, max_response_tokens, drop_truncated: see :func:`sota_grpo.rl.collate.set_loss_weights`.
         top_entropy_quantile: fraction of an optimizer step's tokens, those of highest entropy, that the surrogate is
             computed on; below 1, a forward pass before each optimizer step measures the entropies.
@@ -171,8 +171,9 @@ class Planner:
     ) -> list[list[Pass]]:
         """Return each rank's micro-batches for rows ``batch`` of one optimizer step; those with a backward pass first.
 
-        Rows of weight 0 are skipped. Under ``advantage_only``, zero-advantage groups get a forward pass only. If no row
-        has a gradient, one row still has a backward pass: momentum moves the weights on zero gradients too.
+        Rows without trained tokens are skipped; unless ``keep_truncated``, also those with a grader error and, under
+        ``drop_truncated``, truncated ones. Under ``advantage_only``, zero-advantage groups get a forward pass only. If
+        no row has a gradient, one row still has a backward pass: momentum moves the weights on zero gradients too.
         """
         settings = self.settings
         chosen = [rows[index] for index in batch]
@@ -201,9 +202,9 @@ class Planner:
     def micro_batches(
         self, chosen: Sequence[int], prompts: Sequence[RowPrompt], token_budget: int
     ) -> list[list[tuple[list[int], bool]]]:
-        """Return each rank's micro-batches of the rows ``chosen``, as (row indices, False for a filler).
+        """Return each rank's micro-batches of the rows ``chosen``, as (row indices, True; False for a filler).
 
-        Under FSDP all ranks must run equally many forward passes: ranks with fewer get fillers of the shortest row.
+        All ranks must run equally many forward passes: ranks with fewer get fillers, each of the shortest row.
         """
         fitting = partial(filled, prompts, token_budget=token_budget, shared_prompt=self.shared_prompt)
         if self.num_ranks == 1:

@@ -66,7 +66,7 @@ class LearnerWorker:
 
     @_on_thread
     def update(self, share: Share) -> dict[str, float | None]:
-        """Call :meth:`Learner.update_share` after seeding torch (dropout) by seed, version and data-parallel rank."""
+        """Seed torch (for dropout) by seed, version and data-parallel rank; return ``Learner.update_share(share)``."""
         learner = self.learner
         torch.manual_seed(sample_seed(learner.seed, learner.version, learner.ranks.share))
         return learner.update_share(share)
@@ -84,7 +84,7 @@ class LearnerWorker:
 
     @_on_thread
     def load_state_dict(self, state: StatePack) -> None:
-        """Call :meth:`Learner.load_state_dict`; each of several ranks copies only its shard out of the pack."""
+        """Call :meth:`Learner.load_state_dict`; each of several ranks copies only its shard from the pack."""
         self.learner.load_state_dict(state.state(views=self.learner.ranks.size > 1))
 
     def sees(self, path: str) -> None:
@@ -92,24 +92,29 @@ class LearnerWorker:
         folder = os.path.dirname(path)
         if not (os.path.isfile(path) and os.access(folder, os.W_OK)):
             raise UserError(
-                f"Rank {self.learner.ranks.rank} of the learner, on {platform.node()}, cannot write to {folder}, where "
-                "every rank writes its shard of a checkpoint; set hydra.run.dir to a folder that all nodes share."
+                f"Rank {self.learner.ranks.rank} of the learner, on {platform.node()}, does not see or cannot write to "
+                f"{folder}, where every rank writes its shard of a checkpoint; set hydra.run.dir to a folder that all "
+                "nodes share."
             )
 
     @_on_thread
     def begin_save(self, folder: str) -> Any:
-        """Start to write this rank's shard of the state in the background; return the state without its tensors."""
+        """Start to write this rank's shard to a new file in ``folder``; return the learner's state without tensors."""
         return self._writer.begin(Path(folder), self.learner.state_dict(lambda tensor: tensor))
 
     def written(self) -> Future[tuple[str, str]]:
-        """Return a future of the (file name, SHA-256) of the shard begun last."""
+        """Return a future of (file name, SHA-256) of the file that the last :meth:`begin_save` writes."""
         return self._writer.written()
 
     @_on_thread
     def weights(
         self, base: bool, merged: bool, dtype: torch.dtype | None, index: int, most_bytes: int
     ) -> tuple[WeightPack, int] | None:
-        """Return (weights of slice ``index`` of ``weight_slices``, number of slices); None on ranks other than 0."""
+        """Gather a slice of the engine weights on rank 0; return (its pack, number of slices), None on other ranks.
+
+        All ranks must call this. ``index``: the slice's, from 0. ``base``, ``dtype`` and ``most_bytes``: see
+        :func:`~sota_grpo.policy.lora.weight_slices`. ``merged``: see :func:`~sota_grpo.policy.lora.engine_weights`.
+        """
         model, progress = self.learner.policy.model, self._thread.progress
         slices = weight_slices(model, base=base, dtype=dtype, most_bytes=most_bytes)
         pack = packed_weights(model, base=base, merged=merged, dtype=dtype, names=slices[index], progress=progress)
@@ -117,7 +122,7 @@ class LearnerWorker:
 
     @_on_thread
     def adapter(self) -> WeightPack | None:
-        """Return the gathered LoRA adapter; None on ranks other than 0."""
+        """Return the gathered LoRA adapter, None on ranks other than 0; ValueError if the model has none."""
         pack = adapter_pack(self.learner.policy.model)
         return pack if self.learner.ranks.leads else None
 
@@ -132,7 +137,7 @@ class LearnerWorker:
         return getattr(self.learner, method)(*args)
 
     def ping(self) -> float:
-        """Return the seconds without progress (a forward pass, a tensor) of the running call or write; 0 when idle."""
+        """Return the seconds without progress (a forward pass, a tensor) of the running call or write; 0 if idle."""
         return max(self._thread.silent_s(), self._writer.silent_s())
 
     def close(self) -> None:
@@ -147,21 +152,23 @@ _LONGEST_PING_PAUSE_S = 10.0
 
 
 class LearnerDied(RunFailed):
-    """A learner rank died or hangs, so training cannot continue; the message has the rank and the cause."""
+    """A rank of the learner failed, so training cannot continue; the message has the rank and the cause."""
 
 
 _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return the tensor columns without reward terms, prompts, responses; ValueError if a row lacks such a column."""
+    """Return a table of the tensor columns but reward terms, prompts and responses; ValueError if rows lack one."""
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
     named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
     for name, column in named.columns.items():
         if column.rows is not None:
-            raise ValueError(f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows; add it.")
+            raise ValueError(
+                f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows; write it to all."
+            )
     return named
 
 
@@ -204,13 +211,12 @@ class _Pings:
 class RemoteLearner:
     """Proxy with the main methods of :class:`~sota_grpo.training.learner.Learner` over rank processes ``workers``.
 
-    Thread-safe. Every call goes to all ranks, in one order, because collectives must match, and returns rank 0's
-    result. If a rank dies or makes no progress for ``silence_s``, all ranks are killed, and every pending call raises
-    :class:`LearnerDied`. A rank's exception is raised unchanged if all ranks answer within ``grace_s`` after it.
+    Every call, from any thread, goes to all ranks in one order, because collectives must match, and returns rank 0's
+    result. A rank's exception is raised if all ranks answer within ``grace_s`` after it. If not, or if a rank dies or
+    makes no progress for ``silence_s``, all ranks are killed, and pending and later calls raise :class:`LearnerDied`.
 
     Args:
         workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.
-        settings: settings of the ranks' learners.
         share: stores a large argument once for all ranks (:meth:`sota_grpo.workers.base.Launcher.share`).
         silence_s: longest time without progress; must exceed that of a micro-batch, an update or a gathered tensor.
         start_silence_s: longest time without progress while ranks start (:class:`sota_grpo.workers.base.Start`).
@@ -239,11 +245,7 @@ class RemoteLearner:
         self._died: LearnerDied | None = None
 
     def wait_ready(self) -> None:
-        """Wait until every rank has built its learner; every method that calls the ranks does so first.
-
-        Raises:
-            LearnerDied: a rank failed to start, or starting ranks made no progress for ``start_silence_s``.
-        """
+        """Wait until every rank has built its learner, as other calls do first; LearnerDied if one cannot start."""
         if self._ready:
             return
         answers = [worker.call("ping") for worker in self.workers]
@@ -270,11 +272,7 @@ class RemoteLearner:
         self._ready = True
 
     def poll(self) -> None:
-        """Check without blocking that every rank is alive; call this repeatedly while waiting for something else.
-
-        Raises:
-            LearnerDied: a rank died, or made no progress for ``silence_s``.
-        """
+        """Raise LearnerDied if a rank died or made no progress for ``silence_s``; call this while waiting elsewhere."""
         self._look(self._pings)
 
     def _look(self, pings: _Pings) -> None:
@@ -291,7 +289,7 @@ class RemoteLearner:
             self._die(max(suspects, key=suspects.__getitem__), f"it {what} for {self._silence_s:g} s")
 
     def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Do a training step: split the rows among the ranks; return the metrics of :meth:`Learner.update`."""
+        """Do a training step; see :meth:`Learner.update`. ValueError if a tensor column is missing in some rows."""
         began = time.perf_counter()
         if self._planner is None:
             self._planner = self._call("run_method", "step_planner")
@@ -306,7 +304,7 @@ class RemoteLearner:
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:
-        """Raise UserError unless every rank sees the driver's folder and can write to it, for its checkpoint shards."""
+        """Raise UserError unless every rank sees a temporary file in the driver's ``folder`` and can write there."""
         ending = f".{secrets.token_hex(6)}.tmp"  # deleted as a leftover if this process is killed here
         with NamedTemporaryFile(dir=folder, prefix=".seen", suffix=ending) as probe:
             self._call("sees", probe.name)
@@ -326,7 +324,7 @@ class RemoteLearner:
         return dict(answer.result() for answer in answers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, saved with any number of ranks; its tensors may be in memory or in files."""
+        """Restore a :meth:`state_dict`, saved with any number of ranks; see :meth:`Learner.load_state_dict`."""
         self._call("load_state_dict", self._share(StatePack.of(state)))
         self.version = state["version"]
 
@@ -340,7 +338,7 @@ class RemoteLearner:
         return WeightPack(tuple(buffer for pack in packs for buffer in pack.buffers))
 
     def adapter(self) -> WeightPack:
-        """Return the LoRA adapter."""
+        """Return the LoRA adapter; ValueError if the model has none."""
         return self._call("adapter")
 
     measured = _on_each_rank(Learner.measured)
@@ -354,7 +352,7 @@ class RemoteLearner:
     give_back = _on_each_rank(Learner.give_back)
 
     def export_hf(self, folder: Path) -> None:
-        """Save model and tokenizer in Hugging Face format to ``folder``, on the machine of rank 0."""
+        """Save model (LoRA merged) and tokenizer in Hugging Face format to ``folder`` on the machine of rank 0."""
         self._call("export_hf", str(folder))
 
     def close(self) -> None:
@@ -367,12 +365,7 @@ class RemoteLearner:
         return self._call_with(method, [args] * len(self.workers))
 
     def _call_with(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
-        """Call ``method`` on rank ``i`` with ``args[i]``; wait for all ranks and return rank 0's result.
-
-        Raises:
-            LearnerDied: a rank died or hangs, or raised while other ranks waited for it.
-            Exception: the error of the lowest rank that raised, if all ranks have answered.
-        """
+        """Call ``method`` on rank ``i`` with ``args[i]``; wait for all; return rank 0's result, or raise."""
         self.wait_ready()
         with self._order:
             answers = [worker.call(method, *arguments) for worker, arguments in zip(self.workers, args, strict=True)]
@@ -402,7 +395,7 @@ class RemoteLearner:
         with self._ending:
             if self._died is None:
                 self._died = LearnerDied(
-                    f"The learner stopped: its rank {index} ({self.workers[index].name}) failed: {what}; "
+                    f"The learner stopped: its rank {index} ({self.workers[index].name}) failed: {what.rstrip('.')}; "
                     "train.resume=auto continues from the last checkpoint."
                 )
                 self._died.__cause__ = cause

@@ -60,8 +60,7 @@ FREE_OPTIONS = (
 )
 FILES = ("env.dataset_path", "env.eval_path", "reward.path")
 _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
-# Hydra's default folders DATE/TIME: only next to these is a run to resume looked for. Sweeps resume as a whole
-# (sota_grpo/sweeps.py).
+# Hydra's default folders DATE/TIME: only next to these is a run to resume looked for.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
 _ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
 _TRIES = 5
@@ -71,7 +70,7 @@ def signature(config: Mapping[str, Any]) -> str:
     """Return a digest of all options that affect results.
 
     Files count by their content, ``engine.name=auto`` as the engine chosen on this machine, and the length of the run
-    only if the learning-rate schedule depends on it.
+    only if the learning-rate schedule depends on it. UserError if the engine cannot be used on this machine.
     """
     contents = {name: _content(name, value) for name, value in _counted(config).items()}
     if contents.get("optimizer.schedule") == "constant":
@@ -108,7 +107,7 @@ def _content(name: str, value: Any) -> Any:
 
 
 class RunRefused(UserError):
-    """The run directory is in use, already has a run, or has none that this command can continue; no run is changed."""
+    """The run directory is in use, already has a run, or has none that this command can continue."""
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -161,14 +160,14 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._row["models"] = dict(digests)
 
     def start(self, config_yaml: str) -> None:
-        """Write the config and record that the run has started; call this right before the first step."""
+        """Right before the first step: write config and record, delete ``failure.json``; UserError if that fails."""
         self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def finish(self, reached: Mapping[str, float] | None = None) -> None:
-        """Record that the run is finished; ``reached``: step, accuracy and target if it reached its target."""
+        """Record that the run is finished, and the ``reached`` step, accuracy and target; UserError if that fails."""
         self._write(RUN_FILE, json.dumps(self._row | ({"reached": reached} if reached else {}) | {"finished": True}))
 
     def close(self) -> None:
@@ -189,14 +188,14 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     """Choose, lock and return the run directory of this command.
 
     ``resume=None`` starts a run in ``run_dir``. ``auto`` continues the run in ``run_dir``. If there is none, and
-    ``run_dir`` is ``ROOT/DATE/TIME``, it continues a run in another ``ROOT/DATE/TIME``: of the unfinished runs of the
-    same config that no process uses, that with the newest checkpoint. Else it starts a run. Any other value is the
-    path of the run to continue. A continued run may get more steps, which stretches its learning-rate schedule.
+    ``run_dir`` is ``ROOT/DATE/TIME``, it continues another run ``ROOT/DATE/TIME``: of those that have the same config,
+    are unfinished and are used by no process, the one with the newest checkpoint. Else it starts a run. Any other
+    value is the path of the run to continue. A continued run may get more steps than before (``num_steps``), which
+    stretches its learning-rate schedule. If another run is continued, ``run_dir`` is deleted, if it has nothing but
+    ``.hydra``. ``config`` has all options, and digests of the Python inputs.
 
-    Raises:
-        RunRefused: the directory already has a run or is used by a process, or the run to continue is missing, has
-            another config or was started for more steps.
-        UserError: the directory cannot be written, or has a link out of itself, a pipe or a device.
+    RunRefused: the directory is in use, already has a run, or has none that can be continued. UserError: the directory,
+    its config or the engine cannot be used.
     """
     digest, passed = signature(config), config.get("passed")
     target = config.get("eval", {}).get("target")
@@ -232,7 +231,7 @@ def require_free(run_dir: Path, resume: str | None) -> None:
 
 def _require_run(path: Path, resume: str) -> None:
     if not (path / RUN_FILE).exists():
-        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing); correct it.")
+        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing); correct the path.")
 
 
 def _is_busy(path: Path) -> str:
@@ -257,7 +256,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         old, new = map(_counted, (before, config))
         names = [name for name, value in new.items() if name in old and old[name] != value]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        differs = ", ".join(names[:3]) + more if names else "the content of a file, or a Python input"
+        differs = ", ".join(names[:3]) + more if names else "the content of a file, a Python input or the engine"
         if not before:
             return f"The run in {path} was started with another config, and its {CONFIG_FILE} is missing; {_ELSEWHERE}."
         return (
@@ -332,7 +331,9 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 def unwritable(path: Path, error: OSError) -> UserError:
     """Return a UserError: the run directory ``path`` cannot be written, because of ``error``."""
-    return UserError(f"The run directory {path} cannot be written ({error.strerror}); set hydra.run.dir.")
+    return UserError(
+        f"The run directory {path} cannot be written ({error.strerror}); make it writable, or set hydra.run.dir."
+    )
 
 
 def drop_empty(fresh: Path) -> None:

@@ -1,7 +1,7 @@
 """Interfaces of workers, which run in a thread, a process or a Ray actor: handle, host, launcher and start-up timer.
 
 A worker is an object that other threads or processes call. A :class:`Host` constructs it and calls its methods; the
-caller has a :class:`Worker` handle. This module does not import torch, which processes that grade do not have.
+caller has a :class:`Worker` handle. This module does not import torch, which grading processes do without.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHORTEST_LOOK_S = 0.05
 
 
 def pending_future() -> Future[Any]:
-    """Return a pending future that cannot be cancelled."""
+    """Return an unresolved future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -59,7 +59,7 @@ def resolve(future: Future[Result], compute: Callable[[], Result]) -> None:
 
 
 class WorkerDied(RunFailed, RuntimeError):
-    """A worker died, hangs or cannot continue; the message has its name and the cause."""
+    """A worker, or a pool of workers, died, hangs, was closed or cannot continue; the message has the cause."""
 
 
 class WorkerLate(RunFailed, TimeoutError):
@@ -67,7 +67,7 @@ class WorkerLate(RunFailed, TimeoutError):
 
 
 class ConstructionFailed(WorkerDied):
-    """The worker's factory raised; a second try would most likely raise again."""
+    """The construction of a worker raised; a second try would most likely raise again."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class WorkerSpec:
     :class:`concurrent.futures.Future`, else later calls wait for it. These methods are optional:
 
     - ``ping()`` returns for how many seconds the worker has had work without making progress (0 when idle). It is
-      called on another thread while a method runs. Default: the time for which the running method has run.
-    - ``advance()`` does a step of the work in progress. It is called while no call waits, until it returns False.
+      called on another thread, also while a method runs. Default: the time for which the running method has run.
+    - ``advance()`` does a step of the work in progress. After a call it is called while no other call waits, until it
+      returns False.
     - ``close()`` frees resources.
 
-    A worker that cannot continue must fail its futures with :class:`WorkerDied`.
+    A worker that cannot continue must fail its calls and futures with :class:`WorkerDied`.
 
     Args:
         factory: ``"package.module:function"``, imported in the worker's process.
@@ -96,10 +97,11 @@ class WorkerSpec:
 class Worker(Protocol):
     """Handle with which the caller uses a worker in a thread, a process or a Ray actor.
 
-    ``call`` returns a future at once. The future gets the method's result (if the method returns a future, the result
-    of that future), the method's exception, or :class:`WorkerDied`. Methods are started in the order of the calls.
-    Calls wait for the construction of the worker; if it fails, all fail with :class:`WorkerDied` and the cause.
-    ``kill`` fails pending and later calls; a process ends at once, a thread after running its queued calls; idempotent.
+    ``call`` returns a future at once. The future gets the method's result (if that is a future, the future's result),
+    the method's exception (:func:`portable`), the exception of pickling the arguments, or :class:`WorkerDied`. Methods
+    are started in the order of the calls, but ``ping`` does not wait for a running method. Calls wait for the worker's
+    construction; if that fails, so do they (:class:`ConstructionFailed`). ``kill`` fails pending and later calls with
+    :class:`WorkerDied` and ends the worker: a process without delay, a thread after its queued calls. It is idempotent.
     """
 
     name: str
@@ -122,11 +124,11 @@ class Launcher:
         self._workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def share(self, value: Any) -> Any:
-        """Return a handle to pass to ``call`` instead of ``value``, cheaper for many workers; here ``value`` itself."""
+        """Return a handle to pass to ``call`` for ``value``, cheaper for many calls; this class returns ``value``."""
         return value
 
     def close(self) -> None:
-        """Kill all running workers; idempotent."""
+        """Kill all workers that this launcher started; idempotent."""
         for worker in list(self._workers):
             worker.kill()
 
@@ -136,12 +138,8 @@ def starter(
 ) -> Callable[[int], Worker]:
     """Return a function that starts a worker for a slot number, as :class:`~.fleet.Fleet` needs it.
 
-    The worker of slot 0 is named ``role-0``, its first replacement ``role-0.1``.
-
-    Args:
-        launcher, spec: start and construct every worker.
-        role: first part of the names.
-        placements: keyword arguments of ``launcher.start`` for slot 0, 1, ...; empty: no arguments.
+    The first worker of slot 0 is named ``role-0``, the second ``role-0.1``. ``placements`` has the keyword arguments of
+    ``launcher.start`` for each slot; empty: no arguments.
     """
     starts: dict[int, int] = {}
 
@@ -160,7 +158,6 @@ class WorkerThread:
     result. A function that never returns blocks the later ones, and :meth:`silent_s` grows.
 
     Args:
-        name: name of the thread.
         start: False starts no thread: the caller runs :meth:`serve`, or :meth:`serve_on_thread` later.
 
     >>> thread = WorkerThread("adder")
@@ -190,12 +187,12 @@ class WorkerThread:
         self._since = time.monotonic()
 
     def silent_s(self) -> float:
-        """Return the seconds since the running function last made progress; 0 if no function runs."""
+        """Return the seconds since the running function began or last called :meth:`progress`; 0 if none runs."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     def serve(self) -> None:
-        """Call queued functions on the calling thread until :meth:`close`."""
+        """Call queued functions, and ``advance`` while none is queued, on the calling thread until :meth:`close`."""
         is_busy = False
         while True:
             if is_busy and self._jobs.empty():
@@ -220,19 +217,18 @@ class WorkerThread:
         return thread
 
     def close(self) -> None:
-        """Let :meth:`serve` return after it has called the queued functions."""
+        """Let :meth:`serve` return after the queued functions; functions that are submitted later are never called."""
         self._jobs.put(None)
 
 
 class Host(WorkerThread):
-    """Constructs a worker and calls its methods in order, all but ``ping`` on the thread that runs :meth:`serve`.
+    """Constructs a worker and calls its methods, in order, on the thread that runs :meth:`serve`.
 
-    If the construction raises, every call fails with :class:`ConstructionFailed`. :meth:`post` itself answers
-    ``ping``, if the worker is constructed, and at any time ``"__idle_s__"``, with the seconds for which this process
-    has been idle. :meth:`close` closes the worker after the queued calls.
+    If the construction raises, every call fails with :class:`ConstructionFailed`. Two calls are not queued, but made in
+    :meth:`post`: ``ping``, once the worker is constructed, and at any time ``"__idle_s__"``, which returns the seconds
+    for which this process has been idle. :meth:`close` closes the worker after the queued calls.
 
     Args:
-        name: name of the worker in messages.
         unpack_spec: returns the worker's spec; called in :meth:`serve`; an exception is a failed construction.
 
     >>> host, answers = Host("counter-0", lambda: WorkerSpec("collections:Counter", {"a": 2})), queue.SimpleQueue()
@@ -343,7 +339,7 @@ def _used() -> dict[int, tuple[float, int]]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all child processes of this process, recursively, even if /proc hides those of other users."""
+    """Return all child processes of this process, recursively; processes of users that /proc hides are left out."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
@@ -372,7 +368,7 @@ class OpenCalls:
         self.dead: WorkerDied | None = None  # error of every later call
 
     def open(self, send: Callable[[int], object]) -> Future[Any]:
-        """Call ``send(number)``; return the future of its answer, failed if ``send`` raises or the worker is dead."""
+        """Call ``send(call number)``; return the call's future, failed if ``send`` raises or the worker is dead."""
         future = pending_future()
         with self._lock:
             number = next(self._numbers)
@@ -405,10 +401,10 @@ class OpenCalls:
 
 
 def portable(name: str, error: BaseException) -> BaseException:
-    """Return an exception for the caller: ``error`` with the worker's traceback as a note (a WorkerDied gets none).
+    """Return ``error`` for the caller, with the traceback in the worker ``name`` as a note (a WorkerDied gets none).
 
-    A RuntimeError with its text replaces an error that cannot be pickled, or that would end or disturb the caller's
-    event loop (SystemExit, CancelledError, StopIteration).
+    A RuntimeError with the type and text of ``error`` replaces an error that cannot be pickled, or that would end or
+    disturb the caller's event loop (SystemExit, CancelledError, StopIteration).
     """
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -423,7 +419,7 @@ def portable(name: str, error: BaseException) -> BaseException:
 
 
 def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dict[str, str]:
-    """Return the environment variables to set for a worker: ``env``, and OMP_NUM_THREADS=``threads`` unless in ``env``.
+    """Return the variables to set for a worker: ``env``, and OMP_NUM_THREADS=``threads`` unless None or in ``env``.
 
     >>> child_environment({"A": "b"}, threads=2)
     {'OMP_NUM_THREADS': '2', 'A': 'b'}
@@ -436,7 +432,7 @@ class Start:
     """Start-up timer of one worker, kept by the process that starts it; all times are of that process's clock.
 
     Args:
-        limit_s: longest time, in seconds, without an answer or without activity.
+        limit_s: longest time, in seconds, without an answer or without activity; a start may take 12 times as long.
         began_s: when the worker was started.
     """
 
@@ -447,16 +443,15 @@ class Start:
         self.answered_s = self.worked_s = self.began_s
 
     def answered(self, idle_s: float, now_s: float) -> None:
-        """Record for :meth:`verdict` that the worker answered at ``now_s`` and was idle for ``idle_s``."""
+        """Record for :meth:`verdict` that the worker answered at ``now_s``, when it had been idle for ``idle_s``."""
         self.answered_s, self.worked_s = now_s, max(self.worked_s, now_s - idle_s)
 
     def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
         """Return why the start has failed; None if the caller should keep waiting.
 
         Args:
-            now_s: current time.
             starts: timers of all workers that are starting. One may wait for another (for a download, at a rendezvous),
-                so idleness is a failure only if all are idle so long.
+                so idleness is a failure only if all are idle for ``limit_s``.
 
         >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
         >>> other.answered(idle_s=0.0, now_s=9.0)

@@ -29,12 +29,10 @@ _LOCK = threading.Lock()
 class EnvironmentWorker:
     """Worker that creates, calls and deletes environment objects, by integer key.
 
-    The main thread runs the user's file in the constructor, and calls the environments one after the other. A process
-    that a call started is killed when its environment ends. An adapter's environments have a thread each, no seeded
-    random numbers, and end their own processes. Given seeds, an environment's attribute ``seed`` is set, if it has one.
-
-    Args:
-        spec, max_chars: see :class:`~.instances.Instances`.
+    The main thread runs the user's file in the constructor, and calls the environments one after the other. Processes
+    that an environment's calls started are killed when the environment ends. An adapter's environments have a thread
+    each, no seeded random numbers, and end their own processes. Given seeds, an environment's attribute ``seed`` is
+    set, if it has one. The arguments are those of :class:`~.instances.Instances`.
     """
 
     def __init__(self, spec: InstanceSpec, max_chars: int) -> None:
@@ -53,13 +51,11 @@ class EnvironmentWorker:
         return 0.0
 
     def run(self, kind: str, key: int, *content: Any) -> Any:
-        """Call method ``kind`` of environment ``key``; return its result, of an adapter a future of the result.
+        """Call method ``kind`` of environment ``key`` with ``content``; return the result (of an adapter: its future).
 
-        ``open`` and ``describe`` first create the environment; ``describe``, ``finish`` and ``drop`` end it.
-
-        Raises:
-            UserError: the user's file cannot be used.
-            InstanceLost: there is no such environment, or it failed.
+        ``open`` and ``describe`` create the environment; ``describe``, ``finish`` and ``drop``, which returns None, end
+        it. UserError if the user's file cannot be used; InstanceLost if the environment does not exist (but not for
+        ``drop``), or fails, which ends it.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -69,7 +65,7 @@ class EnvironmentWorker:
         if kind == "drop":
             return self._end(key)
         if environment is None:
-            raise InstanceLost("its worker process died or was replaced")
+            raise InstanceLost("the environment's worker process died or was replaced")
         if environment.thread is not None:
             return environment.thread.submit(self._answer, environment, kind, key, content)
         return self._answer(environment, kind, key, content)
@@ -105,24 +101,24 @@ class _Environment:
         self.processes: set[int] = set()  # pids of processes that its calls started
 
     def describe(self) -> dict[str, Any]:
-        self._object = self._done("its construction", self._make)
-        schemas = self._done("making the schemas of its tools", lambda: list(self._object.schemas))
+        self._object = self._done("the environment's construction", self._make)
+        schemas = self._done("making the schemas of the tools", lambda: list(self._object.schemas))
         try:
             json.dumps(schemas)
         except (TypeError, ValueError, RecursionError) as error:
-            raise InstanceLost(f"the schemas of its tools are not JSON ({sentence(error)})") from error
+            raise InstanceLost(f"the schemas of the environment's tools are not JSON ({sentence(error)})") from error
         return {"schemas": schemas, "has_reward": hasattr(self._object, "get_reward")}
 
     def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None) -> str | None:
         first, self._seed = seeds or (None, None)
         if first is not None and self.thread is None:
             _seed(first)
-        self._object = self._done("its construction", self._make)
+        self._object = self._done("the environment's construction", self._make)
         if first is not None and hasattr(self._object, "seed"):
             self._object.seed = random.Random(first).getrandbits(31)
         observation = self._done("reset", lambda: self._object.reset(**row))
         if observation is not None and not isinstance(observation, str):
-            raise InstanceLost(f"reset returned a {type(observation).__name__}, but must return a str or None")
+            raise InstanceLost(f"reset returned a value of type {type(observation).__name__}, not a str or None")
         return None if observation is None else cut(observation, self._max_chars)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
@@ -140,7 +136,7 @@ class _Environment:
         if read is None:
             return None
         left, state = self._max_chars, {}
-        for name, value in self._done("reading its attributes", read).items():
+        for name, value in self._done("reading the environment's attributes", read).items():
             with suppress(TypeError, ValueError, RecursionError):  # no JSON
                 left -= len(text := json.dumps([name, value], allow_nan=False))
                 if left < 0:
@@ -160,8 +156,8 @@ class _Environment:
         except Exception:  # not a number
             number = float("nan")
         if not abs(number) <= LARGEST:
-            shown = number if isinstance(reward, float) else f"a {type(reward).__name__}"
-            raise InstanceLost(f"get_reward returned {shown}, not a number that is finite in float32")
+            shown = number if isinstance(reward, float) else f"a value of type {type(reward).__name__}"
+            raise InstanceLost(f"get_reward returned {shown}, not None or a number that is finite in float32")
         return number
 
     def end(self) -> None:
@@ -241,7 +237,7 @@ def _said(error: BaseException) -> str:
 
 
 def shown(value: Any, max_chars: int) -> str:
-    """Return a tool's result as text for the policy (:func:`cut`): a str as it is, else JSON, else ``str(value)``.
+    """Return a tool's result as text, truncated by :func:`cut`: a str itself, else JSON, else ``str(value)``.
 
     >>> shown("é", 9), shown({"a": [1, None]}, 99), shown({1, 1}, 99), shown(float("nan"), 99)
     ('é', '{"a": [1, null]}', '{1}', 'nan')
@@ -256,7 +252,7 @@ def shown(value: Any, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return ``text`` truncated to ``max_chars`` characters, including a note on the truncation.
+    """Return ``text`` truncated to ``max_chars`` characters, including a note on the truncation if there is room.
 
     Unpaired surrogates, which no tokenizer accepts, become question marks.
 

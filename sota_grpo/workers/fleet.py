@@ -35,7 +35,7 @@ _MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
 class TaskOverdue(TimeoutError):
-    """A worker exceeded ``task_deadline_s``; ``progress`` is the last count of the fleet's ``progress``, or 0."""
+    """A worker exceeded ``task_deadline_s``; ``progress``: the last count of the task's finished parts, else 0."""
 
     def __init__(self, what: str, progress: int) -> None:
         super().__init__(what)
@@ -43,7 +43,7 @@ class TaskOverdue(TimeoutError):
 
 
 class TaskLost(WorkerDied):
-    """``max_attempts`` workers died with this task; ``__cause__`` is the last worker's error, or None."""
+    """``max_attempts`` workers died or hung with this task; ``__cause__``: why the last one died, None if it hung."""
 
 
 class _Unfit(RuntimeError):
@@ -88,7 +88,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Broadcast:
-    """One call to every ready worker; pending until each has answered or is lost; if all are, a new one is called."""
+    """One call to every ready worker, pending until each answers or is lost; if all are lost, the next is called."""
 
     method: str
     args: tuple[Any, ...]
@@ -108,12 +108,12 @@ class Broadcast:
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stops while this process is stopped (SIGSTOP, a suspended laptop).
+    """An event loop whose clock leaves out the time for which this process is stopped (SIGSTOP, a suspended laptop).
 
     Otherwise every deadline would have passed when the process continues, and all workers would be replaced.
 
     Args:
-        max_late_s: if a wait exceeds its timeout by more seconds, the excess is not counted.
+        max_late_s: a wait that exceeds its timeout by more seconds counts as a stop: the clock leaves out the excess.
     """
 
     def __init__(self, max_late_s: float) -> None:
@@ -133,34 +133,34 @@ class PatientLoop(asyncio.SelectorEventLoop):
         return time.monotonic() - self.away_s
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log at level debug: errors of replaced workers' calls are expected, and no coroutine awaits them."""
+        """Log the error at level debug: calls to replaced workers fail, and no coroutine awaits them."""
         logger.debug("%s", context.get("message"), exc_info=context.get("exception"))
 
 
 class Fleet:
     """A pool of ``count`` interchangeable workers with one task queue, which replaces workers that die or hang.
 
-    Tasks are started in the order of submission, each on the least loaded worker; each gives one result. Every live
-    worker is pinged. A worker that dies, or for ``silence_s`` does not answer a ping or makes no progress, is killed
-    and replaced in its slot, and its tasks return to the front of the queue. Every wait for a worker has a deadline.
-    All coroutines, those passed to :meth:`start` included, run on one thread of the fleet and must not block.
+    The constructor begins to start the workers. Tasks are started in the order of submission, each on the least loaded
+    worker. A worker that dies, or for ``silence_s`` does not answer a ping or makes no progress, is killed and replaced
+    in its slot, and its tasks return to the front of the queue. All coroutines, those passed to :meth:`start` included,
+    run on one thread of the fleet and must not block.
 
     Args:
         role: name of the workers in messages.
         start: ``start(index)`` starts the worker of a slot. It may be slow: it runs on a new thread.
-        count: number of workers (slots).
-        capacity: tasks that one worker runs concurrently.
-        task_deadline_s: longest time for one task; the worker is then killed and the task fails with TaskOverdue.
+        count: number of workers (slots), at least 1.
+        capacity: tasks that one worker runs concurrently, at least 1.
+        task_deadline_s: longest time for one task; the worker is then replaced and the task fails with TaskOverdue.
         progress: ``progress(*args)`` counts finished parts of a task; the deadline is then per part. It is read eight
             times per deadline, so a part gets at most nine eighths of it.
         silence_s: longest time without an answer to a ping, or without progress.
-        start_silence_s: a start fails if this worker and all others that are starting are idle for so long
-            (:class:`~.base.Activity`), if it does not answer for so long, or if it takes 12 times as long.
-        max_attempts: a task fails with :class:`TaskLost` when so many workers died with it.
+        start_silence_s: longest time in which a starting worker may answer nothing, or in which it and all others that
+            start may be idle (:class:`~.base.Activity`); a start that takes 12 times as long fails, too.
+        max_attempts: a task fails with :class:`TaskLost` when so many workers died or hung with it.
         max_start_failures: failed starts in a row after which the slot is retired; once all slots are retired, all
             tasks fail. If a construction raises in a slot that never had a ready worker, the slot is retired at once.
-        shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; workers have both
-            methods.
+        shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; the workers must have
+            methods of these names.
 
     >>> from sota_grpo.workers.base import WorkerSpec, starter
     >>> from sota_grpo.workers.processes import ThreadLauncher
@@ -221,7 +221,7 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """Names of each slot's newest worker, starting and retired ones too; a slot without one is left out."""
+        """Names of each slot's newest worker, starting and retired ones too; a slot without a worker is left out."""
         return [worker.name for slot in self._slots if (worker := slot.worker) is not None]
 
     @property
@@ -230,19 +230,15 @@ class Fleet:
         return [getattr(worker, "pid", None) for slot in self._slots if (worker := slot.worker) is not None]
 
     def wait_ready(self) -> None:
-        """Wait until all workers have once been ready at the same time; return at once after that.
-
-        Raises:
-            WorkerDied: before that, a slot was retired (see ``max_start_failures``) or the fleet was closed.
-        """
+        """Wait until all workers were ready together once; WorkerDied if a slot is retired or the fleet ends before."""
         self._ready.result()
 
     def submit(self, *args: Any) -> Future[Any]:
-        """Queue a task, from any thread; return a future of the result of :meth:`run`."""
+        """Queue a task, from any thread; return a future of the result or exception of :meth:`run`."""
         return self.start(self.run(*args))
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run ``coroutine``, which may await :meth:`run`, on the fleet's thread; return an uncancellable future."""
+        """Run ``coroutine`` on the fleet's thread; return its uncancellable future, which fails after :meth:`close`."""
         future = pending_future()
         with self._lock:
             if self._is_open:
@@ -255,10 +251,11 @@ class Fleet:
     async def run(self, *args: Any) -> Any:
         """Queue a task: call ``run(*args)`` on the least loaded worker that has capacity, and return the result.
 
+        Await it on the fleet's thread (:meth:`start`). It ends :meth:`sleep`.
+
         Raises:
             TaskOverdue: the task took longer than ``task_deadline_s`` (a TimeoutError).
-            TaskLost: ``max_attempts`` workers died with the task.
-            WorkerDied: the fleet was closed or all slots are retired.
+            TaskLost, WorkerDied: ``max_attempts`` workers died or hung with the task, or the fleet has ended.
             Exception: raised by the worker's method.
         """
         self._require_open()
@@ -276,43 +273,35 @@ class Fleet:
         no worker is ready, or all called ones are lost, the next ready worker is called, a limited number of times.
 
         Args:
-            method: name of the worker's method.
             deadline_s: longest wait for each worker.
             sticky: also call it on every worker that becomes ready later, before its first task. A later sticky call of
                 the same method replaces this one.
 
         Raises:
             WorkerLate: no worker and no replacement answered in time (a TimeoutError).
-            WorkerDied: no worker answered, the fleet was closed, or all slots are retired.
-            Exception: raised by the method on a worker (a sticky call is then not repeated), or by :attr:`poll` (the
-                broadcast continues then).
+            WorkerDied: all called workers died, or the fleet has ended.
+            RuntimeError: called on the fleet's thread, where the wait would block.
+            Exception: raised by the method (a sticky call is then not repeated), or by :attr:`poll`.
         """
         return self._polling(self._broadcast(method, args, deadline_s, sticky))
 
     def sleep(self, deadline_s: float) -> None:
-        """Put every worker to sleep and wait until all sleep, including workers that are being started.
+        """Put every worker to sleep and wait until all sleep, starting ones too. No-op unless ``shares_devices``.
 
         During the sleep no worker is started, because loading a model would take device memory that others use: a
         worker that dies is replaced after :meth:`wake`. A new task ends the sleep and wakes the worker that runs it.
-        No-op unless ``shares_devices``.
-
-        Args:
-            deadline_s: longest wait for each worker; a late worker is replaced.
-
-        Raises:
-            WorkerDied, WorkerLate: see :meth:`broadcast`.
-            RuntimeError: tasks are pending, which would wake their workers again.
+        Deadline and exceptions are those of :meth:`broadcast`, with RuntimeError also if tasks are pending.
         """
         if self._shares_devices:
             self._polling(self._sleep(deadline_s))
 
     def wake(self, deadline_s: float) -> None:
-        """Wake all ready workers and wait; start to replace those that died asleep. No-op unless ``shares_devices``."""
+        """Wake all ready workers, as :meth:`broadcast`; start to replace dead ones. No-op unless ``shares_devices``."""
         if self._shares_devices:
             self._polling(self._wake(deadline_s))
 
     def close(self) -> None:
-        """Kill every worker, fail pending tasks and broadcasts, and wait for the fleet's thread to end; idempotent."""
+        """Kill every worker, fail pending calls with WorkerDied, and wait for the fleet's thread to end. Idempotent."""
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -322,7 +311,10 @@ class Fleet:
     def _polling(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("Do not wait for a broadcast in a callback of a future: it runs on the fleet's thread.")
+            raise RuntimeError(
+                "Do not wait for a broadcast in a callback of a future or in a coroutine of the fleet: both run on the "
+                "fleet's thread; wait on another thread."
+            )
         future = self.start(coroutine)
         while not wait([future], timeout=_POLL_S).done:
             self.poll()
@@ -402,7 +394,7 @@ class Fleet:
                 if no_construction or slot.failed_starts >= self._max_start_failures:
                     self._retire(slot, error)
                     return
-                logger.warning("%s does not start: %s; it is tried again.", slot.who, error)
+                logger.warning("%s could not be started: %s. Another start is tried.", slot.who, str(error).rstrip("."))
                 self.restarts += 1
                 pause_s = min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S)
                 continue
@@ -557,14 +549,20 @@ class Fleet:
         again = len(tasks) - len(failed)
         self.restarts += 1
         self.requeued += again
-        logger.warning("%s is replaced: %s. Tasks queued again: %d; given up: %d.", slot.who, why, again, len(failed))
+        logger.warning(
+            "%s is replaced: %s. Tasks queued again: %d; given up: %d.",
+            slot.who,
+            str(why).rstrip("."),
+            again,
+            len(failed),
+        )
         for broadcast in [broadcast for broadcast in self._broadcasts if slot.index in broadcast.waiting]:
             broadcast.waiting.remove(slot.index)
             broadcast.deaths += 1
             self._conclude(broadcast, str(why))
         self._dispatch()
         for task in failed:
-            what = f"{task.workers_lost} {self._role} workers died with it, the last was {slot.who}: {why}"
+            what = f"{task.workers_lost} {self._role} workers died or hung with it, the last was {slot.who}: {why}"
             lost = TaskLost(f"A task failed: {what}")
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
             task.future.set_exception(lost)
@@ -614,7 +612,10 @@ class Fleet:
             if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
                 task.progress, due_s = done, now_s + deadline_s
             if not answer.done() and now_s >= due_s:
-                what = f"{slot.who} did not finish a task within {deadline_s:g} s"
+                what = (
+                    f"{slot.who} did not finish {'a task' if self._progress is None else 'a part of a task'} within "
+                    f"{deadline_s:g} s"
+                )
                 del slot.tasks[task.number]
                 task.future.set_exception(TaskOverdue(what, task.progress))
                 raise _Unfit(what)
@@ -674,7 +675,7 @@ class Fleet:
             late = f"No {self._role} worker answered {method} within {broadcast.deadline_s:g} s"
             broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))
         else:
-            died = f"{broadcast.deaths} {self._role} workers died during {method}; last: {why}"
+            died = f"{broadcast.deaths} {self._role} workers died or hung during {method}; the last: {why}"
             broadcast.future.set_exception(WorkerDied(died))
 
     # Sleep
@@ -708,7 +709,7 @@ async def _settle(future: Future[Result], coroutine: Coroutine[Any, Any, Result]
 
 
 def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
-    """Return the numbers of replaced workers and of requeued tasks, summed over all fleets, as metrics."""
+    """Return ``workers/restarts`` and ``workers/requeued``, the sums of these attributes of all fleets."""
     return {
         "workers/restarts": sum(fleet.restarts for fleet in fleets),
         "workers/requeued": sum(fleet.requeued for fleet in fleets),

@@ -1,4 +1,4 @@
-"""Stateful environments: one object per sample, in worker processes that may hang or crash. Does not import torch."""
+"""Stateful environments, one object per sample, in worker processes that may hang or crash; without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SILENCE_S = 60.0  # longest time without an answer to a ping, in addition to th
 
 
 class InstanceLost(RuntimeError):
-    """An environment failed; the message is the reason. Adapters may raise it too."""
+    """An environment failed or has ended; the message is the reason. Adapters may raise it too."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class InstanceSpec:
 
     Args:
         kind: ``functions`` (plain tools), ``factory`` (TRL's protocol), or ``package.module:function`` of an adapter,
-            which is called with ``options``. The object that it returns has ``schemas``, ``reset(**row)``,
-            ``call(name, arguments)``, and optionally ``get_reward()`` and ``close()``; results may be awaitable.
+            which is called with ``**options``. The object that it returns has ``schemas``, ``reset(**row)``,
+            ``call(name, arguments)``, and optionally ``get_reward()``, ``attributes()``, ``seed``, ``close()`` and
+            ``kill()``, which ends a running call; results may be awaitable.
         path: path of the user's file, or of a pickle of functions and factories that were passed in Python; for an
             adapter, the value that the user gave.
         names: names of the functions in the file, or of its factory; empty for a pickle: all.
-        options: options of an adapter.
+        options: keyword arguments of an adapter.
     """
 
     kind: str
@@ -48,13 +49,13 @@ class InstanceSpec:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether ``kind`` is an adapter: calls mostly wait, so a worker runs several concurrently."""
+        """Whether ``kind`` names an adapter, whose calls mostly wait, so that a worker runs several concurrently."""
         return ":" in self.kind
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one tool call as text; it begins with ``error:`` if the tool raised or does not exist."""
+    """The result of one tool call as text; if the tool raised or does not exist, ``error:`` and the reason."""
 
     content: str
     is_error: bool
@@ -71,17 +72,16 @@ class Opened:
 class Instances:
     """The live environments of one spec; an environment lives from :meth:`open` to :meth:`finish` or :meth:`drop`.
 
-    A worker process runs the user's file once, and then calls its environments one after the other on its main thread
-    (an adapter's concurrently). A worker is added when all have ``per_worker`` environments. A worker that dies, or
-    exceeds ``timeout_s`` for a request, is replaced, and the futures of its environments fail with
+    A worker process runs the user's file once. It then calls its environments one after the other on its main thread,
+    or, if they are an adapter's, all concurrently. A worker is added when all have ``per_worker`` environments. A
+    worker that dies, or exceeds ``timeout_s`` for a request, is replaced, and the futures of its environments fail with
     :class:`InstanceLost`. Futures fail with :class:`~.base.WorkerDied` if workers cannot be started, or after
     :meth:`close`. Thread-safe; callbacks of the futures must not block.
 
     Args:
-        spec: how environments are created.
-        timeout_s: longest time for a reset, a tool call or a reward.
-        max_chars: longest observation or tool result, in characters; longer ones are truncated with a note.
-        per_worker: most environments per worker, which are all lost if it hangs.
+        timeout_s: longest time for one request: construction with reset, a tool call, the state or the reward.
+        max_chars: most characters of an observation or tool result, which is truncated with a note, and of a state.
+        per_worker: most environments per worker; all are lost if the worker hangs.
 
     Attributes:
         schemas: JSON schemas of the tools, as chat templates need them; set by :meth:`wait_ready`.
@@ -112,17 +112,15 @@ class Instances:
         self._worker_of: dict[int, Fleet] = {}
 
     def wait_ready(self) -> None:
-        """Create one environment to read its tools' schemas, and start the first worker; call this before ``open``.
-
-        Raises:
-            UserError: the file or the object cannot be used; the message has the cause.
-        """
+        """Create and end an environment to read its tools' schemas; start the first worker. UserError if that fails."""
         deadline_s = max(_DESCRIBE_S, self._timeout_s)
         describing = self._started("environment", deadline_s)
         try:
             described = describing.submit("describe", 0).result()
         except (TaskLost, TaskOverdue, InstanceLost) as error:
-            raise UserError(f"{self._spec} cannot be used: {_loss(error, deadline_s)}; correct it there.") from None
+            raise UserError(
+                f"{self._spec} cannot be used: {_loss(error, deadline_s).rstrip('.')}; correct this."
+            ) from None
         except UserError as error:
             raise type(error)(str(error)) from None  # without the worker's traceback
         finally:
@@ -134,10 +132,8 @@ class Instances:
     def open(self, row: Mapping[str, Any], seeds: tuple[int, int] | None = None) -> Future[Opened]:
         """Create an environment and call ``reset(**row)``; return a future of its key and observation.
 
-        Args:
-            row: columns of the dataset row.
-            seeds: (seed of construction and reset, seed of later calls), for Python's random numbers, and NumPy's and
-                torch's if they are imported; None: not seeded.
+        ``seeds`` are (seed of construction and reset, seed of later calls), for Python's random numbers, and NumPy's
+        and torch's if they are imported (of an adapter only the attribute ``seed``); None: not seeded.
         """
         key = next(self._keys)
         with self._lock:
@@ -154,7 +150,7 @@ class Instances:
         return worker.start(opened())
 
     def call(self, key: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Future[list[Answer]]:
-        """Call tools, as (name, keyword arguments), in order, within ``timeout_s`` each; return a future of results."""
+        """Make tool calls, each (name, keyword arguments), in order; return a future of the answers."""
 
         async def answers(worker: Fleet) -> list[Answer]:
             return [Answer(*await self._request(worker, "call", key, name, dict(values))) for name, values in calls]
@@ -162,11 +158,14 @@ class Instances:
         return self._start(key, answers)
 
     def state(self, key: int) -> Future[dict[str, Any] | None]:
-        """Return a future of the environment's public attributes that are JSON; of None unless ``kind`` is factory."""
+        """Return a future of {name: value} of the environment's public attributes that are JSON, up to ``max_chars``.
+
+        The future's result is None for functions and for adapters without ``attributes``.
+        """
         return self._start(key, lambda worker: self._request(worker, "state", key))
 
     def finish(self, key: int) -> Future[float | None]:
-        """End the environment; return a future of its reward (None if it defines none)."""
+        """Get the environment's reward, and end it; return a future of the reward (None if it gives none)."""
 
         async def reward(worker: Fleet) -> float | None:
             value = await self._request(worker, "finish", key)
@@ -176,13 +175,13 @@ class Instances:
         return self._start(key, reward)
 
     def drop(self, key: int) -> None:
-        """End an environment without computing its reward, and do not wait for it; no-op if it has ended."""
+        """End an environment without its reward; do not wait until it has ended; no-op if it had ended before."""
         worker = self._worker_of.pop(key, None)
         if worker is not None:
             worker.submit("drop", key)
 
     def close(self) -> None:
-        """Kill all workers and fail pending futures; idempotent."""
+        """Kill all workers and fail pending futures with WorkerDied; idempotent."""
         with self._lock:
             self._is_closed = True
         for worker in self.workers:
@@ -207,7 +206,7 @@ class Instances:
         worker = self._worker_of.get(key)
         if worker is not None:
             return worker.start(request(worker))
-        return _failed(InstanceLost("it was finished or dropped, or its worker process died"))
+        return _failed(InstanceLost("the environment was finished or dropped, or its worker process died"))
 
     async def _request(self, worker: Fleet, kind: str, key: int, *content: Any) -> Any:
         try:

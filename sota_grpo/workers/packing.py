@@ -1,7 +1,7 @@
 """Takes tensors out of learner states and sampled groups, and joins many into few before they are pickled.
 
-A group is pickled as three concatenated tensors instead of three per sample: unpickling a group of eight samples takes
-0.03 ms instead of 0.8 ms. Importing this module registers this for every pickle of a group, including Ray's.
+The token ids, log-probs and versions of a group are pickled as three tensors instead of three per sample: eight samples
+are unpickled in 0.03 ms instead of 0.8 ms. Importing this module registers this for every pickle, including Ray's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _MARK = "stored_tensor"
 
 
 def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a nested state into (state without tensors, {dotted name: tensor}); empty tensors stay, none is copied.
+    """Split a nested state into (state without tensors, {dotted name: tensor}), without copies; empty tensors stay.
+
+    ``{"stored_tensor": name}`` replaces each tensor. ValueError if two tensors have the same dotted name.
 
     >>> emptied({"model": [torch.ones(1)], "step": 3})
     ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
@@ -45,7 +47,7 @@ def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def filled(rest: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo :func:`emptied`: replace each ``{"stored_tensor": name}`` in ``rest`` by ``tensors[name]``."""
+    """Undo :func:`emptied`: return ``rest`` with ``tensors[name]`` for each ``{"stored_tensor": name}``."""
     if isinstance(rest, dict):
         if rest.keys() == {_MARK}:
             return tensors[rest[_MARK]]
@@ -57,7 +59,7 @@ def filled(rest: Any, tensors: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class StatePack:
-    """A nested state of dicts, lists and tuples, with all tensors in one CPU buffer.
+    """A nested state of dicts, lists and tuples, whose tensors (except empty ones) are in one CPU buffer.
 
     >>> StatePack.of({"model": {"w": torch.ones(2)}, "betas": (0.9, 0.99)}).state()
     {'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}
@@ -68,20 +70,17 @@ class StatePack:
 
     @classmethod
     def of(cls, state: Any) -> StatePack:
-        """Pack ``state``; its tensors are copied to the CPU, except empty ones, which are kept as they are."""
+        """Pack ``state``: copy its tensors to the CPU, but keep empty ones as they are; raise as :func:`emptied`."""
         rest, tensors = emptied(state)
         return cls(WeightPack.of(tensors.items()), rest)
 
     def state(self, *, views: bool = False) -> Any:
-        """Return the packed state; its tensors are copies, or with ``views`` read-only views of the buffer.
-
-        ``torch.save`` refuses views, because tensors of different dtypes share one storage.
-        """
+        """Return the state with copies of its tensors; with ``views``, views: do not write or ``torch.save`` them."""
         return filled(self.rest, {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()})
 
 
 def packed(group: GroupOutput) -> tuple[Any, ...]:
-    """Return (:func:`unpacked`, its arguments) to pickle ``group``.
+    """Return (a function, its arguments), from which pickle rebuilds ``group``: :func:`unpacked`, if it has samples.
 
     >>> sample = Sample(torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), torch.tensor([0, 0]), truncated=False)
     >>> make, parts = packed(GroupOutput(7, (sample, sample)))
@@ -108,7 +107,7 @@ def unpacked(
     lengths: Sequence[int],
     *others: Sequence[Any],
 ) -> GroupOutput:
-    """Rebuild a group from the arguments that :func:`packed` returns; its samples are views of three tensors."""
+    """Rebuild a group from the arguments that :func:`packed` returns."""
     columns = (torch.tensor(column).split(lengths) for column in (token_ids, log_probs, versions))
     by_sample = zip(*columns, *(map(_as_tensor, column) for column in others), strict=True)
     return GroupOutput(group_id, tuple(Sample(*columns_of) for columns_of in by_sample), prompt_ids)

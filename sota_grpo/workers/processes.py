@@ -50,10 +50,7 @@ _EXPENDABLE = "1000"  # oom_score_adj: out of memory, the kernel kills such a pr
 
 
 class ThreadWorker:
-    """A worker on a thread of this process (:class:`~.base.Worker`).
-
-    A thread cannot be killed: :meth:`kill` fails pending futures, but queued calls run before the worker is closed.
-    """
+    """A worker on a thread of this process (:class:`~.base.Worker`); after :meth:`kill`, queued calls still run."""
 
     pid: int | None = None
 
@@ -77,8 +74,8 @@ class ThreadWorker:
 class ThreadLauncher(Launcher):
     """Starts workers on threads (:class:`ThreadWorker`), for tests, simulations, and workers that wait for a server.
 
-    :meth:`close` waits for the threads, for ``CLOSING_S`` in total: a thread that runs C++ code when the interpreter
-    exits would abort the process.
+    :meth:`close` waits for the threads, at most ``CLOSING_S`` seconds in total: a thread that runs C++ code when the
+    interpreter exits would abort the process.
 
     >>> launcher = ThreadLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}))
@@ -107,21 +104,21 @@ class ThreadLauncher(Launcher):
 
 
 def pickled(value: Any) -> tuple[bytes, list[Any]]:
-    """Pickle ``value``; return (pickle bytes, raw out-of-band buffers, such as those of NumPy arrays)."""
+    """Pickle ``value``; return (pickle bytes, its raw out-of-band buffers, such as those of NumPy arrays)."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return body, [buffer.raw() for buffer in buffers]
 
 
 def send(connection: Connection, head: tuple[Any, ...], body: bytes, buffers: Sequence[Any]) -> None:
-    """Send ``head`` and a pickled value; the receiver can read the head even if the value cannot be unpickled."""
+    """Send ``head`` and a :func:`pickled` value; ``head`` can be read without the value. OSError without a receiver."""
     connection.send_bytes(pickle.dumps((head, body, [len(buffer) for buffer in buffers])))
     for buffer in buffers:
         connection.send_bytes(buffer)
 
 
 def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-    """Receive the next message; return (head, function that unpickles the value)."""
+    """Wait for a message; return (head, function that unpickles the value); EOFError or OSError without a sender."""
     head, body, sizes = pickle.loads(connection.recv_bytes())
     buffers = [bytearray(size) for size in sizes]
     for buffer in buffers:
@@ -141,21 +138,22 @@ class Shared:
 
 
 class ProcessEndedItself(WorkerDied):
-    """A worker's process exited or crashed by itself, not by an external signal such as SIGKILL or SIGTERM."""
+    """A worker's process exited or crashed, but not by a signal that others send: SIGKILL, SIGTERM, SIGHUP, SIGINT."""
 
 
 class ProcessWorker:
     """A worker in a child process (:class:`~.base.Worker`).
 
     One thread writes the calls, so that a stopped process does not block :meth:`call`; another reads the answers. When
-    the process ends, pending calls fail with its exit code or signal, the process is reaped, and its descendants are
-    killed. Its output goes to stderr, control characters escaped, at most 64 KiB per minute. :meth:`call` pickles the
-    arguments but not their large buffers: do not modify arrays until the call is answered.
+    the process ends, pending and later calls fail with a WorkerDied that names its exit code or signal, the process is
+    reaped, and its descendants are killed. Its output goes to this process's stderr, control characters escaped, at
+    most 64 KiB per minute. :meth:`call` pickles the arguments but does not copy their large buffers: do not modify
+    arrays until the call is answered.
 
     Args:
         name, spec, pass_fds: see :meth:`ProcessLauncher.start`.
         environment: all environment variables of the process.
-        spawner: executor whose only thread starts processes (see :class:`ProcessLauncher`).
+        spawner: executor whose only thread starts processes.
     """
 
     def __init__(
@@ -264,10 +262,9 @@ class ProcessWorker:
 class ProcessLauncher(Launcher):
     """Starts workers in child processes (:class:`ProcessWorker`).
 
-    One thread, which lives as long as the launcher, starts all processes. Linux kills them when this process dies, even
-    by SIGKILL and even while they hold the GIL; on other systems they exit within a second. Worker processes ignore
-    Ctrl-C. On Linux a worker is two processes, itself and its subreaper
-    (:func:`sota_grpo.orphans.fork_under_subreaper`).
+    Linux kills the processes when this process dies, even by SIGKILL and even while they hold the GIL; on other systems
+    they exit within a second. Worker processes ignore Ctrl-C. On Linux a worker is two processes, itself and its
+    subreaper (:func:`sota_grpo.orphans.fork_under_subreaper`).
 
     >>> launcher = ProcessLauncher()
     >>> worker = launcher.start("counter-0", WorkerSpec("collections:Counter", {"a": 2}), threads=1)
@@ -289,13 +286,12 @@ class ProcessLauncher(Launcher):
         threads: int | None = None,
         pass_fds: Sequence[int] = (),
     ) -> ProcessWorker:
-        """Start a worker in a new process.
+        """Start a worker in a new process; RuntimeError if the launcher is closed, OSError if the process cannot start.
 
         Args:
             name: name of the worker in messages and in ``ps``.
-            spec: constructs the worker.
             env: environment variables to add, set before the process imports any module.
-            threads: OpenMP threads, hence torch's; None: not set.
+            threads: OpenMP threads, hence torch's, unless ``env`` has OMP_NUM_THREADS; None: not set.
             pass_fds: file descriptors that the process inherits.
         """
         worker = ProcessWorker(name, spec, {**os.environ, **child_environment(env, threads)}, self._spawner, pass_fds)
@@ -303,7 +299,7 @@ class ProcessLauncher(Launcher):
         return worker
 
     def share(self, value: Any) -> Any:
-        """Return a handle to pass to ``call`` for ``value``, which is pickled now; every call sends the bytes."""
+        """Pickle ``value`` now; return a handle to pass to ``call`` in its place; every call sends the bytes."""
         return Shared(value)
 
     def close(self) -> None:
@@ -323,12 +319,12 @@ def _show(name: str, printed: IO[bytes]) -> None:
             if count <= _SHOWN_BYTES:
                 text = readable(line.decode(errors="replace").replace("\r", "\n"))
             elif shown <= _SHOWN_BYTES:
-                text = f"{name} printed more than {_SHOWN_BYTES >> 10} KiB within a minute: the rest is not shown.\n"
+                text = f"{name} printed more than {_SHOWN_BYTES >> 10} KiB: the rest of the minute is not shown.\n"
             os.write(_STDERR, text.encode())
 
 
 def serve_child(fd: int, parent_pid: int) -> None:
-    """Main function of a worker's process: run the worker on the main thread, where it may handle signals."""
+    """Run a worker on its process's main thread until the socket ``fd`` closes or the process ``parent_pid`` ends."""
     collect_garbage_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(sys.stdout, TextIOWrapper):  # printed lines are not lost when the process is killed

@@ -1,4 +1,4 @@
-"""Workers that are Ray actors, in a local Ray that this process starts or in a running cluster."""
+"""Workers that are Ray actors, in a local Ray that this process starts, or in a running cluster."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RayWorker:
 
     Ray starts the calls of an async actor in any order, so they are numbered, and the actor puts them in order.
     :meth:`call` pickles the arguments; a handle of :meth:`RayLauncher.share` must not be nested in another argument.
-    The worker receives arrays read-only, without a copy. Ray never restarts the actor.
+    The worker receives arrays read-only. Ray never restarts the actor.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -155,10 +155,10 @@ class RayWorker:
         return self._calls.open(send)
 
     def kill(self) -> None:
-        """Kill the actor's process, which frees its bundle.
+        """Fail pending and later calls, and kill the actor's process, which frees its bundle.
 
-        ``ray.kill`` is tried first, because Ray prints a message when a process ends otherwise. If the actor is on this
-        machine, SIGKILL follows, which also ends stopped processes.
+        ``ray.kill`` is tried first, because Ray prints a message when a process ends otherwise. SIGKILL follows, also
+        for stopped processes, if the process has answered a call, is on this machine and runs a second later.
         """
         import ray
 
@@ -199,7 +199,10 @@ class RayWorker:
 
 
 def cluster_gpus(address: str) -> int:
-    """Return the number of GPUs of the cluster at ``address``; connect to it if not connected, and stay connected."""
+    """Return the number of GPUs of the cluster at ``address``, or to which this process is connected; stay connected.
+
+    ImportError if Ray is not installed, ConnectionError if there is no cluster, UserError if it requires another token.
+    """
     ray = _imported_ray(local=False)
     if not ray.is_initialized():
         _connect(ray, address, 0, None)
@@ -207,7 +210,7 @@ def cluster_gpus(address: str) -> int:
 
 
 def cores_per_gpu() -> int:
-    """Return the smallest number of CPU cores per GPU over the connected cluster's nodes with GPUs; at least 1."""
+    """Return the fewest CPU cores per GPU, rounded down, of a node with GPUs in the connected cluster; at least 1."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -216,15 +219,11 @@ def cores_per_gpu() -> int:
 
 
 def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any, float]]:
-    """Call ``task(*args)``, a function of this package, once on every node of a running cluster, concurrently.
+    """Call ``task(*args)``, a function of this package, once on every live node of a running cluster, concurrently.
 
-    Returns:
-        A tuple for each node: its address; the function's result, or the exception raised (TimeoutError: no answer
-        within ``deadline_s``); when this process received it (seconds since the epoch).
-
-    Raises:
-        ImportError: Ray is not installed.
-        ConnectionError: there is no cluster at ``address``.
+    The cluster and the exceptions are those of :func:`cluster_gpus`. Return a tuple for each node, sorted by address:
+    the address; the function's result, or the exception raised (TimeoutError: no answer within ``deadline_s``); when
+    this process received that (seconds since the epoch).
     """
     ray = _imported_ray(local=False)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -260,12 +259,12 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
 
 
 class RayLauncher(Launcher):
-    """Starts workers as Ray actors (:class:`RayWorker`), one per bundle of one placement group.
+    """Starts workers as Ray actors (:class:`RayWorker`) in the bundles of one placement group.
 
-    Without an address it starts a local Ray, whose services listen on loopback only and end with this process, even by
-    SIGKILL. Create the launcher on the main thread then: Linux kills Ray's processes when the thread that started them
-    ends. If this process is connected to Ray already, that connection is used. All nodes of a running cluster must be
-    able to import this package; :meth:`close` leaves the cluster running.
+    If this process is connected to Ray already, that connection is used. Else, without an address, the launcher starts
+    a local Ray, whose services listen on loopback only and end with this process, even if that is killed. Then create
+    the launcher on the main thread: Linux kills Ray's processes when the thread that started them ends. All nodes of a
+    running cluster must be able to import this package; :meth:`close` leaves the cluster running.
 
     Args:
         bundles: resources of each worker, such as ``{"CPU": 1, "GPU": 1}``. A local Ray is started with as many logical
@@ -275,9 +274,8 @@ class RayLauncher(Launcher):
         deadline_s: longest wait for all bundles together.
         object_store_bytes: object store size of a local Ray; None: Ray's default (30 % of the memory).
 
-    Raises:
-        TimeoutError: Ray did not allocate the bundles in time; the message has the request and the resources.
-        ConnectionError, UserError: no process listens at ``address``, or the cluster requires another token.
+    TimeoutError if Ray does not allocate the bundles in time; RuntimeError if a local Ray would be started on another
+    thread than the main thread; else the exceptions of :func:`cluster_gpus`.
     """
 
     def __init__(
@@ -322,8 +320,6 @@ class RayLauncher(Launcher):
         """Start a worker in a bundle; its actor starts when an earlier worker has freed the bundle's GPUs.
 
         Args:
-            name: name of the worker in messages.
-            spec: constructs the worker.
             bundle: index of the bundle.
             num_gpus: number of the bundle's GPUs that the actor sees.
             env: environment variables, set before its process starts.
@@ -347,7 +343,7 @@ class RayLauncher(Launcher):
         return Shared(ray.put(value))
 
     def close(self) -> None:
-        """Kill the workers, and end the connection to Ray, or the local Ray, that this launcher began; idempotent."""
+        """Kill the workers, free the bundles, end the connection or local Ray that this launcher began; idempotent."""
         import ray
 
         if self._closed:
@@ -364,7 +360,7 @@ class RayLauncher(Launcher):
 
 
 class AddressWorker:
-    """Worker that returns a rendezvous address on its machine, and its visible GPUs."""
+    """Worker with two methods: one returns a rendezvous address on its machine, one its visible GPUs."""
 
     def devices(self) -> str:
         """Return ``CUDA_VISIBLE_DEVICES`` of this process, which Ray sets; empty if unset."""
@@ -430,7 +426,7 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
     if address is None and free is not None and (store := ray.cluster_resources().get("object_store_memory", 0)) > free:
         logger.warning(  # Ray's own warning is silenced
             "%s has %.2f GiB free, but Ray's object store takes %.1f GiB: it is on disk, which slows down all data "
-            "that workers exchange. Start the container with --shm-size=%dg (or --ipc=host).",
+            "that workers exchange. Enlarge shared memory (of a container by --shm-size=%dg or --ipc=host).",
             _SHARED_MEMORY,
             free / 2**30,
             store / 2**30,
@@ -439,12 +435,7 @@ def _connect(ray: Any, address: str | None, num_cpus: int, object_store_bytes: i
 
 
 def _require_cluster(address: str | None) -> None:
-    """Check the cluster's address and token at once; Ray would retry for minutes.
-
-    Raises:
-        ConnectionError: no process listens at ``address``.
-        UserError: the cluster requires another token.
-    """
+    """Check the cluster's address (ConnectionError) and token (UserError) at once; Ray would retry for minutes."""
     from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
@@ -463,8 +454,8 @@ def _require_cluster(address: str | None) -> None:
         held = _token_held()
         has = f"the token of this machine ({held}) differs" if held else "this machine has none"
         raise UserError(
-            f"The Ray cluster at {address} requires its token, but {has}: copy ~/.ray/auth_token of the head node, or "
-            f"export {_TOKEN} and {_MODE}=token."
+            f"The Ray cluster at {address} requires its token, but {has}: export {_TOKEN} with the token in "
+            f"~/.ray/auth_token of the head node, and {_MODE}=token."
         ) from error
     except Exception as error:  # ray.init retries, and raises it
         logger.debug("The first connection to %s failed.", address, exc_info=error)

@@ -36,16 +36,13 @@ class ReferenceWorker:
     """Worker that computes the log-probs of rows under a frozen model.
 
     Args:
-        model: the reference model; this freezes it.
+        model: the reference model, which is frozen in place.
         temperature: the policy's sampling temperature.
         precision: autocast ``fp32``, ``bf16`` or ``fp16``; use the policy's, so that equal weights have a KL of 0.
-        token_budget: packed tokens per forward pass (padded tokens if the model cannot be packed).
+        token_budget: most packed tokens per forward pass (padded ones unless ``shared_prompt``), at least 1.
         pad_token_id: any id of the vocabulary.
         shared_prompt, fused: see :class:`~sota_grpo.policy.causal.CausalPolicy`.
         gives_back: release cached CUDA memory after each call, for colocated engines.
-
-    Raises:
-        ValueError: unknown precision.
     """
 
     def __init__(
@@ -74,7 +71,10 @@ class ReferenceWorker:
         return 0.0 if since is None else time.monotonic() - since
 
     def run(self, rows: RowTable) -> list[np.ndarray]:
-        """Return log-probs of every row, float32 ``[T_i]``; 0 off its assistant mask."""
+        """Return the log-probs of each row, float32 ``[T_i]`` for ``T_i`` tokens, 0 off its assistant mask.
+
+        RunFailed if the device lacks memory.
+        """
         self._since = time.monotonic()
         try:
             log_probs = reference_log_probs(
@@ -108,13 +108,14 @@ def reference_worker(
     num_threads: int | None = None,
     **options: Any,
 ) -> ReferenceWorker:
-    """Worker factory: load the reference model in this process and return a :class:`ReferenceWorker` for it.
+    """Worker factory: load the reference model (UserError if it cannot be loaded); return its :class:`ReferenceWorker`.
 
     Args:
         model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device: arguments of
             :func:`sota_grpo.policy.load.load_model`.
         num_threads: torch's CPU threads in this process; None: not set.
-        options: keyword arguments of :class:`ReferenceWorker`, except ``shared_prompt``.
+        options: keyword arguments of :class:`ReferenceWorker`; ``shared_prompt`` is True unless
+            ``attn_implementation`` is given.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -130,7 +131,7 @@ def reference_worker(
 
 
 class ReferenceService:
-    """Computes reference log-probs with a fleet of :class:`sota_grpo.workers.reference.ReferenceWorker`.
+    """Computes reference log-probs with a fleet of :class:`ReferenceWorker`.
 
     :meth:`submit` adds the log-probs to the rows of a group in the background. Calling the object (as a
     :class:`sota_grpo.policy.causal.ReferencePolicy`) splits padded rows over the workers and waits. Log-probs equal
@@ -150,8 +151,8 @@ class ReferenceService:
     def submit(self, rows: RowTable) -> Future[RowTable]:
         """Compute the columns of :class:`sota_grpo.rl.transforms.ReferenceKL` and write them into ``rows``, in place.
 
-        Return a future of ``rows`` at once. Rows that have reference log-probs are not changed. The future fails with
-        ValueError if a log-prob is NaN or infinite.
+        Return a future of ``rows`` at once. A table that has reference log-probs is not changed. The future fails with
+        ValueError if a log-prob is NaN or infinite, or as :meth:`sota_grpo.workers.fleet.Fleet.run`.
         """
 
         async def complete() -> RowTable:

@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 class RolloutWorker:
     """A worker that runs one engine; between two engine steps its host runs all pending calls, in order.
 
-    So new weights are loaded within one step, while groups are being sampled, and requests received during one step
-    start together. A call's ``ValueError`` is returned to the caller. After any other exception of the engine, all
-    pending futures and later calls fail with :class:`WorkerDied` and the cause, and the engine is closed.
+    So new weights are loaded between two steps, while groups are being sampled, and requests received during one step
+    start together. A ``ValueError`` of the engine is returned to the caller. After any other exception of the engine,
+    the call, all pending futures and later calls fail with :class:`WorkerDied` and the cause, and the engine is closed.
 
     Args:
         engine: the engine, which this worker closes.
-        tokenizer: decodes responses to ``Sample.text``; None: ``text`` stays None.
+        tokenizer: decodes responses to ``Sample.text``, which stays None without a tokenizer or if decoding fails.
 
     >>> from sota_grpo.engines.scripted import ScriptedEngine
     >>> worker = RolloutWorker(ScriptedEngine(lambda request, sample, version: [5, 6]))
@@ -51,7 +51,7 @@ class RolloutWorker:
         self._end: Future[NoReturn] = pending_future()  # its exception is that of every later call
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Sample one group; the future fails with ValueError if the prompt leaves no room for a response."""
+        """Submit a group; return its future, which :meth:`advance` resolves; ValueError if the engine rejects it."""
         return Task(self._sample(request, sampling))
 
     async def _sample(self, request: GroupRequest, sampling: Sampling) -> GroupOutput:
@@ -71,7 +71,7 @@ class RolloutWorker:
         return replace(group, samples=tuple(replace(sample, text=text) for sample, text in zip(group.samples, texts)))
 
     def advance(self) -> bool:
-        """Run one engine step; return False if no group is in progress."""
+        """Run one engine step; return False if there was nothing to do, or the engine failed or is closed."""
         try:
             return not self._end.done() and self._engine.advance()
         except BaseException as error:  # raising would end the host; callers get the error from their futures
@@ -85,9 +85,8 @@ class RolloutWorker:
     def update_weights(self, pack: WeightPack, version: int) -> int:
         """Load new weights while groups are running; return the version that samples the next token.
 
-        Args:
-            pack: all weights, or an adapter for the base weights of :meth:`set_base`.
-            version: version number of the weights.
+        ``pack``: all weights, or an adapter for the base weights of :meth:`set_base`. ValueError if the engine rejects
+        the weights or lacks those base weights, WorkerDied if the engine failed or is closed.
         """
 
         def push() -> int:
@@ -102,7 +101,7 @@ class RolloutWorker:
         return self._engine.weight_dtype
 
     def weight_sums(self) -> Mapping[str, Mapping[str, Checksum]] | None:
-        """Return ``{engine's name: {weight's name: checksum}}``, or None if the engine cannot report any."""
+        """Return ``{engine's name: {weight's name: checksum}}`` or None; WorkerDied if it failed or is closed."""
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
@@ -110,11 +109,11 @@ class RolloutWorker:
         self._do(self._engine.sleep)
 
     def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+        """Undo :meth:`sleep`; WorkerDied if the engine failed or is closed."""
         self._do(self._engine.wake)
 
     def close(self) -> None:
-        """Close the engine and fail pending futures; idempotent."""
+        """Close the engine and fail pending futures with WorkerDied; idempotent."""
         if not self._end.done():
             self._finish(WorkerDied("This rollout worker is closed."))
 
@@ -130,7 +129,7 @@ class RolloutWorker:
             return self._end.result()
 
     def _break(self, error: BaseException) -> None:
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}".rstrip(".")
         refusal = WorkerDied(f"The {self._engine.name} engine failed and cannot continue ({cause}).")
         refusal.add_note("".join(traceback.format_exception(error)).rstrip())
         refusal.__cause__ = error.with_traceback(None)  # its frames would keep the engine's memory
@@ -145,15 +144,7 @@ class RolloutWorker:
 
 
 def rollout_worker(options: EngineOptions, num_threads: int | None = None) -> RolloutWorker:
-    """Worker factory: build the engine, which loads its model, and return a rollout worker.
-
-    Args:
-        options: options of the engine.
-        num_threads: torch's CPU threads in this process; None: not set.
-
-    Raises:
-        UserError: the engine is not installed, or the model does not exist.
-    """
+    """Worker factory: set torch's CPU threads, build the engine and return its worker; UserError if it is unusable."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     tokenizer = load_tokenizer(options.model_path, trust_remote_code=options.trust_remote_code)
@@ -164,7 +155,7 @@ class FleetEngine(Streams):
     """Engine interface over a fleet of rollout workers: each group is sampled by the least loaded one.
 
     A worker that dies or makes no progress is replaced; the replacement gets the newest weights, and the lost groups
-    are sampled again. A group whose stream is dropped is still sampled to its end.
+    are sampled again. A group whose ``generate`` iterator is dropped is still sampled to its end.
 
     Args:
         fleet: a fleet of :class:`RolloutWorker`.
@@ -172,7 +163,7 @@ class FleetEngine(Streams):
         max_model_len: context length in tokens.
         share: :meth:`~sota_grpo.workers.base.Launcher.share` of the workers' launcher.
         deadline_s: longest wait for one worker's answer to any call but :meth:`submit`.
-        base: returns the packed base weights, if the learner sends only its adapter; called once.
+        base: returns the packed base weights, if the learner sends only its adapter; called once, when needed.
     """
 
     takes_adapters = True  # each worker merges them
@@ -196,7 +187,10 @@ class FleetEngine(Streams):
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Queue one group; return its uncancellable future. ValueError if the prompt leaves no room for a response."""
+        """Queue one group; return its uncancellable future, which fails as :meth:`Fleet.run` does.
+
+        ValueError as by :func:`~sota_grpo.engines.stepping.response_rooms`.
+        """
         response_rooms([request], sampling, self.max_model_len)
         return self.fleet.submit(request, sampling)
 
@@ -204,9 +198,8 @@ class FleetEngine(Streams):
         """Send weights to every worker while groups are running; return when every ready worker serves ``version``.
 
         Running groups use them from the next token. A worker that becomes ready later loads them before it samples.
-
-        Raises:
-            RuntimeError: a worker serves another version afterwards.
+        ValueError if an engine rejects the weights, RuntimeError if one has another version afterwards; else as
+        :meth:`Fleet.broadcast`.
         """
         if not isinstance(weights, WeightPack):
             weights = WeightPack.of(weights)
@@ -215,17 +208,20 @@ class FleetEngine(Streams):
             self._broadcast("set_base", base)
         served = self._broadcast("update_weights", self._share(weights), version)
         if wrong := sorted(set(served.values()) - {version}):
-            raise RuntimeError(f"After an update to weight version {version}, rollout workers serve {wrong}.")
+            raise RuntimeError(
+                f"After an update to weight version {version}, engines of rollout workers have the versions {wrong}; "
+                "update_weights of an engine must set its version."
+            )
         self.version = version
 
     @cached_property
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype to which weights may be cast before sending, read once; None if the engines' dtypes differ."""
+        """The dtype to which weights may be cast before sending, read once; None if unknown or the engines' differ."""
         dtypes = set(self.fleet.broadcast("weight_dtype", deadline_s=self._deadline_s).values())
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def weight_sums(self) -> dict[str, Mapping[str, Checksum]] | None:
-        """Return ``{worker's name: {weight's name: checksum}}`` of ready workers; None if one cannot report any."""
+        """Return ``{worker's name: {weight's name: checksum}}`` of ready workers; None if any cannot report them."""
         answers = self.fleet.broadcast("weight_sums", deadline_s=self._deadline_s)
         if None in answers.values():
             return None
@@ -235,11 +231,11 @@ class FleetEngine(Streams):
         return self.fleet.broadcast(method, *args, deadline_s=self._deadline_s, sticky=True)
 
     def sleep(self) -> None:
-        """Put every engine to sleep and wait; no-op if engines have their own devices."""
+        """Put every engine to sleep and wait, as :meth:`Fleet.sleep`; no-op if engines have their own devices."""
         self.fleet.sleep(self._deadline_s)
 
     def wake(self) -> None:
-        """Undo :meth:`sleep` and wait."""
+        """Undo :meth:`sleep` and wait, as :meth:`Fleet.wake`."""
         self.fleet.wake(self._deadline_s)
 
     def close(self) -> None:

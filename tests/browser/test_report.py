@@ -475,7 +475,7 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(opened: Callable, t
     page.click("#left-out summary")
     reasons = page.locator("#left-out li").all_inner_texts()
     assert len(reasons) == 4
-    assert reasons[0].endswith("has not finished a step: it has failed (Mend <b>1</b>.).")
+    assert reasons[0].endswith("has not finished a step: it has failed (Mend <b>1</b>).")
     assert page.inner_text("#differences") == page.inner_text("#key") == ""
     assert page.is_hidden("#means")
     assert page.inner_text("#config-table") == "No option matches.", "all are the default"

@@ -242,7 +242,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         (SERVED + "mode=async", "mode=async, several devices"),
         (SERVED + "inference_model.tensor_parallel_size=2", "leave it out"),
         (SERVED + "train_model.num_devices=2", "leave it out"),
-        (SERVED + "model.quantization=nf4", "leave one of them out"),
+        (SERVED + "model.quantization=nf4", "leave one of these options out"),
     ],
     "both_betas_are_decays": [("optimizer.betas=[0.9]", "two numbers"), ("optimizer.betas=[0.9,1]", "below 1")],
     "every_number_is_within_its_limits": [

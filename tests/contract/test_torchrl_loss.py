@@ -118,7 +118,7 @@ def test_a_key_that_the_actor_does_not_read_is_refused(model, wrapped: bool, nam
     loss.set_keys(**{name: ("mine", "all")})
     for row in batch.unbind(0):
         row["mine", "all"] = row[keys.FULL_TOKENS] if name == "action" else row[keys.ASSISTANT_MASK]
-    with pytest.raises(ValueError, match=rf"{name}=\('mine', 'all'\), but actor_network reads tokens.full"):
+    with pytest.raises(ValueError, match=rf"takes {name} from mine.all, but actor_network reads only tokens.full"):
         loss(batch)
 
 

@@ -36,7 +36,7 @@ def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_continues(
             return say
 
         fake.answer = until_gone
-        with pytest.raises(JudgeGone, match="has not answered for 0:0"):
+        with pytest.raises(JudgeGone, match="has given no usable answer for 0:0"):
             train(config, tmp_path / "run")
         fake.answer = fair
         config.train.resume = str(tmp_path / "run")

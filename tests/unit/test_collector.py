@@ -253,7 +253,7 @@ def test_a_batch_at_which_a_transform_fails_is_requested_again() -> None:
     with pytest.raises(ValueError, match="a mistake"):
         collector.next_batch()
     assert column(collector.next_batch(), keys.GROUP_ID)[::4] == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="set already"):
+    with pytest.raises(RuntimeError, match="a postproc already"):
         collector.set_postproc(postproc)
 
 
@@ -315,7 +315,7 @@ def test_a_state_needs_the_weights_of_its_moment() -> None:
         second.next_batch()
     second.update_policy_weights_(MODEL, version=state["policy_version"])
     assert column(second.next_batch(), keys.GROUP_ID)[::4] == [8, 9, 10, 11]
-    with pytest.raises(RuntimeError, match="after the first batch"):
+    with pytest.raises(RuntimeError, match="after collection had begun"):
         second.set_seed(1)
 
 

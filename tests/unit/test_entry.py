@@ -108,7 +108,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
         assert command(train) == 0
     assert len(watched) == 1
     assert logger.handlers == before
-    assert caplog.messages[0].startswith("Starting to train tiny on arithmetic (mode=sync, engine=auto, device=cpu): ")
+    assert caplog.messages[0].startswith("Policy tiny, task arithmetic (mode=sync, engine=auto, device=cpu): ")
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("Mend it."), 2), (RunFailed("It died."), 1)])
@@ -163,7 +163,7 @@ def test_vllm_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: p
     config.model.name = "tiny"
     tokenizer = load_tokenizer("tiny")
     config.engine.name = "vllm"
-    with pytest.raises(RunFailed, match=r"^engine=vllm cannot start \(ValueError: no room for the cache\)\.$"):
+    with pytest.raises(RunFailed, match=r"^engine=vllm cannot start \(ValueError: no room for the cache\); correct"):
         sampling.start_engine(config, "cpu", tokenizer, None, tmp_path)
     broken = ModuleNotFoundError("No module named 'cbor2'")
     monkeypatch.setattr(sampling, "make_engine", lambda *_, **__: (_ for _ in ()).throw(broken))

@@ -52,7 +52,7 @@ def test_failed_gradings_count_as_wrong_and_are_reported(reason: str, caplog: py
 
     env.grader = LocalGrader(score, ["correct"])
     assert measured(env, lambda request, index: "say")["eval/accuracy"] == 7 / 8
-    warning = f"failed on 1 of 8 responses of this evaluation; they count as wrong. First error: {reason}"
+    warning = f"failed on 1 of 8 responses of this evaluation, and these count as wrong. First error: {reason}"
     assert warning in caplog.text
 
 
@@ -86,7 +86,8 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     assert evaluator.sentence(3, actual) == "Held-out accuracy after 3 steps: 50.0 %, mean reward -0.5"
     evaluator.success_above = 0.0
     evaluator.measure()
-    assert "All 8 greedy held-out responses count as wrong, but their rewards range from -1 to 0" in caplog.text
+    warning = "rewards of all 8 greedy held-out responses, from -1 to 0, are not above reward.success_above=0: unless"
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize("num_samples", [1, 5, 8])

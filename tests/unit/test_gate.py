@@ -606,7 +606,7 @@ def test_a_check_that_finds_no_memory_ends_in_a_sentence(components: Components)
     def full(components: Components) -> gate.Check:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
 
-    with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\.\); .*_tokens=8192 or "):
+    with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\); .*_tokens=8192 or "):
         gate.run_gate(components, "warn", [full])
 
 

@@ -276,7 +276,7 @@ def test_a_broken_row_of_ifeval_is_named(tmp_path: Path, change: dict, message: 
         ),
         ({"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
         ({"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
-        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] is not a text"),
+        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] must be a text"),
         ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": None}}, "keywords:existence needs keywords"),
         ({"messages": [{"role": "system", "content": "Hi"}]}, "'messages' must hold one message, of the user"),
         ({"messages": [{"role": "user", "content": 3}]}, "'messages' holds int, not text"),

@@ -164,7 +164,7 @@ def test_coroutines_share_one_loop_that_continues(steady: Instances) -> None:
     ("row", "expected"),
     [
         ({"mood": "raise no"}, "reset raised ValueError: no"),
-        ({"mood": "list"}, "reset returned a list, but must return a str or None"),
+        ({"mood": "list"}, "reset returned a value of type list, not a str or None"),
         ({"start": threading.Lock()}, "TypeError: cannot pickle"),
     ],
 )
@@ -177,9 +177,9 @@ def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances, row: dict[s
     ("reward", "expected"),
     [
         (None, None),
-        ("nan", "get_reward returned nan, not a number that is finite in float32"),
-        ("list", "get_reward returned a list, not a number"),
-        ("4", "get_reward returned a str, not a number"),
+        ("nan", "get_reward returned nan, not None or a number that is finite in float32"),
+        ("list", "get_reward returned a value of type list, not None or"),
+        ("4", "get_reward returned a value of type str, not None or"),
         ("raise no", "get_reward raised ValueError: no"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_hang_costs_the_environments_of_its_worker_only(make: Callable[..., In
     behind, spared = (instances.call(key, [("add", {"number": 1})]) for key in (sibling, other))
     assert spared.result(WAIT_S) == [Answer("1", False)]
     assert reason(lost) == LATE
-    assert reason(behind) == "its worker process died or was replaced"
+    assert reason(behind) == "the environment's worker process died or was replaced"
     later = opened(instances, start=5)
     assert [instances.finish(key).result(WAIT_S) for key in (later, other)] == [5, 1]
     assert "finished" in reason(instances.finish(sibling))
@@ -332,7 +332,7 @@ def test_described_before_the_first_sample(make: Callable[..., Instances]) -> No
     [
         ("import nowhere", r"env.py, line 1: it cannot be imported \(ModuleNotFoundError: .*correct the file"),
         ("", r"env.py has no class or function 'Env'; it has none: correct the name."),
-        ("def Env(): raise OSError('offline')", r"cannot be used: its construction raised OSError: offline"),
+        ("def Env(): raise OSError('offline')", r"used: the environment's construction raised OSError: offline"),
         ("import os\nclass Env:\n  def __init__(self): os._exit(3)", "WorkerDied: .* ended with exit code 3"),
     ],
 )

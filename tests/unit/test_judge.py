@@ -305,7 +305,7 @@ def test_a_judge_that_stays_away_ends_the_run_and_what_it_said_is_kept(
     asked(grader, first)
     fake.kill()
     with pytest.raises(
-        JudgeGone, match=r"has not answered for 0:0[01] \(POST .* found no server.*continue with train.resume=auto"
+        JudgeGone, match=r"no usable answer for 0:0[01] \(POST .* found no server.*continue with train.resume=auto"
     ):
         asked(grader, later)
     assert issubclass(JudgeGone, RunFailed)

@@ -156,7 +156,7 @@ def test_a_key_is_sent_to_the_server_and_written_nowhere_and_a_server_that_ends_
             running.end()
             with pytest.raises(InstanceLost, match="MCP server failed in a tool call"):
                 call(made, opened, "add_note", text="a")
-            with pytest.raises(InstanceLost, match=rf"no MCP server answers at http://127.0.0.1:{running.port}/mcp"):
+            with pytest.raises(InstanceLost, match=rf"no session with the MCP server .*:{running.port}/mcp"):
                 made.open({}).result(WAIT_S)
     finally:
         running.end()
@@ -202,8 +202,8 @@ def test_a_key_goes_over_https_or_to_this_machine() -> None:
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
-        (f"mcp+http://127.0.0.1:{free_port()}/mcp", r"cannot be used: no MCP server answers at http.*ConnectError"),
-        (f"mcp:{sys.executable} -c 'raise SystemExit(3)'", r"no MCP server answers at .*Connection closed"),
+        (f"mcp+http://127.0.0.1:{free_port()}/mcp", r"cannot be used: no session with .* http.*ConnectError"),
+        (f"mcp:{sys.executable} -c 'raise SystemExit(3)'", r"no session with the MCP .*Connection closed"),
     ],
     ids=["url", "command"],
 )

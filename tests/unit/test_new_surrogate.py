@@ -236,7 +236,7 @@ def test_an_own_estimator_gives_the_advantage_that_the_scale_divides(mine: Path)
         (lambda rewards: rewards.median(dim=5), "algorithm.baseline failed: IndexError: Dimension out of range"),
         (lambda rewards: rewards[:1], r"returned \[1\] for 3 responses; .* of shape \[3\]"),
         (lambda rewards: rewards.tolist(), "returned list for 3 responses"),
-        (lambda rewards: rewards / 0, r"the advantage inf for response 0, whose reward is 1"),
+        (lambda rewards: rewards / 0, r"the advantage inf at index 0, for a response with the reward 1"),
     ):
         with pytest.raises(UserError, match=sentence):
             GroupAdvantage(wrong)(table.without("advantage"))

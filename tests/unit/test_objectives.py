@@ -506,7 +506,7 @@ def test_a_partial_of_a_surrogate_sets_its_options() -> None:
 def test_a_partial_of_a_surrogate_keeps_its_rules_and_sets_no_term_of_the_loss() -> None:
     declared = surrogate(partial(vespo_surrogate, k_positive=1.0))
     assert (declared.weighs_rows, declared.advantage_only, declared.ratios) == (True, True, ("token",))
-    with pytest.raises(ObjectiveError, match="sets clip_low, clip_high; set clip widths in the loss"):
+    with pytest.raises(ObjectiveError, match="sets clip_low, clip_high; leave this out, and set clip widths"):
         surrogate(partial(clipped_surrogate, clip_low=0.01, clip_high=0.01))
     with pytest.raises(ObjectiveError, match=r"the parameters of algorithm.objective cannot be read .*correct them"):
         surrogate(partial(sapo_surrogate, tau_pos=2.0))

@@ -93,7 +93,7 @@ def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
 @pytest.mark.parametrize(
     ("name", "row", "sentence"),
     [
-        *(("gsm8k", {"question": "?", "answer": answer}, "the gold answer has no number after '####'")
+        *(("gsm8k", {"question": "?", "answer": answer}, "the gold answer must be one number, or end in")
           for answer in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")),
         ("math", {"question": "?"}, "no column 'ground_truth' or .* columns found are 'question'"),
         ("math", {"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),

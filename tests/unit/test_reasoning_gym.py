@@ -251,7 +251,7 @@ def test_a_task_with_too_few_problems_is_reported() -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"answer": "4", "metadata": "text"}, "there is no metadata.source_dataset"),
+        ({"answer": "4", "metadata": "text"}, "metadata.source_dataset is missing"),
         ({"answer": 4, "metadata": {"source_dataset": "gcd"}}, "'answer' holds int"),
         ({"answer": "4", "metadata": {"source_dataset": "bitwise_arithmetic", "problem": "1"}}, "is refused"),
         ({"answer": "4", "metadata": {"source_dataset": "gdc"}}, "did you mean gcd"),

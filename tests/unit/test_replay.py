@@ -192,7 +192,7 @@ def test_the_gradient_is_the_sum_over_the_optimizer_steps_before_the_clip(
 
 def test_no_room_for_a_gradient_is_a_sentence(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10}))
-    with pytest.raises(UserError, match=r"^A gradient takes 0\.\d GiB, but .* compare fewer algorithms, or set TMPDIR"):
+    with pytest.raises(UserError, match=r"^Each algorithm's gradient takes 0\.\d GiB, but .*; set TMPDIR"):
         replayed(plain, 0, ["algorithm=dapo"])
     assert replayed(plain, 0)["agrees"]  # alone it keeps none
 

@@ -55,7 +55,7 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     assert [run.path.name for run in runs] == ["2", "10"]
     assert left_out == [
         f"The run in {tmp_path / 'sweep' / '3'} has not finished a step: it has stopped (before its first step).",
-        f"The run in {tmp_path / 'sweep' / '4'} has not finished a step: it has failed (There is no model there.).",
+        f"The run in {tmp_path / 'sweep' / '4'} has not finished a step: it has failed (There is no model there).",
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Pa
         ("metrics.jsonl", "{broken\n", "Line 1 of .* is not a JSON object with a step"),
         ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not a JSON object with a step"),
         ("config.yaml", "a: [1", "is not a valid config; remove the file"),
-        ("config.yaml", "algorithm: 3", "algorithm is not a section of options"),
+        ("config.yaml", "algorithm: 3", "the value of algorithm is not a section of options"),
     ],
 )
 def test_what_is_wrong_is_said_on_the_page_and_by_the_command(
@@ -232,4 +232,4 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
     (message,) = [one.getMessage() for one in caplog.records]
     assert "No space left on device" in message
-    assert "training continues" in message
+    assert "the run writes no other" in message

@@ -94,7 +94,7 @@ def test_a_column_that_some_rows_lack_is_no_tensor_of_all() -> None:
     table = RowTable(2, {"x": Column(torch.ones(1, 1), None, [1]), "y": Column(torch.ones(3), [1, 2])})
     with pytest.raises(ValueError, match="x is missing in 1 of 2 rows"):
         table.get("x")
-    with pytest.raises(ValueError, match="y has a different length in each row"):
+    with pytest.raises(ValueError, match="y differs in length between rows"):
         table.get("y")
     assert table.get("z", 4) == 4
 

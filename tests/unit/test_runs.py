@@ -314,7 +314,7 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         place.start("seed: 1\ntrain: {epochs: 1, total_dialog_turns: 64}\nlogging: {level: warning}\n")
     with pytest.raises(RunRefused, match=r"another config\. Different: seed, train\.epochs\. Give the options of"):
         opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
-    with pytest.raises(RunRefused, match="Different: the content of a file, or a Python input"):
+    with pytest.raises(RunRefused, match="Different: the content of a file, a Python input or the engine"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
     (run_dir / "config.yaml").unlink()
     with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing; choose another"):

@@ -134,7 +134,7 @@ def test_what_sglang_is_sent_and_how_its_answer_is_read(rigs: Rigs):
 def test_sampling_is_refused_where_sglang_reports_other_log_probs_or_rows_do_not_fit(rigs: Rigs):
     engine = rigs.engine(fake := FakeSGLang(), max_rows=3)
     for sampling in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
-        with pytest.raises(ValueError, match="before top-p and top-k"):
+        with pytest.raises(ValueError, match="leave out top-p, top-k and min-p"):
             add(engine, [request(9)], Sampling(max_tokens=4, **sampling))
     with pytest.raises(ValueError, match="requests 4 samples, more than the max_rows=3"):
         add(engine, [request(9, num_samples=4)], SAMPLING)

@@ -382,5 +382,5 @@ def test_a_rank_that_does_not_see_the_run_directory_says_so(tmp_path: Path) -> N
     worker.learner = SimpleNamespace(ranks=Ranks(rank=3, size=4))  # type: ignore[assignment]
     (tmp_path / "there").touch()
     worker.sees(str(tmp_path / "there"))
-    with pytest.raises(UserError, match=r"Rank 3 of the learner, on .*, cannot write to .*hydra\.run\.dir"):
+    with pytest.raises(UserError, match=r"Rank 3 of the learner, on .*, does not see or cannot .*hydra\.run\.dir"):
         worker.sees(str(tmp_path / "not there"))

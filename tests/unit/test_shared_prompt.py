@@ -292,7 +292,7 @@ def test_what_is_not_known_is_refused() -> None:
         pack(torch.ones(1, 2).long(), torch.tensor([[False, True]]), torch.zeros(1, 2).bool())
     heads = torch.randn(1, 2, 3, 4)
     layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())
-    unlike = "dropout, or not causal"
+    unlike = "dropout, or attention that is not causal"
     for strange, reason in (({"dropout": 0.1}, unlike), ({"s_aux": heads}, "s_aux"), ({"is_causal": False}, unlike)):
         with pytest.raises(NotImplementedError, match=reason):
             shared_attention(torch.nn.Identity(), heads, heads, heads, None, layout=layout, **strange)

@@ -475,7 +475,7 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
         synchronous_source(right=0.5, seed=0, num_groups=4).load_state_dict(state)
     rig = Rig(max_policy_age=1)
     rig.source.is_ready()
-    with pytest.raises(RuntimeError, match="after the first batch"):
+    with pytest.raises(RuntimeError, match="after collection had begun"):
         rig.source.load_state_dict(state)
 
 
@@ -503,7 +503,7 @@ def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
     rig.source.handle_events()
     began = time.monotonic()
     with pytest.raises(
-        TimeoutError, match="3 groups are being sampled, 1 graded, 0 are at the reference, 0 are finished"
+        TimeoutError, match="3 groups are being sampled, 1 being graded, 0 are at the reference, 0 are finished"
     ):
         rig.source.next_batch()
     assert time.monotonic() - began >= 0.1

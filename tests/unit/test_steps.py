@@ -330,7 +330,7 @@ def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[floa
 def test_three_steps_in_a_row_of_zero_advantage_groups_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     warned = warnings(caplog, 20, [0.5, 0.0, 0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0])
     assert len(warned) == 1
-    assert warned[0].startswith("Every group of the last 3 steps had equal rewards (mean 0.25)")
+    assert warned[0].startswith("All advantages of the last 3 steps were 0 (last mean reward 0.25)")
 
 
 def test_two_are_not_but_where_the_run_has_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -232,7 +232,7 @@ VERL = verl_row(1)
         ),
         ({"prompt": "?", "answer": "1+1=2\n#### 2"}, "row 2: column 'ground_truth' holds no ground truth"),
         ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is a dict: {"a": 1}, which only .*; set reward.path'),
-        ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, "row 2: the gold answer has no number"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, "gold answer must be one number"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:

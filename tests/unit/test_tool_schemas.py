@@ -135,8 +135,8 @@ def test_arguments_are_checked_as_jsonschema_does(schema: dict[str, Any], value:
     ("schemas", "reason"),
     [
         ([], "there are no tools; give"),
-        ([{"type": "function"}], "the schema of tool 0 is named None; use"),
-        ([{"name": "a b"}], "the schema of tool 0 is named 'a b'; use"),
+        ([{"type": "function"}], r"tool 0 \(from 0\) has the name None; use"),
+        ([{"name": "a b"}], r"tool 0 \(from 0\) has the name 'a b'; use"),
         ([{"name": "a", "parameters": [1]}], "the parameters of the tool a are no JSON schema; use"),
         ([{"name": "a"}, {"type": "function", "function": {"name": "a"}}], "two tools are called 'a'; rename"),
     ],

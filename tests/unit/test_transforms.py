@@ -244,7 +244,7 @@ def test_a_reference_whose_device_lacks_memory_ends_the_run_in_a_sentence() -> N
     error = torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
     full = Mock(spec=FakeReference(), side_effect=error)
     row = random_row(generator(), 4, 2).exclude(keys.REF_LOG_PROBS)
-    sentence = r"lacks memory for the reference's micro-batches of 4,096 tokens \(CUDA .* Tried\.\); use a smaller"
+    sentence = r"lacks memory for the reference's micro-batches of 4,096 tokens \(CUDA .* Tried\); use a smaller"
     with pytest.raises(RunFailed, match=sentence):
         ReferenceKL(full, pad_token_id=0, token_budget=4096)(lazy_stack([row]))
 

@@ -142,8 +142,8 @@ def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("number", "gives a int, not a TorchRL Transform"),
-        ("missing", "the file does not define missing"),
+        ("number", "gives an object of type int, not a TorchRL Transform"),
+        ("missing", "the file does not define 'missing'"),
         ("broken", r"calling broken failed \(line \d+\): KeyError"),
     ],
 )

@@ -4,10 +4,9 @@ Results equal those of the benchmark's evaluator, and of TorchRL's copy of it, w
 missing kwarg or a letter such as ``#`` they draw a random value; here the first is an error and the second is used
 unchanged. Every check takes time linear in the length of the text.
 
-Rows are IFEval's or RLVR-IFeval's. A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is
-``{"func_name": ..., "N": ..., ...}`` with the arguments that it does not use set to null. It is graded by the
-benchmark's rules, because the benchmark's score is the goal of the training; kwargs express what differs in its prompt
-("exactly", "around", another divider, other options).
+A constraint of RLVR-IFeval (Lambert et al. 2024, arXiv:2411.15124) is ``{"func_name": ..., "N": ..., ...}``, in which
+unused arguments are null. It is graded by the benchmark's rules, because the benchmark's score is the goal of the
+training; kwargs express what differs in its prompt ("exactly", "around", another divider, other options).
 """
 
 from __future__ import annotations
@@ -77,17 +76,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of the benchmark's instructions.
+    """One of the benchmark's instructions."""
 
-    Args:
-        follows: ``(text, **kwargs) -> bool``, the check; if ``splits_sentences``, it takes ``nltk_data`` as well.
-        func_name: name of the same constraint in RLVR-IFeval.
-        kwargs: names of the kwargs; True: required, as in the benchmark; False: used only by training data.
-    """
-
-    follows: Callable[..., bool]
-    func_name: str
-    kwargs: Mapping[str, bool]
+    follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool; with nltk_data if it splits sentences
+    func_name: str  # name of the same constraint in RLVR-IFeval
+    kwargs: Mapping[str, bool]  # by name; True: required, as in the benchmark; False: used only by training data
     splits_sentences: bool
 
 
@@ -129,13 +122,10 @@ INSTRUCTIONS: Mapping[str, Instruction] = {
 
 
 def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked kwargs of an instruction, without those that have no value (None, NaN, empty).
+    """Return the checked and converted kwargs of an instruction, without those that have no value (None, NaN, empty).
 
-    Tables give every row the kwargs of all instructions, most of them None; 0 is a value. A missing required kwarg is
-    an error; the official evaluator draws a random one.
-
-    Raises:
-        ValueError: an unknown ``instruction_id``, or a kwarg that is missing, of a wrong type or not the instruction's.
+    Tables give every row the kwargs of all instructions, most of them None; 0 is a value. ValueError for an unknown
+    ``instruction_id``, or a kwarg that is missing, of a wrong type or not the instruction's.
     """
     if instruction_id not in INSTRUCTIONS:
         raise ValueError(f"{instruction_id!r} is not one of the {len(INSTRUCTIONS)} instructions of IFEval")
@@ -147,7 +137,7 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
     }
     for name, is_needed in names.items():
         if is_needed and name not in present:
-            raise ValueError(f"{instruction_id} needs {name}")
+            raise ValueError(f"{instruction_id} needs {name}, which is missing or empty")
     for name, value in present.items():
         if name not in names:
             takes = f"takes {', '.join(names)}" if names else "takes no kwargs"
@@ -180,13 +170,9 @@ def follow_lists(
     """Return two lists, with whether the text follows each instruction: strictly (unchanged) and loosely.
 
     Loosely means that at least one of eight variants follows it, to tolerate an introduction and an ending: the text,
-    without its first line, its last line or both, each with and without ``*``. An empty variant follows nothing.
-
-    Args:
-        text: :func:`answer_text` of a response.
-        instruction_ids: keys of ``INSTRUCTIONS``.
-        kwargs: one per instruction, as :func:`read_kwargs` returns them.
-        nltk_data: see :func:`find_punkt`.
+    and the text without its first line, last line or both, each with and without ``*``. A blank variant follows
+    nothing. ``text`` is a result of :func:`answer_text`, ``kwargs`` has one of :func:`read_kwargs` per instruction;
+    ``nltk_data`` and UserError: see :func:`find_punkt`.
 
     >>> follow_lists("Sure, here it is:\\n**Yes**", ["punctuation:no_comma", "detectable_format:title"], [{}, {}])
     ([False, False], [True, False])
@@ -242,8 +228,7 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benc
 def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return an RLVR-IFeval constraint's instruction id and its unchecked kwargs; a missing argument becomes None.
 
-    Raises:
-        ValueError: ``func_name`` is missing or unknown, or an argument that must be text is not.
+    ValueError for a missing or unknown ``func_name``, or an argument that is not the text or list of texts it must be.
 
     >>> instruction_of({"func_name": "validate_word_constraint", "N": 17, "quantifier": "at least", "word": None})
     ('length_constraints:number_words', {'relation': 'at least', 'num_words': 17})
@@ -259,12 +244,14 @@ def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         try:
             kwargs[name] = value if value is None else _MEANING.get(argument, lambda same: same)(value)
         except (TypeError, AttributeError):
-            raise ValueError(f"{argument}={value!r} is not a text or a list of texts") from None
+            raise ValueError(
+                f"{argument}={value!r} must be a text, or for keyword_list and forbidden_words a list of texts"
+            ) from None
     return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
 
 
 def read_prompt(row: Mapping[str, Any]) -> str:
-    """Return the prompt of a row of either dataset, empty if it is missing; raise ValueError if it is not text."""
+    """Return the prompt of a row of either dataset, or an empty text; ValueError if it is not one text of the user."""
     column, prompt = "prompt", row.get("prompt")
     if prompt is None and row.get("messages") is not None:
         column, messages = "messages", row["messages"]
@@ -278,13 +265,11 @@ def read_prompt(row: Mapping[str, Any]) -> str:
 
 
 def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the instruction ids in a row of either dataset, and the checked kwargs of each instruction.
+    """Return (instruction ids, checked kwargs of each instruction) of a row of either dataset.
 
     IFEval: column ``instruction_id_list``, and ``kwargs`` with one mapping per instruction, as a list or JSON.
     RLVR-IFeval: column ``ground_truth`` with one constraint or a list of them (:func:`instruction_of`), or JSON.
-
-    Raises:
-        ValueError: a column is missing or malformed, or an instruction or its kwargs are invalid.
+    ValueError if a column is missing, or a column, an instruction or its kwargs are invalid.
     """
     if "instruction_id_list" in row:
         ids, kwargs = _plain(row["instruction_id_list"]), _plain(row.get("kwargs"))

@@ -1,11 +1,9 @@
 """The checks of IFEval, one function per instruction, with the text and the kwargs under their official names.
 
 Each check takes time linear in the length of the text. If the official regular expression does not, another method
-finds the same matches, and a comment explains it.
-
-Sentences, tokens and words are those of the installed NLTK, so results agree with an official evaluator that uses the
-same NLTK version (versions differ in curly quotes and Indic letters). Without NLTK's Punkt data, sentences are split
-almost as with them. Nothing is ever downloaded.
+finds the same matches. Sentences, tokens and words are those of the installed NLTK, so results agree with an official
+evaluator that uses the same NLTK version (versions differ in curly quotes and Indic letters). Without NLTK's Punkt
+data, sentences are split almost as with them. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
@@ -47,13 +45,9 @@ _COMMON_WORDS = """
 
 
 def find_punkt(nltk_data: str | None = None) -> Path | None:
-    """Return the folder of Punkt's English data, or None if there is none.
+    """Return the folder of Punkt's English data in ``nltk.data.path``, or None if there is none.
 
-    Args:
-        nltk_data: folder that contains ``tokenizers/punkt_tab``; None searches ``nltk.data.path``.
-
-    Raises:
-        UserError: the folder ``nltk_data`` does not contain the data.
+    A folder ``nltk_data`` is searched instead; UserError if it does not contain ``tokenizers/punkt_tab/english``.
     """
     if nltk_data is not None:
         folder = Path(nltk_data, _FOLDER).expanduser()
@@ -67,7 +61,7 @@ def find_punkt(nltk_data: str | None = None) -> Path | None:
 
 
 def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """Yield the sentences of the first 100,000 characters of a text."""
+    """Yield the sentences of the first 100,000 characters of a text; ``nltk_data``: see :func:`find_punkt`."""
     text = text[:_MAX_CHARS]
     for begin, end in _splitter(nltk_data).span_tokenize(text):
         yield text[begin:end]
@@ -75,7 +69,7 @@ def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
 
 @lru_cache(maxsize=256)  # a response and its loose readings share sentences
 def num_capital_tokens(sentence: str) -> int:
-    """Return the number of tokens of ``nltk.word_tokenize`` that are all in capital letters."""
+    """Return how many tokens of a sentence, split as by ``nltk.word_tokenize``, are upper case (``str.isupper``)."""
     from nltk.tokenize import NLTKWordTokenizer
 
     if not any(map(str.isupper, sentence)):
@@ -121,7 +115,7 @@ RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def compare_number_of(items: Iterable[object], relation: str, threshold: int) -> bool:
-    """Return whether the count of items is ``relation`` ``threshold`` (at least 3); stops soon after ``threshold``."""
+    """Return whether there are ``relation`` ``threshold`` items, such as "at least 3"; reads hardly more than these."""
     enough = threshold + _tolerance(threshold) + 1  # for this number and above no relation changes
     return RELATIONS[relation](sum(1 for _ in islice(items, enough)), threshold)
 
@@ -146,8 +140,7 @@ LANGUAGES = frozenset(_CODES.split())  # the languages that langdetect detects
 def is_language(text: str, language: str) -> bool:
     """Return whether the text is in the language with this code; True if none is detected (the official rule).
 
-    langdetect samples the text at random; a fixed seed gives every response the same result each time. langdetect reads
-    the first 10,000 characters.
+    langdetect samples the first 10,000 characters at random; a fixed seed makes its result repeatable.
     """
     from langdetect.lang_detect_exception import LangDetectException
 
@@ -195,7 +188,7 @@ def keyword_count(text: str, keyword: str, relation: str, frequency: int) -> boo
 
 
 def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """Return whether no forbidden word occurs as a whole word, ignoring case."""
+    """Return whether no forbidden word (a regular expression) occurs as a whole word, ignoring case."""
     return not any(pattern_of(word, r"\b", r"\b").search(text) for word in forbidden_words)
 
 
@@ -210,7 +203,7 @@ def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str 
 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
-    """Return whether the text has ``relation`` ``num_words`` words: runs of letters, digits and underscores."""
+    """Return whether the text has ``relation`` ``num_words`` words: NLTK's runs of letters, digits and underscores."""
     from nltk.tokenize import RegexpTokenizer  # its words include vowel signs, such as Hindi's; those of re do not
 
     return RELATIONS[relation](len(RegexpTokenizer(r"\w+").tokenize(text)), num_words)
@@ -224,7 +217,11 @@ def paragraph_count(text: str, num_paragraphs: int, divider: str = DIVIDER) -> b
 
 
 def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Return whether there are ``num_paragraphs``, split by empty lines, and the n-th begins with ``first_word``."""
+    """Return whether the text has ``num_paragraphs``, split by empty lines, and the n-th begins with ``first_word``.
+
+    ``num_paragraphs`` counts paragraphs that are not blank, ``nth_paragraph`` all of them, from 1 to
+    ``num_paragraphs``. Case and quotation marks before the first word are ignored; a punctuation mark ends it.
+    """
     paragraphs = text.split("\n\n")
     num_full = sum(1 for paragraph in paragraphs if paragraph.strip())
     if num_full != num_paragraphs or nth_paragraph > num_full:
@@ -239,8 +236,7 @@ def nth_paragraph_begins(text: str, num_paragraphs: int, nth_paragraph: int, fir
 def placeholder_count(text: str, num_placeholders: int) -> bool:
     """Return whether the text has at least ``num_placeholders`` texts in square brackets, each on one line.
 
-    It counts as the official ``\\[.*?\\]`` does (from the first ``[`` to the next ``]``), but in linear time also if
-    brackets never close.
+    As the official ``\\[.*?\\]``, from the first ``[`` to the next ``]``, but in linear time if brackets never close.
     """
     is_open, count = False, 0
     for mark in _BRACKET.finditer(text):
@@ -256,7 +252,7 @@ def has_postscript(text: str, postscript_marker: str) -> bool:
 
 
 def bullet_count(text: str, num_bullets: int) -> bool:
-    """Return whether exactly ``num_bullets`` lines begin with ``*`` (one, not two) or ``-``."""
+    """Return whether exactly ``num_bullets`` lines begin with ``*`` (one, not two) or ``-``, perhaps after spaces."""
     return len(_STAR_BULLET.findall(text)) + len(_DASH_BULLET.findall(text)) == num_bullets
 
 
@@ -292,8 +288,7 @@ def is_json(text: str) -> bool:
 def has_title(text: str) -> bool:
     """Return whether some line has a ``<<title>>`` that is not empty.
 
-    The official ``<<[^\\n]+>>``, quadratic for brackets that never close, matches from the first ``<<`` of a line to
-    its last ``>>``.
+    As the official ``<<[^\\n]+>>``, from a line's first ``<<`` to its last ``>>``, but in linear time.
     """
     for line in text.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
@@ -310,28 +305,28 @@ def has_two_responses(text: str) -> bool:
 
 
 def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """Return whether the text begins with the prompt, ignoring case."""
+    """Return whether the text begins with the prompt, ignoring case and white space around both."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def ends_with(text: str, end_phrase: str) -> bool:
-    """Return whether the text ends with the phrase, ignoring case and quotation marks after it."""
+    """Return whether the text ends with the phrase, ignoring case, quotation marks and then white space after it."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
-    """Return whether ``capital_relation`` ``capital_frequency`` words (NLTK's) are in capital letters."""
+    """Return whether ``capital_relation`` ``capital_frequency`` tokens (:func:`num_capital_tokens`) are upper case."""
     capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
 
 def is_english_in_capitals(text: str) -> bool:
-    """Return whether the text is English without lower-case letters."""
+    """Return whether the text counts as English (:func:`is_language`) and has capital but no lower-case letters."""
     return text.isupper() and is_language(text, "en")
 
 
 def is_english_in_lower_case(text: str) -> bool:
-    """Return whether the text is English without capital letters."""
+    """Return whether the text counts as English (:func:`is_language`) and has lower-case but no capital letters."""
     return text.islower() and is_language(text, "en")
 
 
@@ -341,6 +336,6 @@ def lacks_commas(text: str) -> bool:
 
 
 def is_quoted(text: str) -> bool:
-    """Return whether the text begins and ends with a double quotation mark."""
+    """Return whether the text begins and ends with a double quotation mark, ignoring white space around it."""
     text = text.strip()
     return len(text) > 1 and text[0] == '"' == text[-1]

@@ -65,16 +65,11 @@ _NOT_NOW = frozenset((401, 402, 403, 404, 405, 407, 408, 409, 425, 429, 502, 503
 
 
 class JudgeGone(RunFailed, RuntimeError):
-    """The judge has been unavailable for longer than the run may wait, or gives no verdicts."""
+    """The judge has been unavailable for longer than a run may wait, or gave no verdict on 64 questions in a row."""
 
 
 class _Failed(Exception):
-    """A request got no usable answer; the caller repeats the request.
-
-    Args:
-        may_blame: the question itself may have caused the failure.
-        after_s: seconds until the next request, from the header ``Retry-After``.
-    """
+    """A request got no usable answer, perhaps because of its question (``may_blame``); repeat it after ``after_s``."""
 
     def __init__(self, reason: str, *, may_blame: bool = True, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -85,13 +80,8 @@ class VerdictCache:
     """A cache of verdicts by question key, in an append-only JSON Lines file; not thread-safe.
 
     Each line is written by one system call, so a killed process leaves at most one incomplete line. Damaged lines are
-    ignored. Memory holds only the offsets of the lines.
-
-    Args:
-        path: file that is read and appended to; None: an unnamed temporary file.
-
-    Raises:
-        UserError: ``path`` is a symbolic link or not a regular file, or cannot be written.
+    ignored, with one warning. Memory holds only the offsets. ``path`` is created if it is missing; None: an unnamed
+    temporary file. UserError if ``path`` is a symbolic link, not a regular file, or not writable.
 
     >>> path = getfixture("tmp_path") / "judge.jsonl"
     >>> cache = VerdictCache(path)
@@ -111,10 +101,12 @@ class VerdictCache:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
-            raise UserError(f"Cannot write the judge's verdicts to {path} ({error.strerror}).") from error
+            raise UserError(
+                f"Cannot write the judge's verdicts to {path} ({error.strerror}); make it a writable file, not a link."
+            ) from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
-            raise UserError(f"Cannot write the judge's verdicts to {path}: not a regular file; remove it.")
+            raise UserError(f"Cannot write the judge's verdicts to {path}: it is not a regular file; remove it.")
         offset, num_odd, line = 0, 0, b"\n"
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -133,13 +125,13 @@ class VerdictCache:
         return len(self._positions)
 
     def get(self, key: str) -> Verdict | None:
-        """Return the cached verdict for the question key ``key``, or None."""
+        """Return the cached verdict for the question key ``key`` (64 hex digits), or None."""
         position = self._positions.get(bytes.fromhex(key))
         verdict = None if position is None else _verdict_of(os.pread(self._fd, *position))
         return None if verdict is None or verdict[0] != key else verdict[1]
 
     def put(self, key: str, verdict: Verdict) -> Verdict:
-        """Append ``verdict`` with the last 2,000 characters of its text and return it; OSError if the disk is full."""
+        """Append ``verdict``, its text cut to the last 2,000 characters, and return it so; OSError if that fails."""
         verdict = replace(verdict, said=verdict.said[-_MOST_SAID:])
         row = {"key": key, "value": verdict.value, "error": verdict.error, "said": verdict.said}
         line = json_line({name: value for name, value in row.items() if value not in (None, "")}).encode() + b"\n"
@@ -183,11 +175,11 @@ class JudgeClient:
 
     After that, the question gets an error if the judge has answered another question since the last try or, after
     ``retries``, answers a minimal question now. Otherwise the request is repeated. After ``gone_s`` without any answer,
-    or 64 questions in a row without a verdict, all futures fail with :class:`JudgeGone`. A question gets an error
-    at once if the judge rejects it (400, ..), and after two answers whose text has no verdict.
+    or 64 questions in a row without a verdict, all futures fail with :class:`JudgeGone`. A question gets an error at
+    once if the judge rejects it (400, ..), and after two answers whose text has no verdict.
 
     Args:
-        url: base URL of the judge, with or without a trailing ``/v1``.
+        url: base URL of the judge, with or without a trailing ``/v1``; UserError if it is not an http(s) address.
         cache: verdicts so far; :meth:`close` closes it.
         timeout_s: time limit of one request.
         first_pause_s: mean pause before the first retry; doubled with every retry, up to 30 s.
@@ -240,9 +232,7 @@ class JudgeClient:
     async def verdict(self, question: Question) -> Verdict:
         """Return the verdict on a question; call it from a coroutine on the client's event loop (:meth:`submit`).
 
-        Raises:
-            RunFailed: the judge is gone, or the cache cannot be written.
-            RuntimeError: the client is closed.
+        RunFailed if the judge is gone or the cache cannot be written; RuntimeError if the client is closed.
         """
         key = question.key
         task = self._open.get(key)
@@ -256,7 +246,7 @@ class JudgeClient:
         return await asyncio.shield(task)
 
     def metrics(self) -> dict[str, float]:
-        """Return the ``judge/`` metrics of the time since the last call: counts, and the mean latency in seconds."""
+        """Return the ``judge/`` metrics since the last call: counts, and after requests the mean latency in seconds."""
         before, self._reported = self._reported, dict(self._counts)
         counts = {name: count - before[name] for name, count in self._reported.items()}
         latency_s, requests = counts.pop("latency_s"), counts["requests"]
@@ -266,8 +256,7 @@ class JudgeClient:
     def connect(self) -> None:
         """Check that the judge answers; set an empty ``model`` of the endpoint, and ``as_text`` if the judge needs it.
 
-        Raises:
-            UserError: no server, a rejected key, no model, or a failing ``/classify``; the message has the fix.
+        For ``classify`` one or two questions are sent, too. UserError if the judge cannot be used, with the fix.
         """
         try:
             status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._timeout_s)
@@ -372,7 +361,7 @@ class JudgeClient:
             if self._num_without >= _MOST_WITHOUT:  # its credit is used up, or it cannot judge
                 self._gone = JudgeGone(
                     f"The judge at {self.url} has given no verdict on {self._num_without} questions in a row (the "
-                    f"last: {verdict.error}); check its credit and model, or change the rubric."
+                    f"last: {str(verdict.error).rstrip('.')}); check its credit and model, or change the rubric."
                 )
                 raise self._gone
             return verdict
@@ -381,9 +370,7 @@ class JudgeClient:
     async def _is_to_blame(self, num_failed: int, first_at: float, last_at: float) -> bool:
         """Return whether a question itself causes its failures, that is whether the judge answers others meanwhile.
 
-        Args:
-            first_at: time of the question's first failure.
-            last_at: time of the failure before this one, or NaN; earlier answers may date from before an outage.
+        ``first_at`` is the time of its first failure, ``last_at`` that of the failure before this one, or NaN.
         """
         is_spent = num_failed > self._retries
         if not is_spent and time.monotonic() - first_at <= self._gone_s:
@@ -403,14 +390,15 @@ class JudgeClient:
         left_s = self._gone_s - silent_s
         if left_s <= 0:
             self._gone = JudgeGone(
-                f"The judge at {self.url} has not answered for {duration(silent_s)} ({reason}), so the run ends; "
-                "restart the judge, then continue with train.resume=auto: answered questions are not sent again."
+                f"The judge at {self.url} has given no usable answer for {duration(silent_s)} ({reason}), so the run "
+                "ends; restart the judge, then continue with train.resume=auto: answered questions are not sent again."
             )
             raise self._gone
         if silent_s > _WARN_AFTER_S and (self._warned_at is None or now - self._warned_at >= _WARN_EVERY_S):
             self._warned_at = now
             logger.warning(
-                "No answer of the judge at %s for %s (%s); %d questions wait; unless it answers, the run ends in %s.",
+                "No usable answer of the judge at %s for %s (%s); %d questions wait; unless it answers, the run ends "
+                "in %s.",
                 *(self.url, duration(silent_s), reason, len(self._open), duration(left_s)),
             )
 
@@ -455,7 +443,9 @@ class JudgeClient:
             self._note_answer()
             raise
         except (WrongForm, ValueError, RecursionError) as error:
-            raise _Failed(f"its answer cannot be read ({type(error).__name__}: {one_line(str(error), 100)})") from None
+            raise _Failed(
+                f"the judge's answer cannot be read ({type(error).__name__}: {one_line(str(error), 100).rstrip('.')})"
+            ) from None
         self._note_answer()
         return verdict
 
@@ -474,34 +464,22 @@ def _seconds(after: str | None) -> float:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a judge scores the responses to one task.
+    """How a judge scores the responses to one task."""
 
-    Args:
-        shows_reference: send the reference answer to the judge.
-        success_above: a response with a larger total reward is a success; None: the task decides.
-    """
-
-    term: str = TERM
-    weight: float = 1.0
-    rubric: str = ""
-    shows_reference: bool = False
-    success_above: float | None = None
+    term: str = TERM  # name of the reward term of the judge's score
+    weight: float = 1.0  # of the term in the reward
+    rubric: str = ""  # criteria for the judge (kind=chat)
+    shows_reference: bool = False  # send the reference answer to the judge (kind=chat)
+    success_above: float | None = None  # a response with a larger total reward is a success; None: the task decides
 
 
 class JudgedGrader:
-    """Adds the judge's verdict as a reward term to the scores of another grader.
+    """A :class:`~sota_grpo.rewards.grading.Grader` that adds the judge's verdict as a term to another grader's scores.
 
     Grader and judge work concurrently. The driver process sends the judge's requests, so an outage cannot make a reward
-    worker time out. A response that the judge cannot score has an error and its task's terms are 0, like one whose
-    grader fails. If the judge is unavailable for too long, the futures fail.
-
-    Args:
-        grader: returns the task's own reward terms; :meth:`close` closes it and the judge.
-        task: has the prompts of the responses and the weights of the task's own terms.
-        rules: by name of each judged task of a mixture; under None for a single task.
-
-    Attributes:
-        term_weights: weights of all terms, the task's and the judge's.
+    worker time out. A response that the judge cannot score gets :func:`~sota_grpo.rewards.grading.failed_score`. If the
+    judge is unavailable for too long, the futures fail with :class:`JudgeGone`. ``rules`` are by the name of each
+    judged task of a mixture, or by None for a single task. ``term_weights`` are those of all terms.
     """
 
     def __init__(self, grader: Grader, judge: JudgeClient, task: Task, rules: Mapping[str | None, Rules]) -> None:
@@ -510,7 +488,7 @@ class JudgedGrader:
         self._failures = FailureLog()
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        """Return a future of one score per ``(response, example)`` pair."""
+        """Return a future of one score per ``(response, example)`` pair, in order; RuntimeError if closed."""
         questions = [self._question(*pair) for pair in pairs]  # here: a SystemExit would end the client's loop
         verdicts = self.judge.submit(self._verdicts, questions)
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)

@@ -30,8 +30,7 @@ _MAX_TOKENS = 512  # of a judge's answer; ``extra_body`` may override it
 Turns = Sequence[Mapping[str, Any]]
 
 _GAP = "\u200b"  # zero-width space: splits the name of a special token for a tokenizer
-# Spellings of special tokens in common chat templates. A server's tokenizer would convert such a text to the special
-# token.
+# Special tokens of common chat templates: a server's tokenizer would convert such a text to the token.
 _MARKERS = re.compile(
     r"<(?=[|｜])|(?<=[|｜])>|<(?=/?(?:s|bos|eos|pad|unk|mask|cls|sep)>)|<(?=(?:start|end)_of_\w+>)|<(?=<\/?SYS>>)"
     r"|<(?=/?(?:think|tool_calls?|tool_response)>)|\[(?=/?[A-Z][A-Z_]+\])"
@@ -45,7 +44,7 @@ _SYSTEM = (
 
 
 class Unreadable(ValueError):
-    """The judge's text contains no verdict."""
+    """No verdict can be read from the judge's text: the last line is not a verdict, or the text was cut."""
 
 
 class WrongForm(ValueError):
@@ -54,18 +53,12 @@ class WrongForm(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judge's answer to one question: a value, or an error.
+    """The judge's answer to one question: a value, or an error."""
 
-    Args:
-        value: the score, in [0, 1] for ``chat``, else as the server returns it; None with an error.
-        said: text of the judge's answer; empty unless ``chat``.
-        is_final: the verdict may be cached; False if the judge did not answer the question.
-    """
-
-    value: float | None
-    error: str | None = None
-    said: str = ""
-    is_final: bool = True
+    value: float | None  # the score, in [0, 1] for chat, else as the server returns it; None with an error
+    error: str | None = None  # why there is no score
+    said: str = ""  # text of the judge's answer; empty unless chat
+    is_final: bool = True  # it may be cached; False if the judge did not answer the question
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ def data(text: str) -> str:
 
 
 def dialog(turns: Turns) -> str:
-    """Return messages as one text; fields of a message besides its content (tool calls) are JSON."""
+    """Return messages as one text; fields of a message besides role and content (tool calls) are JSON."""
     texts = []
     for turn in turns:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
@@ -97,7 +90,7 @@ def dialog(turns: Turns) -> str:
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
-    """Return 12 hex digits that occur in none of ``texts``, derived from ``seed``.
+    """Return 12 hex digits that are derived from ``seed`` and occur neither in ``seed`` nor in ``texts``.
 
     Responses to one prompt nearly always have the same nonce, so that a server can cache their common prefix.
 
@@ -131,10 +124,7 @@ def score_messages(rubric: str, material: Material) -> tuple[list[dict[str, str]
 
 
 def read_score(text: str, nonce: str) -> float:
-    """Return the score in [0, 1] from a judge's text, whose last line must be the verdict.
-
-    Raises:
-        Unreadable: the last line is not a verdict with this nonce.
+    """Return a judge's verdict, the last line's number (0 to 10) divided by 10; Unreadable without one with ``nonce``.
 
     >>> read_score("Right, but long.\\n**Verdict 3f: 7**", "3f")
     0.7
@@ -160,12 +150,7 @@ class Question:
         return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
 
     def read(self, answer: Any) -> Verdict:
-        """Return the verdict in the JSON ``answer``.
-
-        Raises:
-            Unreadable: the judge's text contains no verdict.
-            WrongForm: the JSON has another structure than expected.
-        """
+        """Return the verdict in the JSON ``answer``; Unreadable if its text has none, WrongForm for other JSON."""
         try:
             return self.parse(answer)
         except Unreadable:
@@ -178,23 +163,16 @@ class Question:
 class Endpoint:
     """Builds the requests to one judge.
 
-    Args:
-        kind: one of ``KINDS``.
-        model: name of the model on the server.
-        rubric: criteria for ``kind="chat"``.
-        extra_body: further fields of every request; the value None removes a field.
-        as_text: send ``classify`` one text instead of messages, for a model without a chat template.
-
     >>> question = Endpoint("score", "rm").question(Material([{"role": "user", "content": "2 + 2?"}], "4"))
     >>> question.path, question.body
     ('/score', {'model': 'rm', 'text_1': 'user: 2 + 2?', 'text_2': '4'})
     """
 
-    kind: str
-    model: str
-    rubric: str = ""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    as_text: bool = False
+    kind: str  # one of KINDS
+    model: str  # name of the model on the server
+    rubric: str = ""  # criteria, for chat
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # of every request; the value None removes a field
+    as_text: bool = False  # send classify one text instead of messages, for a model without a chat template
 
     def question(self, material: Material) -> Question:
         """Return the request to score one response."""

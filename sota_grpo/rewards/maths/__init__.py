@@ -59,7 +59,7 @@ _PHRASES = {"allrealnumbers": "\\R", **dict.fromkeys(_NOTHING, "\\emptyset")}
 
 
 def tidy(text: str) -> str:
-    """Return the answer without delimiters, spacing commands, sizes, fonts, thousands separators and a final period.
+    """Return the answer in one spelling without delimiters, spacing, fonts, thousands separators and a final period.
 
     >>> tidy("$\\\\left( 1{,}000,\\\\ \\\\dfrac{1}{2} \\\\right).$")
     '( 1000, \\\\frac{1}{2} )'
@@ -96,7 +96,8 @@ _TAIL = re.compile(  # words in \text or plain words, perhaps with a power
 def split_unit(text: str) -> tuple[str, set[str]]:
     """Split a result of :func:`tidy` into the answer without its unit and the set of its base units.
 
-    An unknown unit (``apples``) gives an empty set; ``%`` and degree signs stay; a text that is all words is not split.
+    An unknown unit (``apples``) gives an empty set. A final percent or degree sign stays in the answer, and the set has
+    ``%`` or ``deg``. A text that is all words is not split.
 
     >>> split_unit("5\\\\text{ cm}^2"), split_unit("7 apples")[0], split_unit("2 x")[0]
     (('5', {'cm'}), '7', '2 x')
@@ -127,8 +128,9 @@ _NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 def math_equal(gold: str, answer: str) -> bool:
     """Return whether ``answer`` is mathematically equivalent to ``gold``; raises nothing for any two texts.
 
-    It compares words, then known units if both answers have one, then the parsed answers. Nothing is evaluated as code.
-    Answers with large numbers, deep nesting or more than ``MAX_ANSWER_CHARS`` characters count as different.
+    It compares words, then known units (one answer may have fewer or none), then the parsed answers. Nothing is
+    evaluated as code. Different answers with large numbers or deep nesting count as different, even if they are
+    equivalent; so do answers of more than ``MAX_ANSWER_CHARS`` characters, and empty ones, even if they are equal.
 
     >>> math_equal("\\\\frac{\\\\sqrt3}{2}", "\\\\sqrt{3}/2"), math_equal("x=5", "5"), math_equal("[1,2)", "(1,2)")
     (True, True, False)

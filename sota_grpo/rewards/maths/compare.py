@@ -26,7 +26,7 @@ _INFINITE = {INFINITY: math.inf, Node("neg", (INFINITY,)): -math.inf}
 
 
 class Comparison:
-    """Compares the parsed trees of a gold answer and of an answer, within one computation budget."""
+    """Compares parsed trees of a gold answer and of an answer; its calls share one computation budget."""
 
     def __init__(self) -> None:
         self._values = Values()
@@ -34,7 +34,7 @@ class Comparison:
         self._names: set[Node] = set()  # the names that the current inequalities are about
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Return whether ``answer`` counts as ``gold`` (50% as 50 or 0.5); raise Incomparable if undecidable."""
+        """Return whether ``answer`` counts as ``gold``, as do 0.5 and 50 for 50%; Incomparable if undecided."""
         self._values.spend(1)
         if gold == answer:
             return True
@@ -161,7 +161,7 @@ class Comparison:
         if left.kind == "neg":
             left, sign, right = left.children[0], _FLIPPED[sign], Node("neg", (right,))
         if not _is_name(left):
-            raise Incomparable("it is not solved")
+            raise Incomparable("the inequality is not solved for a name")
         self._names.add(left)
         return self._bounded(sign, right)
 
@@ -174,7 +174,7 @@ class Comparison:
         if node in _INFINITE:
             return _INFINITE[node]
         if variables(node) or len(self._ends) > MAX_MEMBERS:
-            raise Incomparable("an end depends on a variable, or there are too many")
+            raise Incomparable(f"an end depends on a variable, or there are more than {MAX_MEMBERS} ends")
         self._values.real = True
         self._values.spend(10 * len(self._ends))
         end = self._values.inexact(self._values.value(node))
@@ -189,10 +189,7 @@ class Comparison:
 
 
 def _sides(node: Node) -> tuple[Node | None, Node | None]:
-    """Return (name, value) of a tree: ``x = 5``, ``5 = x``, ``x \\in (1,2)``, ``AB = 3+4 = 7``, or only 5 (no name).
-
-    The value is None for other relations: an equation such as ``2x + y = 1``, or an inequality.
-    """
+    """Return (name, value) of ``x = 5``, ``5 = x``, ``x \\in (1,2)``, ``AB = 3+4 = 7`` or 5 (name None), else Nones."""
     members: tuple[Node, ...] = node.children if node.kind == "rel" else (node,)
     signs: tuple[str, ...] = node.data if node.kind == "rel" else ()
     if "~" in signs:  # an approximation counts only if nothing exact precedes it

@@ -15,7 +15,7 @@ MAX_TOKENS, MAX_DEPTH = 400, 40
 
 
 class Incomparable(Exception):
-    """An answer cannot be parsed or compared, or its numbers or the number of its parts are too large."""
+    """An answer cannot be parsed, or answers cannot be compared within the bounds on size and computing time."""
 
 
 class Node(NamedTuple):
@@ -102,7 +102,7 @@ def parse_answer(text: str) -> Node:
     for _ in range(2 * MAX_DEPTH):
         level = [child for node in level for child in node.children]
     if parser.kind or tree == _NOTHING or level:
-        raise Incomparable(f"{parser.text!r} is not expected, or it is too long or nested too deep")
+        raise Incomparable(f"the answer is empty, too long or nested too deep, or {parser.text!r} is not expected")
     return tree
 
 
@@ -208,7 +208,7 @@ class _Parser:
         }
         kind, text = self.kind, self.take()
         if self._depth > MAX_DEPTH or kind not in ("var", "text", *read):
-            raise Incomparable("it is nested too deep, or ends too early")
+            raise Incomparable(f"the answer is nested too deep, or {text!r} is not expected")
         node = _CONSTANTS.get(text) or (read[kind](text) if kind in read else Node(kind, (), text))
         self._depth -= 1
         return node
@@ -226,7 +226,7 @@ class _Parser:
         if brackets == "{}" or (brackets in ("()", "[]") and len(members) == 1):
             return inside
         if brackets not in ("()", "[]", "(]", "[)") or not members:
-            raise Incomparable(f"{brackets!r} is no pair of brackets")
+            raise Incomparable(f"{brackets!r} is no pair of brackets, or is empty")
         return Node("seq", members, "()" if len(members) > 2 else brackets)  # [1,2,3] is a point, too
 
     def _argument(self) -> Node:
@@ -271,7 +271,7 @@ class _Parser:
             elif not self.accept("&"):
                 break
         if self.kind != "end" or environment not in _MATRICES:
-            raise Incomparable("a matrix is not closed, or not known")
+            raise Incomparable(f"the environment {environment!r} is not closed, or not known")
         self.take()
         cells = tuple(cell for row in rows for cell in row)
         if environment in _LINES or (len(cells) == 1 and environment == "array"):
@@ -285,7 +285,7 @@ def _joined(kind: str, children: Sequence[Node], data: Any = None) -> Node:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Return what the value of a tree depends on: ``var x`` for the variable x, ``text cm`` for words."""
+    """Return the names on which the value of a tree depends: ``var x`` for the variable x, ``text cm`` for words."""
     return frozenset(f"{child.kind} {child.data}" for child in walk(node) if child.kind in ("var", "text"))
 
 

@@ -1,7 +1,7 @@
 """Evaluate untrusted expressions, exactly or to ``DIGITS`` digits, with bounds on size and computing time.
 
-Two expressions are equal if they agree at pseudo-random points (Schwartz 1980, Zippel 1979): polynomials and rational
-functions are compared exactly, at rational points; other expressions to 40 digits.
+Two expressions count as equal if they agree at pseudo-random points (Schwartz 1980, Zippel 1979): polynomials and
+rational functions are compared exactly, at rational points; other expressions to 40 digits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NoValue(Incomparable):
 
 
 class Values:
-    """Evaluates trees within one budget. Exact values are of type ``Fraction``, all others mpmath numbers."""
+    """Evaluates trees within one budget for all calls. Exact values are of type ``Fraction``, others mpmath numbers."""
 
     def __init__(self) -> None:
         self.real = True  # True: a value that is not real raises NoValue
@@ -62,7 +62,7 @@ class Values:
         return self._context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def close(self, left: Any, right: Any) -> bool:
-        """Return whether two values are equal: exactly if both are fractions, else to 40 significant digits."""
+        """Return whether two values are equal: exactly if both are fractions, else to 40 digits or within 1e-50."""
         if isinstance(left, Fraction) and isinstance(right, Fraction):
             return left == right
         left, right = self.inexact(left), self.inexact(right)
@@ -76,7 +76,7 @@ class Values:
             if not getattr(value, "imag", 0):
                 value = value.real
             if not self._context.isfinite(value) or (self.real and isinstance(value, self._context.mpc)):
-                raise NoValue("it is infinite, or not real")
+                raise NoValue("the value is infinite, or not real")
             bits = abs(self._context.mag(value)) if value else 0
         self.spend(4 + ((bits >> 9) ** 2 >> 2))
         if bits > MAX_BITS:
@@ -93,7 +93,7 @@ class Values:
         """Return ``base ** exponent``; if values must be real, the real odd root of a negative number."""
         if not base:
             if isinstance(exponent, self._context.mpc) or exponent <= 0:
-                raise NoValue("a power of zero")
+                raise NoValue("a power of zero whose exponent is not positive")
             return base
         if abs(self.inexact(exponent)) * (abs(self._context.mag(self.inexact(base))) + 1) > MAX_BITS:
             raise Incomparable("a power is too large")
@@ -128,9 +128,12 @@ class Values:
         return self._checked(getattr(self._context, name)(value))
 
     def value(self, node: Node, point: Mapping[str, Fraction] | None = None, *, angle: bool = False) -> Any:
-        """Return the value at ``point``, a ``Fraction`` if it is exact; with ``angle``, degrees become radians.
+        """Return the value of a tree: a ``Fraction`` if it is computed exactly, else an mpmath number.
 
-        Raises NoValue, or Incomparable if the node is no number, has variables but no ``point``, or costs too much.
+        ``point`` has the values of all variables by the names of :func:`~.parse.variables`, such as ``var x``.
+        ``angle`` converts degrees to radians, as is always done in the argument of a circular function. NoValue: the
+        value is infinite, undefined, or not real though values must be ``real``. Incomparable: the tree is no number,
+        has variables but no ``point``, or costs too much.
         """
         self.spend(1)
         kind = node.kind
@@ -152,10 +155,11 @@ class Values:
             raise NoValue(str(error)) from error
 
     def equal(self, left: Node, right: Node, *, up_to_factor: bool = False, positive: bool = False) -> bool:
-        """Return whether two expressions agree at the sampled points where both are real (complex if too few are real).
+        """Return whether two expressions agree at the sampled points where both have values.
 
-        With ``up_to_factor``, one may be a nonzero constant multiple of the other, with ``positive`` a positive one.
-        Raises Incomparable as :meth:`value`.
+        The values are real; if too few points have real values, complex. False if too few have complex ones, too. With
+        ``up_to_factor``, one expression may be a nonzero constant multiple of the other, with ``positive`` as well a
+        positive one. Incomparable: see :meth:`value`. This sets ``real``.
         """
         names, zero = sorted(variables(left) | variables(right)), Fraction(0)
         for real in (False,) if IMAGINARY in (*walk(left), *walk(right)) else (True, False):

@@ -216,7 +216,7 @@ def test_an_optimizer_step_waits_once_and_skips_itself_where_it_is_not_finite(tm
     before = copy.deepcopy(learner.state_dict())
     for row in batch:
         row[keys.ADVANTAGE] = torch.full((1, 1), math.nan)
-    with pytest.raises(NonFiniteStep, match="no weight was changed"):
+    with pytest.raises(NonFiniteStep, match="this step changed no weight"):
         learner._step(batch, learner._passes(batch, 1000))
     after = learner.state_dict()
     assert all(torch.equal(value, after["model"][name]) for name, value in before["model"].items())
