@@ -175,7 +175,8 @@ def _padded_spans(lengths: Any, starts: Any) -> Spans:
     positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
     is_real = (place < lengths[:, None]).ravel()
     indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
-    return Spans(*map(torch.from_numpy, indices), len(starts))
+    taken, real, padding = map(torch.from_numpy, indices)
+    return Spans(taken, real, padding, len(starts))
 
 
 @dataclass(frozen=True)
