@@ -147,7 +147,7 @@ def test_the_best_checkpoint_is_chosen_on_the_command_line(tmp_path: Path) -> No
     assert [step(text) for text in ("best", "0", "12")] == ["best", 0, 12]
     with pytest.raises(argparse.ArgumentTypeError, match="'better' is not a number of steps"):
         step("better")
-    with pytest.raises(UserError, match=r"has no best\.json: a run with train\.keep_best=METRIC writes it"):
+    with pytest.raises(UserError, match=r"has no best\.json, which train\.keep_best=METRIC writes"):
         find_checkpoint(tmp_path, "best")
 
 

@@ -198,9 +198,7 @@ def test_two_halves_of_a_name_do_not_make_it() -> None:
     task.train = [task.read_row({"prompt": row, "ground_truth": 4}, "here") for row in rows]
     env = TaskEnv(task, made)
     assert made.decode(list(env.prompt_ids(task.train[1]))) == "ab"
-    with pytest.raises(
-        UserError, match=r"^the prompt of 'end\|>': a message has the text .* remove it from the message\."
-    ):
+    with pytest.raises(UserError, match=r"^the prompt of 'end\|>': for the messages that begin with .* special tokens"):
         env.check_prompts()
 
 

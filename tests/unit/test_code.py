@@ -211,7 +211,7 @@ def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_c
         assert needs_consent(config) == acts
     monkeypatch.setattr(sandbox, "why_no_bwrap", lambda: "bubblewrap (bwrap) is not installed")
     for name in ("auto", "bwrap"):
-        with pytest.raises(UserError, match=r"bwrap\) is not installed; install bubblewrap \(apt-get install"):
+        with pytest.raises(UserError, match=r"bwrap\) is not installed; on Linux install bubblewrap \(apt-get install"):
             CodeTask(sandbox=name)
     with pytest.raises(UserError, match=r"env\.sandbox=docker is not one of auto, bwrap or the URL"):
         make_runner("docker")

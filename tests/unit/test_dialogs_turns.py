@@ -121,7 +121,7 @@ def test_a_template_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
         TurnTokens(made).ids([{"role": "tool", "content": "9716"}], 0)
     (record,) = caplog.records
-    assert "Roles\\n2026-01-01 ERROR" in record.getMessage()
+    assert "(TemplateError: Roles):" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 

@@ -86,7 +86,7 @@ def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: P
     assert len(set(questions(again.train))) == len(again.train) == 10
     assert not heldout & set(questions(again.train))
     assert set(questions(make_task(name, path=path, num_heldout=15, data_seed=4).heldout)) != heldout
-    with pytest.raises(DatasetError, match=r"40 different questions.*num_heldout=512 .*num_heldout=4, other problems"):
+    with pytest.raises(DatasetError, match=r"40 different questions.*holding out 512 .*num_heldout=4, other problems"):
         make_task(name, path=path, num_heldout=512)
     assert len(make_task(name, path=path).heldout) == 4, "a tenth"
 
