@@ -24,7 +24,7 @@ from sota_grpo.text import sentence
 
 T = TypeVar("T")
 _SOCKET_PATH_BYTES = 103  # longest path of a Unix socket on macOS; 107 on Linux
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]+\.(tmp|old)")
+_LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
 
 
 @contextmanager
@@ -69,19 +69,31 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             if replaced.exists():
                 replaced.rename(path)
             raise
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):
+            _remove(replaced)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def drop_leftovers(folder: Path) -> None:
-    """Remove temporary files and folders of killed atomic writes from ``folder``; no process may be writing there."""
+    """Remove temporary files and folders of killed atomic writes from ``folder``; no process may be writing there.
+
+    A folder that was moved away for a new one, which did not take its place, is moved back.
+    """
     for leftover in folder.glob(".*"):
-        if _LEFTOVER.fullmatch(leftover.name):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
+        if match := _LEFTOVER.fullmatch(leftover.name):
+            path = folder / match[1]
+            if match[2] == "old" and not path.exists():
+                leftover.rename(path)
             else:
-                leftover.unlink()
+                _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -132,12 +132,21 @@ class Cluster:
         return dict(zip(self._plan.placement.inference, names))
 
     def _address_calls(self, method: str, bundles: Sequence[int], **options: Any) -> list[str]:
-        """Return ``method()`` of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles."""
+        """Return ``method()`` of an :class:`~sota_grpo.workers.ray_cluster.AddressWorker` in each of these bundles.
+
+        RunFailed if one does not answer within ``ray.timeout_s``.
+        """
         spec = WorkerSpec("sota_grpo.workers.ray_cluster:AddressWorker")
         hosts = [self.launcher.start("address", spec, bundle=bundle, **options) for bundle in bundles]
         try:
             answers = [host.call(method) for host in hosts]
             return [answer.result(self._config.ray.timeout_s) for answer in answers]
+        except TimeoutError as error:
+            what = {"address": "address of its node", "devices": "GPUs of its bundle"}[method]
+            raise RunFailed(
+                f"A Ray worker did not report the {what} within ray.timeout_s={self._config.ray.timeout_s:g} s; "
+                "increase it, or read Ray's logs on that node."
+            ) from error
         finally:
             for host in hosts:
                 host.kill()
@@ -193,7 +202,7 @@ def visible_names(gpus: Sequence[int]) -> str:
 
 @contextmanager
 def _ray_mistakes(address: str | None) -> Iterator[None]:
-    """Raise UserError if Ray is not installed or does not answer, RunFailed if it times out."""
+    """Raise UserError if Ray is not installed or does not answer, RunFailed if it times out or does not start."""
     if find_spec("ray") is None:
         raise UserError(
             "mode=async, several devices and ray.address need Ray, which is not installed: "
@@ -202,6 +211,8 @@ def _ray_mistakes(address: str | None) -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
+        if address is None:
+            raise RunFailed(f"A local Ray did not start ({str(error).rstrip('.')}); read its logs.") from error
         raise UserError(
             f"ray.address={address} does not answer ({str(error).rstrip('.')}); start a cluster there with "
             "`ray start --head`, or leave ray.address out."

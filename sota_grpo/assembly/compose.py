@@ -32,7 +32,6 @@ _PACKAGED = _PACKAGE / "presets"
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
 PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names on the hub
-ENTRY_PATHS = [name for name, option in ENTRY_OPTIONS.items() if option in PATH_OPTIONS]  # the same in env.mixture
 #: Options of :func:`needs_consent` without effect if no loss is computed, or if nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "train.sampler", "env.transforms", "algorithm.objective", "algorithm.baseline")
 UNUSED_WITHOUT_SAMPLES = (

@@ -16,7 +16,6 @@ import torch
 
 from sota_grpo.assembly.compose import (
     DEFAULT_CONFIG,
-    ENTRY_PATHS,
     PATH_OPTIONS,
     UNUSED_WITHOUT_LOSS,
     UNUSED_WITHOUT_SAMPLES,
@@ -27,8 +26,8 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import Config, model_name
-from sota_grpo.config.mixture import task_configs, tasks_named
+from sota_grpo.config import Config, model_name, rubric_file
+from sota_grpo.config.mixture import ENTRY_OPTIONS, task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder, file_reference
@@ -40,7 +39,9 @@ from sota_grpo.recording.machine import installed_versions
 from sota_grpo.recording.metrics import responses_trained
 from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, INPUTS, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
+from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import task_class
+from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -299,7 +300,9 @@ def _measuring(config: Config) -> str:
 
 
 def published(config: Config) -> Config:
-    """Return a copy to publish: addresses and W&B arguments are reset; absolute paths (all in lists) become file names.
+    """Return a copy to publish, without addresses, commands of tool servers and W&B arguments.
+
+    Absolute paths, and all paths in lists, become file names.
 
     >>> config = Config()
     >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"
@@ -310,19 +313,25 @@ def published(config: Config) -> Config:
 
     node = OmegaConf.structured(config)
     for name, item, value in walk(config):
-        if name in _PRIVATE:
-            OmegaConf.update(node, name, item.default)
-        elif name in _PATHS and isinstance(value, str) and Path(value).is_absolute():
-            OmegaConf.update(node, name, Path(value).name)
-        elif name in _PATHS and isinstance(value, list):
-            OmegaConf.update(node, name, [Path(path).name for path in value])
+        OmegaConf.update(node, name, item.default if name in _PRIVATE else _public(name, value))
     for task, entry in (config.env.mixture or {}).items():
-        for option in ENTRY_PATHS:
-            if Path(str(entry.get(option) or "")).is_absolute():
-                node.env.mixture[task][option] = Path(entry[option]).name
+        for name, value in entry.items():
+            node.env.mixture[task][name] = _public(ENTRY_OPTIONS.get(name, name), value)
     copy = OmegaConf.to_object(node)
     assert isinstance(copy, Config)
     return copy
+
+
+def _public(option: str, value: Any) -> Any:
+    if option == "env.sandbox" and is_url(str(value)):
+        return "auto"
+    if option == "env.environment" and (server := server_of(value)) is not None:
+        return f"{server.protocol}{'+http://HOST' if server.url else ':COMMAND'}"
+    if option not in _PATHS and not (option == "reward.judge.rubric" and rubric_file(value)):
+        return value
+    if isinstance(value, list):
+        return [Path(path).name for path in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _front(config: Config, is_adapter: bool) -> list[str]:

@@ -232,7 +232,7 @@ def set_loss_weights(
         rows: all rows of the step, ragged or dense, not yet micro-batches; rows with a grader error get weight 0.
         aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
-            filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4).
+            filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4); without ``("next", "truncated")`` none is.
 
     ValueError for an unknown aggregation, or ``constant`` without ``max_response_tokens``; KeyError without a mask.
 
@@ -245,8 +245,8 @@ def set_loss_weights(
     """
     lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
     lengths = torch.where(graded_rows(rows), lengths, 0)
-    if drop_truncated:
-        lengths = torch.where(rows.get(keys.TRUNCATED).flatten(), 0, lengths)
+    if drop_truncated and (truncated := rows.get(keys.TRUNCATED)) is not None:
+        lengths = torch.where(truncated.flatten(), 0, lengths)
     weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
     masks = rows.cells(keys.ASSISTANT_MASK)
     rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])

@@ -269,7 +269,8 @@ class PromptGroupCollector(BaseCollector):
         An error in the thread is raised by the next :meth:`update_policy_weights_` or :meth:`shutdown`, and with a
         GroupReplayBuffer by the next request for a batch. ``dispatch=False`` starts no thread (for tests, only with a
         GroupReplayBuffer): :meth:`handle_events` and :meth:`next_batch` do the work. RuntimeError: there is no replay
-        buffer, the collector was started before, or the engine's weights are older than the loaded state.
+        buffer, the collector was started before, collection into a GroupReplayBuffer has begun, or the engine's weights
+        are older than the loaded state.
         """
         if self._concurrent or self._thread is not None:
             raise RuntimeError(f"{type(self).__name__}.start() was called before; call it once.")
@@ -281,6 +282,10 @@ class PromptGroupCollector(BaseCollector):
             self._thread = threading.Thread(target=self._fill_plain_buffer, name="collector", daemon=True)
             self._thread.start()
             return
+        if self._begun:
+            raise RuntimeError(
+                "Collection into the GroupReplayBuffer has begun; call start() before is_ready() or a batch."
+            )
         self._concurrent = True
         if dispatch:
             self._thread = threading.Thread(target=self._dispatch, name="dispatcher", daemon=True)

@@ -52,16 +52,18 @@ def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None 
 
     Of a hub dataset, the configuration ``config`` (None: its only or default one) and the first of ``splits`` that it
     has are read. DatasetError if the dataset cannot be used (NoSplit or NoConfig: it has none of ``splits``, or no
-    ``config``), OSError if the file cannot be opened.
+    ``config``).
     """
     path = os.path.expanduser(name)
     if is_file(name):
         file = Path(path)
-        require_file(file)
         try:
+            require_file(file)
             rows = _READERS[file.suffix](file)
         except UnicodeDecodeError as error:
             raise DatasetError(f"{name} is not UTF-8 ({error.reason}); convert the file to UTF-8.") from error
+        except OSError as error:
+            raise DatasetError(f"{name} cannot be read ({sentence(error).rstrip('.')}); correct this.") from error
     else:
         rows = _from_hub(path, splits, config)
     if not rows:

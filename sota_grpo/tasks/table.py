@@ -44,7 +44,7 @@ def _plain(value: Any, location: str) -> Any:
         return [_plain(item, location) for item in value]
     if isinstance(value, (datetime.date, datetime.time)):  # a datetime is a date
         return value.isoformat()
-    if isinstance(value, decimal.Decimal):
+    if isinstance(value, decimal.Decimal) and value.is_finite():
         return int(value) if value == value.to_integral_value() else float(value)
     if hasattr(value, "tolist"):  # NumPy, pandas and torch values
         return _plain(value.tolist(), location)

@@ -33,12 +33,15 @@ class ToolboxError(UserError, ValueError):
 def load(spec: InstanceSpec) -> Callable[[], Any]:
     """Execute or unpickle the file of ``spec``, or import its adapter; return a function that makes one instance.
 
-    ToolboxError if the file or a name cannot be used; ValueError if ``spec`` is a factory with several names.
+    ToolboxError if the file or a name cannot be used, or if ``spec`` is a factory without exactly one name.
     """
     if ":" in spec.kind:
         module, _, function = spec.kind.partition(":")
         return partial(getattr(import_module(module), function), **spec.options)
     path = Path(spec.path).expanduser()
+    wanted, form = ("functions", "NAME,NAME") if spec.kind == "functions" else ("one class or function", "NAME")
+    if (not spec.names and path.suffix != PICKLED) or (len(spec.names) > 1 and spec.kind != "functions"):
+        raise ToolboxError(f"{spec} does not name {wanted}; write {spec.path}:{form}.")
     members = _pickled(path) if path.suffix == PICKLED else load_python(path, "the path", ToolboxError)
     callables = [_member(members, name, spec) for name in spec.names or members]
     if spec.kind == "functions":

@@ -96,7 +96,7 @@ def with_reward_functions(
 
 
 def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
-    """Return a copy of ``task`` with the scorer ``score`` and without benchmark ``counts``."""
+    """Return a copy of ``task`` with the scorer ``score`` and without benchmark ``counts`` unless passed."""
     wrapped = copy.copy(task)
     vars(wrapped).update({"score": score, "counts": None, **changes})
     return wrapped
@@ -356,7 +356,7 @@ MESSAGE = (
 def think_again(task: Task, message: str = MESSAGE) -> Task:
     """Return a copy of ``task`` whose scores reply to each unsuccessful response with ``message`` as a user turn.
 
-    A reply of the task takes precedence; a grader error ends the dialog. The copy has no benchmark ``counts``.
+    A reply of the task takes precedence; a grader error ends the dialog.
 
     >>> from sota_grpo.tasks import make_task
     >>> task = think_again(make_task("arithmetic", num_train=1, num_heldout=1), message="Think again.")
@@ -366,7 +366,8 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     None
     """
     reply = {"role": "user", "content": message}
-    return _scored_by(ChangedScorer(scorer_of(task), partial(_with_reply, reply)), task)
+    scorer = ChangedScorer(scorer_of(task), partial(_with_reply, reply))
+    return _scored_by(scorer, task, counts=getattr(task, "counts", None))
 
 
 def _with_reply(reply: Mapping[str, str], response: str, score: Score) -> Score:

@@ -229,7 +229,7 @@ class Evaluator:
         return f"Held-out accuracy {after}: {percent:.1f} %, mean reward {reward:.3g}"
 
     def _terms(self, problems: Sequence[Sequence[Response]]) -> dict[str, float]:
-        """Return the mean of each reward term; warn once if rewards vary but all responses are right, or all wrong."""
+        """Return the mean of each reward term; warn once if rewards vary, but all or none are above the limit."""
         weights, metrics = self.rollouts.env.task.term_weights, dict[str, float]()
         scores = [response.score for responses in problems for response in responses]
         for name in weights:
@@ -240,11 +240,11 @@ class Evaluator:
         names = {name.rpartition("/")[2] for score in scores for name in score.info}
         self.by_reward = above is not None and names.isdisjoint(VERDICTS)
         varies = lowest < highest and not self._has_warned
-        if above is not None and varies and (lowest > above or highest <= above):
+        if above is not None and self.by_reward and varies and (lowest > above or highest <= above):
             logger.warning(
                 "The rewards of all %d greedy held-out responses, from %.3g to %.3g, are %s reward.success_above=%g: "
-                "unless the reward function reports success, accuracy is not informative. Read eval/reward, or set "
-                "reward.success_above between the rewards of wrong and right responses.",
+                "accuracy is not informative. Read eval/reward, or set reward.success_above between the rewards of "
+                "wrong and right responses.",
                 *(len(scores), lowest, highest, "above" if lowest > above else "not above", above),
             )
             self._has_warned = True

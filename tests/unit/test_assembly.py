@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import socket
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,7 +33,7 @@ from sota_grpo.assembly.devices import (
 from sota_grpo.assembly.learning import make_model, make_reference
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
-from sota_grpo.errors import UserError
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import multiplies_bf16
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, FrozenReference
 from sota_grpo.policy.load import load_model
@@ -351,6 +352,17 @@ def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypat
     assert gpu_shares == [2, 2, 1]
 
 
+def test_a_node_that_does_not_report_its_address_ends_the_run(monkeypatch, tmp_path) -> None:
+    launcher = Mock()
+    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
+    launcher.start.return_value.call.return_value = Future()
+    plan = Plan("cpu", Placement(train=(0,), inference=(1,), ref=(), colocated=False), "transformers", True)
+    cluster = Cluster(config_of("mode=async", "ray.address=auto", "ray.timeout_s=0.01"), plan, tmp_path)
+    with pytest.raises(RunFailed, match=r"address of its node within ray.timeout_s=0.01 s"):
+        cluster.start_ranks()
+    launcher.start.return_value.kill.assert_called_once_with()
+
+
 def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
     """Servers are threads of this process: no process would unwrap what Ray shares."""
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
@@ -396,6 +408,8 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"ray.address={address} does not answer .*ray start --head"):
             visible_gpus(config_of(f"ray.address={address}"))
+    with pytest.raises(RunFailed, match=r"local Ray did not start \(no GCS\)"), cluster_module._ray_mistakes(None):
+        raise ConnectionError("no GCS.")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,15 @@ def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
     assert not any(row["loss_weight"].any() for row in rows)
 
 
+def test_no_row_is_dropped_where_none_says_that_it_is_truncated() -> None:
+    rows = worked_rows()
+    for row in rows:
+        row.pop(keys.TRUNCATED, None)
+    kept = [row["loss_weight"].clone() for row in set_loss_weights(rows, "token")]
+    set_loss_weights(rows, "token", drop_truncated=True)
+    assert all(torch.equal(row["loss_weight"], weight) for row, weight in zip(rows, kept, strict=True))
+
+
 def test_padding_keeps_every_value_and_drops_text() -> None:
     rows = random_rows(generator(), 6)
     batch = pad_rows(lazy_stack(rows, 0), pad_token_id=9)

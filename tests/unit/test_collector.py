@@ -108,6 +108,11 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
         make_collector().start()
     with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):
         make_collector(replay_buffer=ReplayBuffer(storage=LazyStackStorage(1000))).start(dispatch=False)
+    begun = make_collector(replay_buffer=GroupReplayBuffer(4, 4))
+    assert not begun.is_ready()
+    with pytest.raises(RuntimeError, match=r"call start\(\) before is_ready\(\) or a batch"):
+        begun.start()
+    assert column(begun.next_batch(), keys.SAMPLE_ID) == [0, 1, 2, 3] * 4
 
 
 def test_resumed_collector_continues_with_the_next_prompt() -> None:

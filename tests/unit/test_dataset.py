@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import uuid
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_every_kind_of_file_gives_the_same_rows_and_noise_is_refused(tmp_path: P
         assert load_rows(str(path)) == [{"a": "x" * 200_000}]
     if suffix != ".csv":
         assert load_rows(str(write(path, [{"a": 1.5}, {"a": float("nan")}]))) == [{"a": 1.5}, {"a": None}]
+
+
+@SUFFIXES
+def test_a_file_that_may_not_be_read_is_one_sentence(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / f"rows{suffix}", ROWS)
+    if suffix == ".parquet":  # opened by Arrow
+        monkeypatch.setattr("pyarrow.parquet.ParquetFile", refused)
+    monkeypatch.setattr(Path, "open", refused)
+    assert str(path) in failure(path)
+    monkeypatch.setattr(Path, "is_file", refused)  # its folder may not be searched
+    assert "Permission denied" in failure(path)
+
+
+def refused(path: Path, *args: object, **options: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def failure(path: Path | str) -> str:

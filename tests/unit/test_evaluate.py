@@ -86,7 +86,10 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     assert evaluator.sentence(3, actual) == "Held-out accuracy after 3 steps: 50.0 %, mean reward -0.5"
     evaluator.success_above = 0.0
     evaluator.measure()
-    warning = "rewards of all 8 greedy held-out responses, from -1 to 0, are not above reward.success_above=0: unless"
+    assert "accuracy is not informative" not in caplog.text, "the reward function reports verdicts"
+    env.grader = LocalGrader(score, ["near", "rare"])
+    evaluator.measure()
+    warning = "rewards of all 8 greedy held-out responses, from -1 to 0, are not above reward.success_above=0: accuracy"
     assert warning in caplog.text
 
 

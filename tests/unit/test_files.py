@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def test_a_folder_that_fails_leaves_the_one_before(fails: str, tmp_path: Path, m
     monkeypatch.setattr(Path, "rename", rename)
     fill(path, fails=False)
     assert [one.relative_to(tmp_path).as_posix() for one in sorted(tmp_path.rglob("*"))] == ["model", "model/new"]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_killed_at_any_rename_a_folder_has_its_old_or_its_new_content(
+    is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = tmp_path / "run" / "model", Path.rename
+    path.parent.mkdir()
+    path.write_text("old") if is_file else path.mkdir()
+
+    def recorded(source: Path, target: Path) -> Path:
+        renamed = rename(source, target)
+        shutil.copytree(path.parent, tmp_path / f"killed_{len(list(tmp_path.iterdir()))}")
+        return renamed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", recorded)
+        fill(path, fails=False)
+    contents = []
+    for killed in (*sorted(tmp_path.glob("killed_*")), path.parent):
+        if killed != path.parent:
+            drop_leftovers(killed)
+        assert [one.name for one in killed.iterdir()] == ["model"]
+        contents.append((killed / "model" / "new").exists())
+    assert contents == [False, True, True]
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
+from sota_grpo.tasks.wrappers import think_again
 from tests.unit.test_tasks import shared_data, write
 
 RNG = random.Random(random.randrange(1 << 30))
@@ -71,6 +72,7 @@ def test_terms_success_and_info_worked_out_by_hand() -> None:
     assert score.terms == {"instructions": 1.0, "all": 1.0}
     assert score.success
     assert json.loads(json.dumps(score.info)) == score.info
+    assert think_again(task).counts(score, example) == task.counts(score, example)
     assert task.score("", example).terms == {"instructions": 0.0, "all": 0.0}
     assert task.gold_response(example) is None
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -317,3 +318,30 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     )
     config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
     assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "public"),
+    [
+        ("env.sandbox", "http://10.0.0.7:8080", "auto"),
+        ("env.sandbox", "bwrap", "bwrap"),
+        ("env.environment", "mcp+https://tools.internal/mcp", "mcp+http://HOST"),
+        ("env.environment", "mcp:python /home/me/server.py", "mcp:COMMAND"),
+        ("env.environment", "/home/me/guess.py:Guess", "guess.py:Guess"),
+        ("reward.judge.rubric", "/home/me/rubric.md", "rubric.md"),
+        ("reward.judge.rubric", "/10 for a joke, 0/10 else", "/10 for a joke, 0/10 else"),
+    ],
+)
+@pytest.mark.parametrize("in_mixture", [False, True])
+def test_a_published_config_has_no_address_command_or_folder(
+    option: str, value: str, public: str, in_mixture: bool
+) -> None:
+    config = Config()
+    if in_mixture:
+        name = {"reward.judge.rubric": "judge_rubric"}.get(option, option.partition(".")[2])
+        config.env.mixture = {"mine": {name: value}}
+        assert published(config).env.mixture == {"mine": {name: public}}
+        return
+    group, name = option.rsplit(".", 1)
+    setattr(attrgetter(group)(config), name, value)
+    assert getattr(attrgetter(group)(published(config)), name) == public

@@ -371,7 +371,7 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
     assert (mixture["tool"]["tools"], mixture["far"]["environment"]) == (
         *(here + "tools.py:double", "openenv+http://127.0.0.1:9"),
     )
-    assert published(config).env.mixture == options
+    assert published(config).env.mixture == {**options, "far": {"environment": "openenv+http://HOST", "max_steps": 2}}
     acts = needs_consent(config)
     assert "127.0.0.1:9" in acts.pop("env.mixture.far.environment")
     assert acts == {

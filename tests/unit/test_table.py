@@ -255,6 +255,8 @@ def test_a_column_that_cannot_travel_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.parquet", [{**GOOD, "image": {"bytes": b"\x89PNG"}}])
     with pytest.raises(DatasetError, match=r"row 1: column 'image' holds bytes, .* remove the column"):
         TableTask.load(path=path, num_heldout=1)
+    with pytest.raises(DatasetError, match=r"row 1: column 'price' holds Decimal"):
+        TableTask().read_row({**GOOD, "price": decimal.Decimal("Infinity")}, "row 1")
 
 
 def test_a_row_to_score_needs_no_prompt() -> None:

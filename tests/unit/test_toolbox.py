@@ -131,6 +131,19 @@ def test_the_file_is_run_once_however_many_instances_there_are(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("kind", "names", "expected"),
+    [
+        ("functions", (), r"^\S+/guess.py does not name functions; write \S+/guess.py:NAME,NAME.$"),
+        ("factory", (), r"^\S+/guess.py does not name one class or function; write \S+/guess.py:NAME.$"),
+        ("factory", ("A", "B"), r"^\S+/guess.py:A,B does not name one class or function; write \S+/guess.py:NAME.$"),
+    ],
+)
+def test_a_value_without_the_names_it_needs_is_refused(kind: str, names: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(ToolboxError, match=expected):
+        load(InstanceSpec(kind, str(GUESS), names))
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (None, r"there is no file .*tools.py; correct the path \(relative to "),
