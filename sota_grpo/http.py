@@ -86,7 +86,8 @@ class HttpClient:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Send a request and return (status, headers, content) of the response, also for an error status.
 
-        ServerSilent: no complete response within ``timeout_s`` seconds. ServerError: more than ``max_bytes``.
+        ServerSilent: the connection fails, or no complete response within ``timeout_s`` seconds. ServerError: more than
+        ``max_bytes``.
         """
         sent = f"{method} {self.url}{path}"
         late = f"{sent} was not answered within {timeout_s:g} s."

@@ -135,7 +135,7 @@ class Output:
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write ``text`` and flush, or log a warning if that fails; return the length of ``text``."""
+        """Write and flush ``text``, return its length; if that fails, log a warning and discard it and later texts."""
         try:
             self._stream.write(text)
             self._stream.flush()

@@ -144,6 +144,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     """Start the workers of tools, environments and agents; return {task: its workers} when all are ready.
 
     ``opened`` closes the workers; equal options share them. ``env.agent=sessions`` has a queue instead of workers.
+    UserError if they cannot be used.
     """
     offered = {}
     for name, entry in task_configs(config).items():

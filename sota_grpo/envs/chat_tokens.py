@@ -63,7 +63,7 @@ class ChatTokens:
     def ids(self, messages: Messages) -> tuple[int, ...]:
         """Return the token ids of the rendered messages; logs once if a message names a special token.
 
-        UserError if the template fails, or a message names a special token and cannot be tokenised as text.
+        UserError if the template fails, or if the messages would have other special tokens than plain words have.
         """
         text = self._render(messages)
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]

@@ -217,7 +217,11 @@ def train(
 def _require_overrides(overrides: Any) -> None:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(one, str) for one in overrides):
-        raise UserError(f"overrides is {overrides!r:.60}; give a list of texts, such as ['env.repeats=4'].")
+        odd = next(one for one in overrides if not isinstance(one, str)) if is_list else overrides
+        kind = type(odd).__name__  # the text itself could have a token
+        raise UserError(
+            f"overrides is or has an object of type {kind}; give a list of texts, such as ['env.repeats=4']."
+        )
     for override in overrides:
         name = str(override).partition("=")[0].lstrip("+")
         if name in _HYDRAS:

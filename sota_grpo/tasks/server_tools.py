@@ -204,7 +204,8 @@ class OpenEnv:
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Execute the action, or call the tool, ``name`` after :meth:`reset`; return its observation, None if empty.
 
-        EpisodeOver after the end, LookupError for an unknown action, ActionFailed if the server rejects it or it fails.
+        EpisodeOver after the end, LookupError for an unknown action, ActionFailed if the server rejects it or it fails,
+        InstanceLost if the connection fails.
         """
         if self._is_over:
             raise EpisodeOver("the episode is over")

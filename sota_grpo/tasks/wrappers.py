@@ -250,7 +250,7 @@ def naming_faults(names: Sequence[str], weights: Sequence[float] | None) -> Iter
         if name in _TAKEN:
             yield f"{name} is the name of a built-in reward term; give the function another name."
         if name == "std":
-            yield "the reward function std would be logged as reward/std, which is another metric; rename it."
+            yield "the reward function std has the name of another metric, reward/std; rename it."
     if weights is not None and len(weights) != len(names):
         functions = f"{len(names)} functions ({', '.join(names)})"
         yield f"reward.weights has {len(weights)} entries for {functions}; give one weight per function."

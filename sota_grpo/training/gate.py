@@ -709,7 +709,8 @@ def run_gate(
     """Run ``checks`` (None: :func:`checks_of`), call ``on_check`` with each result, and return the results.
 
     ``mode``: ``off`` runs no check, ``strict`` raises CheckError at the first that fails, ``warn`` does not.
-    ``run.rows`` is filled if it is empty. At the end the random state is restored, and a colocated engine is awake.
+    ``run.rows`` is filled if it is empty. The random state is restored, but not after an error other than CheckError;
+    without an exception a colocated engine is awake at the end.
     Other UserErrors: the algorithm cannot use the sampled responses, or a device has too little memory.
     """
     if mode == "off":

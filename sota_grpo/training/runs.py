@@ -258,7 +258,8 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         differs = ", ".join(names[:3]) + more if names else "the content of a file, a Python input or the engine"
         if not before:
-            return f"The run in {path} was started with another config, and its {CONFIG_FILE} is missing; {_ELSEWHERE}."
+            empty = f"its {CONFIG_FILE} is missing or empty"
+            return f"The run in {path} was started with another config, and {empty}; {_ELSEWHERE}."
         return (
             f"The run in {path} was started with another config. Different: {differs}. Give the options of "
             f"{path / CONFIG_FILE}, or {_ELSEWHERE}."
@@ -309,7 +310,10 @@ def _age(path: Path) -> tuple[float, float]:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """Lock ``path`` until this process ends; return the open lock file, or None if another process has the lock."""
+    """Lock ``path`` until this process ends; return the open lock file, or None if a process has the lock.
+
+    UserError if the directory cannot be written, or its run has a link out of it.
+    """
     if is_held(path):  # its files come and go
         return None
     if read_record(path) is not None:

@@ -103,7 +103,7 @@ def test_sentences_are_shown_unless_the_caller_shows_them(monkeypatch: pytest.Mo
     ("arguments", "sentence"),
     [
         ({"overrides": ["env.repeat=4"]}, "env.repeat"),
-        ({"overrides": "env.repeats=4"}, "overrides is 'env.repeats=4'; give a list of texts"),
+        ({"overrides": "env.repeats=4"}, "overrides is or has an object of type str; give a list of texts"),
         ({"overrides": ["hydra.run.dir=here"]}, r"hydra\.run\.dir has no effect here; give run_dir"),
         ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
         ({"dataset": ROWS[:1]}, "leaves none for training"),

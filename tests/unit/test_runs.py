@@ -317,7 +317,7 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match="Different: the content of a file, a Python input or the engine"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing; choose another"):
+    with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing or empty; choose another"):
         opened(run_dir, "auto", OTHER)
 
 
