@@ -34,8 +34,8 @@ _NOT_REGULAR = "it is no regular file"
 def open_file(path: str | os.PathLike[str], *, most_bytes: int | None = None, levels: int = 1) -> IO[bytes]:
     """Open a regular file of a run directory for reading bytes; never blocks on a pipe or a device.
 
-    ``levels`` is the file's depth in the run directory, 1 directly in it. OSError if the file cannot be read, has more
-    than ``most_bytes`` (None: no limit), is a link out of the run directory, not regular, or large and sparse.
+    ``levels``: 1 if the file is directly in the run directory, 2 in a subfolder, ... OSError if it cannot be read, has
+    more than ``most_bytes`` (None: no limit), is a link out of the run directory, not regular, or large and sparse.
 
     >>> folder = getfixture("tmp_path")
     >>> os.mkfifo(folder / "rollouts.jsonl")

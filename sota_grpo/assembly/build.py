@@ -102,7 +102,7 @@ Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[tuple[str, 
 
 @dataclass(kw_only=True)
 class RunComponents(TrainingComponents):
-    """The components of a run; ``opened`` closes those that need it, in reverse order."""
+    """The components of a run; ``opened.close()`` closes those that hold resources, the last opened first."""
 
     tokenizer: Any
     collector: PromptGroupCollector
@@ -258,7 +258,7 @@ def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
-    """Return an evaluator of the first ``eval.num_samples`` held-out problems; with ``eval.target`` in random order."""
+    """Return an evaluator of the first ``eval.num_samples`` held-out problems, shuffled if ``eval.target`` is set."""
     # a success may be no more than a reward above the limit
     rewards_decide = config.env.mixture is None and (replaces_reward(config) or judges_alone(config))
     examples = list(task.heldout[: config.eval.num_samples])

@@ -238,7 +238,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
 
 
 def forward_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    """Return the bytes of a forward pass without gradients, besides the weights: one MLP, one cast matrix, the head."""
+    """Return the bytes of a forward pass without gradients, besides weights: one MLP, any cast matrix, head, loss."""
     c, w = how.product_bytes, how.weight_bytes
     layer = rows.tokens * 3 * (c * model.intermediate + w * model.hidden)
     cast = c * model.hidden * max(model.intermediate, model.query_width) if how.casts else 0
@@ -292,7 +292,7 @@ class DeviceMemory:
 
     @property
     def learning(self) -> tuple[int, int]:
-        """Return (bytes of learner and reference pass, bytes left to them) in their fullest phase except sampling."""
+        """Bytes of learner and reference pass, and those that others leave them, in the tightest phase but sampling."""
         moments = [entries for moment, entries in self.moments.items() if moment != SAMPLE]
         sizes = [(sum(entries.get(name, 0) for name in _OF_LEARNER), sum(entries.values())) for entries in moments]
         left = [(learner, self.capacity - (whole - learner)) for learner, whole in sizes if learner]

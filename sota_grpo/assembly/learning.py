@@ -45,16 +45,18 @@ _TIMES_WITHOUT_GRADIENT = 4  # a forward pass without gradients takes less than 
 
 
 def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
-    """Return the policy's tokenizer; UserError if a model of the config cannot be used. Weights are not read."""
+    """Return the policy's tokenizer; UserError if policy or reference cannot be used. ``engine``: its resolved name."""
     name = model_name(config)
     loaded = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=config.model.trust_remote_code)
     require_causal(name, loaded)
     require_dense(name, loaded.to_dict())
     require_whole(name, resolve_model_path(name))
     if (other := config.ref_model.name) is not None:
-        described = from_pretrained(AutoConfig.from_pretrained, other, trust_remote_code=config.model.trust_remote_code)
-        require_causal(other, described, "ref_model.name")
-        require_whole(other, resolve_model_path(other), "ref_model.name")
+        option, trust = "ref_model.name", config.model.trust_remote_code
+        require_causal(
+            other, from_pretrained(AutoConfig.from_pretrained, other, option, trust_remote_code=trust), option
+        )
+        require_whole(other, resolve_model_path(other), option)
     if engine == "transformers":
         require_cache(loaded)
     if config.train_model.tensor_parallel_size > 1:
@@ -132,7 +134,7 @@ def make_reference(
     if not reference_has_own_weights(config):
         return AdapterOffReference(policy, autocast=autocast)
     options = reference_options(config, device_name(device_type, placement.ref))
-    loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device")
+    loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device", "option")
     return FrozenReference(
         load_model(reference_name(config), **{name: options[name] for name in loading}),
         temperature=options["temperature"],
@@ -151,6 +153,7 @@ def reference_options(config: Config, device: str) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "load_kwargs": config.model.load_kwargs,
         "device": device,
+        "option": "model.name" if config.ref_model.name is None else "ref_model.name",
         "temperature": config.inference_model.temperature,
         "precision": trainer_precision(config, device_type),
         "token_budget": forward_tokens(micro_batch_tokens(config), device_type),

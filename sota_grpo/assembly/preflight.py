@@ -89,7 +89,7 @@ def _require_files(config: Config) -> None:
 
 
 def announce(config: Config) -> None:
-    """Log the model, data and size of the run, before the slow imports."""
+    """Log the model, data and size of the run, and begin the stage of the slow imports."""
     logger.info(
         "Policy %s, task %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),

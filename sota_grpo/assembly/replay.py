@@ -128,7 +128,7 @@ def replayed(
 
 
 def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) -> Step:
-    """Read step ``number`` of a run (None: the last that can be replayed); UserError if it cannot be replayed."""
+    """Read step ``number`` (None: the last replayable one); UserError if it cannot be replayed or needs ``trust``."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
     stored = {step_of(path): path for path in stored_steps(run_dir)}
@@ -275,9 +275,9 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
         name = override.lstrip("+").partition("=")[0]
         if name != _MEMORY and (name not in _COMPARED or name in _OF_THE_COLLECTION):
             raise UserError(
-                f"{override} has no effect on a step whose responses, rewards and weights are stored; a replay allows "
-                f"algorithm=A,B,.., options of the algorithm, policy.kl_coef, train.kl_coef_in_loss, train.epochs, "
-                f"train.optim_batch_size, and {_MEMORY} to save memory."
+                f"{override} has no effect, because the step's responses, rewards and weights are stored; a replay "
+                "allows algorithm=A,B,.., options of the algorithm (but overlong_buffer and dynamic_sampling), "
+                f"policy.kl_coef, train.kl_coef_in_loss, train.epochs, train.optim_batch_size, and {_MEMORY}."
             )
     values_of_run, differ = values(step.config, _COMPARED), False
     others, notes = {}, []

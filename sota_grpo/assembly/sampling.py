@@ -223,7 +223,7 @@ def template_kwargs(config: Config, instances: Instances | None) -> dict[str, An
 
 
 def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[str, Any]:
-    """Return :func:`template_kwargs` of all tasks as keyword arguments of :class:`~sota_grpo.envs.PromptSource`."""
+    """Return the ``template_kwargs`` of :class:`~sota_grpo.envs.PromptSource` and, for a mixture, ``task_kwargs``."""
     if config.env.mixture is None:
         return {"template_kwargs": template_kwargs(config, instances.get(config.env.dataset))}
     by_task = {name: template_kwargs(config, task_instances) for name, task_instances in instances.items()}

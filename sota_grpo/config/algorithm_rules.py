@@ -44,8 +44,10 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
         pull = f"policy.kl_coef={config.policy.kl_coef}"
         yield f"{option} and {pull} need two references, but a run has one; use policy.kl_coef=0."
     if algorithm.dynamic_sampling:
-        text = "algorithm.dynamic_sampling=true drops zero-advantage groups, which a teacher still scores"
-        yield f"{text} ({option}); use algorithm.dynamic_sampling=false."
+        text = (
+            f"algorithm.dynamic_sampling=true drops zero-advantage groups, but the teacher of {option} scores these too"
+        )
+        yield f"{text}; use algorithm.dynamic_sampling=false."
     if surrogate(algorithm.objective).reads("mask"):
         text = f"algorithm.objective={algorithm.objective} weighs whole responses"
         yield f"{text}, but {option} scores single tokens; use algorithm.objective=clipped."
@@ -56,7 +58,7 @@ def overlong_buffer_fits_the_response(config: Config) -> Iterator[str]:
     if buffer > longest:
         limit = f"inference_model.max_tokens={config.inference_model.max_tokens}"
         text = f"algorithm.overlong_buffer={buffer} exceeds the most tokens of a response, {longest} ({limit} per turn)"
-        yield f"{text}; use at most {longest}."
+        yield f"{text}; use algorithm.overlong_buffer={longest} or less."
 
 
 def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
@@ -99,7 +101,7 @@ def the_kl_has_the_gradient_of_its_estimator(config: Config) -> Iterator[str]:
         yield f"{text}; use train.kl_coef_in_loss=true or algorithm.kl_estimator=k3."
     if in_loss and coef > 0 and estimator == "k1":
         text = f"policy.kl_coef={coef} with algorithm.kl_estimator=k1 in the loss has a gradient of mean 0"
-        yield f"{text}; use k2 or k3, or train.kl_coef_in_loss=false."
+        yield f"{text}; use algorithm.kl_estimator=k3 (or k2), or train.kl_coef_in_loss=false."
 
 
 def options_that_the_objective_does_not_read_keep_their_default(config: Config) -> Iterator[str]:

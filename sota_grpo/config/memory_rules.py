@@ -26,7 +26,7 @@ def device_count(role: TrainModelConfig | InferenceModelConfig | RefModelConfig)
 
 
 def devices_option(name: str, role: TrainModelConfig | InferenceModelConfig, count: int) -> str:
-    """Return the option that gives the role ``name`` ``count`` devices, named if the config names the role's devices.
+    """Return the option that gives the role ``name`` ``count`` devices, or a phrase for it if the role names fewer.
 
     >>> devices_option("train_model", TrainModelConfig(num_devices=3), 1)
     'train_model.num_devices=1'

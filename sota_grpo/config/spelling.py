@@ -56,7 +56,7 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     >>> overrides_of({"env.mixture": {"sums": {"dataset": "arithmetic", "system_prompt": "Think, then say it."}}})
     ["env.mixture={sums:{dataset:arithmetic,system_prompt:'Think, then say it.'}}"]
     """
-    return [f"{name}={_word(value)}" for name, value in options.items()]
+    return [f"{name}={quoted(value)}" for name, value in options.items()]
 
 
 def _word(value: Any) -> str:
@@ -78,7 +78,7 @@ def quoted(value: Any) -> str:
     """
     if not isinstance(value, str):
         return _word(value)
-    if re.fullmatch(r"[A-Za-z_/][\w./@-]*", value) and value.lower() not in _NO_TEXTS:
+    if re.fullmatch(r"(?a)[A-Za-z_/][\w./@:-]*", value) and value.lower() not in _NO_TEXTS:
         return value
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + at[2].replace("'", "\\'"), value) + "'"
 

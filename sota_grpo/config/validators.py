@@ -141,7 +141,7 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    now, usual = (text.partition("=")[2] for text in overrides_of({name: value}) + overrides_of({name: default}))
+    now, usual = (item if isinstance(item, str) else overrides_of({"": item})[0][1:] for item in (value, default))
     return f"{name}={now} has no effect {where}; leave it at {usual}"
 
 
@@ -219,7 +219,8 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
         text = "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for that"
         yield f"{text}; use env.max_steps=2."
     if env.max_steps < 2 and getattr(task, "calls_tools", False):
-        yield f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result; use 3."
+        text = f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result"
+        yield f"{text}; use env.max_steps=3."
     if env.max_steps > 1 and not (env.reasoning or replies(env.dataset) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 
@@ -243,7 +244,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         servers = f", or {FORMS}" if env.tools is None else ""
         yield f"{option}={value} is no FILE.py:NAME; give a file, a colon and a name defined in it{servers}."
     if env.max_steps < 2:
-        yield f"{option}={value} offers tools, but env.max_steps=1 leaves no turn for their results; use 4."
+        yield f"{option}={value} offers tools, but env.max_steps=1 leaves no turn for results; use env.max_steps=4."
     if env.reasoning or replies(env.dataset):
         other = "env.reasoning=true" if env.reasoning else f"env.dataset={env.dataset}"
         yield f"{option}={value} answers tool calls, but {other} answers every response; use one of them."
@@ -341,12 +342,12 @@ def _url_faults(option: str, url: str, fix: str) -> Iterator[str]:
         address = urlsplit(url)
         host, _ = address.hostname, address.port
     except ValueError:
-        yield f"{shown} is no address; write http://HOST:PORT."
+        yield f"{shown} is no address; use {option}=http://HOST:PORT."
         return
     if address.username is not None or address.password is not None or address.query:
         yield f"{option} has a user name, a password or a query in it, which the run would save; {fix}."
     elif address.scheme not in ("http", "https") or not host:
-        yield f"{shown} is no address of a server; write http://HOST:PORT."
+        yield f"{shown} is no address of a server; use {option}=http://HOST:PORT."
 
 
 _OF_TEMPLATES = (  # arguments of apply_chat_template that sota_grpo sets, or that change what is returned

@@ -331,8 +331,8 @@ class SteppingEngine(Streams, ABC):
             self._require_open()
             if self.num_in_flight:
                 raise RuntimeError(
-                    f"The {self.name} engine cannot sleep with {self.num_in_flight} groups in flight; consume or "
-                    "cancel them first."
+                    f"The {self.name} engine cannot sleep while groups are in flight ({self.num_in_flight}); consume "
+                    "or cancel them first."
                 )
             self._free_memory()
             self._asleep = True

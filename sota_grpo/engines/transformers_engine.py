@@ -148,8 +148,8 @@ class GroupDecoder:
 
     Args:
         requests: the groups; methods call a group by its index in this list, from 0.
-        rooms: maximum response tokens of each group; replaces ``sampling.max_tokens``.
-        eos_token_ids: int64 ``[E]``, the tokens that end a response.
+        rooms: maximum tokens of a response, for each group; replaces ``sampling.max_tokens``.
+        eos_token_ids: int64 ``[E]``, the tokens that end a response, as do the strings ``stops``.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: whether the rows of a prompt share its keys and values; only if ``use_decode_attention`` returned True.
     """

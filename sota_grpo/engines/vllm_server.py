@@ -112,7 +112,7 @@ class WeightSums:
     """vLLM worker extension class: adds the method :func:`weight_sums`, which clients call by ``/collective_rpc``."""
 
     def weight_sums(self, shapes: Mapping[str, Sequence[int]], turn: int) -> dict[str, list[Any]]:
-        """Return ``{name: [dtype, total, by_row, columns]}``, the :class:`Checksum` of each weight as JSON values."""
+        """Return :func:`weight_sums` of the model as JSON values: {name: [dtype, total, by_row, columns]}."""
         sums = weight_sums(self.get_model(), shapes, turn)  # type: ignore[attr-defined]  # the worker's
         return {name: [str(dtype).removeprefix("torch."), *rest] for name, (dtype, *rest) in sums.items()}
 

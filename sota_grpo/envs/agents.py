@@ -164,6 +164,6 @@ def _result(content: str, is_error: bool) -> dict[str, Any]:
         reward = float(value.pop("reward") if isinstance(value, dict) else value)
         if abs(reward) <= LARGEST:
             return {"reward": reward, **({"info": value} if isinstance(value, dict) and value else {})}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         pass
     return {"error": f"the agent returned {one_line(content, 80)}, which is no finite reward; return a number"}

@@ -182,7 +182,7 @@ class MarkedCalls:
                     position = _skip(text, position + 1)
                     break
                 if not text.startswith(",", position):
-                    raise BadCall("the list of calls has neither a comma nor its end after a call")
+                    raise BadCall("a call in the list is followed by neither a comma nor ]")
             position = self._closed(text, position)
             if not listed:
                 calls.append(call)

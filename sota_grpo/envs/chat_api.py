@@ -76,12 +76,12 @@ def openai_request(body: Any) -> ChatRequest:
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
     messages = [_openai_message(message) for message in _messages(body)]
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     usage = _object(body.get("stream_options") or {}, "stream_options").get("include_usage")
     return ChatRequest(
         _named(messages),
         tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
-        _count(limit, "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"),
+        _count(body.get(limit), limit),
         _count(body.get("n"), "n") or 1,
         _strings(body.get("stop"), "stop"),
         bool(body.get("stream")),

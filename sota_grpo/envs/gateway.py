@@ -290,7 +290,7 @@ class SessionQueue:
         return episode
 
     def end(self, api_key: str, result: Any) -> None:
-        """End an episode with ``result``, its reward or a dict with ``reward``; no-op if it has ended or not begun."""
+        """End an episode of :meth:`take`; no-op if none is open. ``result``: its reward, or a dict with ``reward``."""
         if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
             ended.set_result([Answer(json.dumps(result), is_error=False)])
 

@@ -29,10 +29,10 @@ _NAMED = 10  # maximum number of prompts named in the warning about skipped prom
 class PromptStream:
     """An endless, deterministic sequence of ``(group id, example)``.
 
-    Draw ``k`` is element ``k mod n`` of the permutation of the ``n`` examples with the seed ``(seed, k div n)``, so it
-    depends on the seed and ``k`` only; with ``shuffle=False`` the order is that of ``examples``. Group ids count draws:
-    an example that is drawn twice has two group ids. For :class:`~sota_grpo.tasks.mixture.MixedExamples` this holds
-    within each task, with a seed derived from its name. ValueError if a task has no examples.
+    Each epoch has every one of ``n`` examples once: draw ``k`` is element ``k mod n`` of epoch ``k div n``, in an order
+    that depends on seed and epoch only; with ``shuffle=False`` it is that of ``examples``. In a mixture this holds
+    within each task, with a seed derived from its name. Every draw has another group id, also if it repeats an example.
+    ValueError if a task has no examples.
 
     >>> stream = PromptStream([Example(f"{i} + 1?", str(i + 1)) for i in range(3)], seed=0, shuffle=False)
     >>> [(group_id, example.query) for group_id, example in stream.draw(4)]

@@ -55,14 +55,15 @@ class TaskEnv(PromptSource, EnvBase):
     ``batch_size=[num_envs]``, rows lazily stacked and ragged. Reset writes ``query``, ``answer``, ``extra``,
     ``group_id``, ``sample_id``, ``tokens.prompt`` and ``masks.all_attention_mask`` of the next prompts, each for
     ``repeats`` successive rows; other seeds and other examples have other group ids. Step reads ``tokens.response``
-    (or ``tokens.full``) and writes the reward, its terms, ``success``, ``reward_error``, ``done``, ``terminated`` and
-    ``truncated``; a term that does not apply is NaN. Text is decoded for grading only, never tokenised again.
+    (or ``tokens.full``) and writes reward, terms (NaN: does not apply), ``success``, ``reward_error``,
+    ``reward_timeout``, ``reward_info``, ``done``, ``terminated`` and ``truncated``. Text is never tokenised again.
 
     With ``max_steps`` above 1, the task, tools or an environment answers each response, as in training
     (:mod:`sota_grpo.envs.dialogs`). Then ``next`` has the longer prompt (the prompt, the response as it was sampled,
     the answer and the start of the policy's next turn), reward 0, and ``done`` False. The last response of a dialog
-    is done and graded, and truncated if the response was cut or the context is full. ``turn`` counts the answered
-    responses of a dialog. Step runs all tool calls concurrently and returns when the last one has finished.
+    is done and graded, and truncated if the response was cut or the context is full. ``turn`` counts the responses of
+    a dialog so far. Step returns when all tool calls have finished. Calls of a server or an adapter run concurrently;
+    calls of functions and local environments one after another per worker process, which up to 8 rows share.
 
     Rows can be reset individually: the samples of a prompt share its ``group_id`` even if they start at different
     resets. A reward that compares the responses of a group gets only those that end in the same step.
@@ -129,8 +130,8 @@ class TaskEnv(PromptSource, EnvBase):
         if repeats < 1 or num_envs < 1 or (num_envs % repeats and not few):
             fix = max(1, num_envs // max(1, repeats)) * max(1, repeats)
             raise ValueError(
-                f"num_envs={num_envs} does not fit the group size repeats={repeats}; "
-                f"use num_envs={fix} and repeats={max(1, repeats)}."
+                f"num_envs={num_envs} must be a positive multiple of the group size repeats={repeats} (with "
+                f"max_steps=1 also a divisor); use num_envs={fix} and repeats={max(1, repeats)}."
             )
         has_tools = tools is not None or environment is not None
         if max_steps < 1:

@@ -24,7 +24,7 @@ from sota_grpo.rl.records import Sample, SamplingSupport
 
 
 class TokenTree:
-    """The prompts and responses of one sample as a tree, which :meth:`sample` returns as one :class:`Sample`.
+    """The prompts and responses of one sample as a tree of tokens, numbered as added; :meth:`sample` exports it.
 
     >>> tree, said = TokenTree(), Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2), False)
     >>> end = tree.add_response(tree.add_prompt([5, 6]), said)

@@ -198,8 +198,8 @@ def mean_ratio(gap: Tensor) -> Estimate:
 def temperature_slope(gap: Tensor, log_prob: Tensor, entropy: Tensor) -> Estimate:
     """Estimate ``1 - T_trainer / T_engine`` from log-probs; return the estimate and its standard error.
 
-    With ``p_b(x) = exp(b z_x) / Z`` the score of the inverse temperature is ``s = d log p_b(x) / d log b = log p_b(x)
-    + H``, whose mean under ``p_b`` is 0. Two temperatures give ``gap = (1 - T_trainer / T_engine) s`` to first order;
+    At inverse temperature ``b``, logits ``z`` give ``p(x) = exp(b z_x) / Z``, with the entropy ``H`` and the score
+    ``s = d log p(x) / d log b = log p(x) + H``, of mean 0. To first order ``gap = (1 - T_trainer / T_engine) s``;
     the estimate is the slope of least squares through the origin, ``sum(gap s) / sum(s^2)``. Rounding errors are
     uncorrelated with ``s`` and give a slope of 0 on average. The standard error is heteroskedasticity-robust:
     ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.

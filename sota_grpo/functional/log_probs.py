@@ -74,10 +74,10 @@ class LogitTiles:
         self.narrow_buffer = hidden.new_empty(num_rows * num_columns if narrow_bytes else 0)
 
     def raw(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """Return ``x = hidden weight^T + bias`` ``[r, c]``, or with softcap ``s`` ``sigmoid(2 x / s)``, in buffer 0.
+        """Return ``x = hidden weight^T + bias[columns]`` ``[r, c]``, or ``sigmoid(2 x / s)`` with a softcap ``s``.
 
-        ``factor`` times the result is the logits in base 2, with a softcap up to a constant:
-        ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
+        It is a view of buffer 0, which the next call overwrites. ``factor`` times it is the logits in base 2, with a
+        softcap up to a constant: ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
         """
         shape = (len(hidden), len(weight))
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)

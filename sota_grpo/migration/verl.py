@@ -155,7 +155,7 @@ class Report:
         self.comments[option] = " ".join(filter(None, [self.comments.get(option), text]))
 
     def unsupported(self) -> list[str]:
-        """Return the options that are neither mapped nor commented, in the order of the schema."""
+        """Return options that were neither read (mapped) nor given a :meth:`comment`, in the order of the schema."""
         return [option for option in self.values if option not in self.mapped and option not in self.comments]
 
     def lines(self) -> list[str]:

@@ -364,9 +364,9 @@ class Scores(NamedTuple):
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return the attention ``[L, heads, width]`` and the base-2 log-sum-exp of the scores ``[heads, L]``.
+    """Return the attention ``[L, heads, width]``, and ``[heads, L]``, the base-2 log-sum-exp of its scores.
 
-    ``query``: ``[L, heads, width]``; ``key``, ``value``: ``[L, key heads, width]``. A row's heads must be contiguous.
+    ``query``: ``[L, heads, width]``; ``key``, ``value``: ``[L, key heads, width]``; contiguous in the last two.
     """
     starts, tiles, _, _ = tables.split()
     length, heads, width = query.shape
@@ -391,7 +391,7 @@ def backward(
     tables: Tables,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous gradients by query, key and value from :func:`forward`'s results and a contiguous ``grad``."""
+    """Return the contiguous gradients by ``query``, ``key`` and ``value``; ``grad``: that by ``out``, contiguous."""
     starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()

@@ -176,7 +176,7 @@ def weights_of(layer: nn.Module) -> LayerWeights:
 
 
 class Joined:
-    """State of a joined layer: shape, whether it is compiled, and, in :class:`HalfWeights`, half-precision copies."""
+    """State of a joined layer: shape, whether it is compiled, and ``halves``, set while in :class:`HalfWeights`."""
 
     def __init__(self, shape: LayerShape, compiles: bool = True) -> None:
         self.shape, self.compiles = shape, compiles

@@ -48,7 +48,7 @@ class ModelNotFoundError(UserError, FileNotFoundError):
     """A model is not found, or its files cannot be loaded; the message says how to fix it."""
 
 
-def resolve_model_path(name: str) -> str:
+def resolve_model_path(name: str, option: str = "model.name") -> str:
     """Return the local folder of the model ``name`` (also of ``"tiny"`` and ``"smollm2"``); a hub id is returned as is.
 
     The first use of ``smollm2`` on a machine converts the model, which takes half a minute. ModelNotFoundError if
@@ -65,7 +65,7 @@ def resolve_model_path(name: str) -> str:
     if (folder / "config.json").is_file():
         return str(folder)
     if folder.exists() or model_sizes.is_a_path(name):
-        raise ModelNotFoundError(model_sizes.NO_MODEL_FOLDER.format(name=name))
+        raise ModelNotFoundError(model_sizes.NO_MODEL_FOLDER.replace("model.name", option).format(name=name))
     return name
 
 
@@ -102,6 +102,7 @@ def load_model(
     device: torch.device | str = "cpu",
     weights: bool = True,
     load_kwargs: Mapping[str, Any] | None = None,
+    option: str = "model.name",
 ) -> PreTrainedModel:
     """Load a causal language model for training: all dropout rates 0, in training mode, on ``device``.
 
@@ -117,15 +118,16 @@ def load_model(
         weights: False: read no weights and use no memory for them, for a rank that receives its shard later
             (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
+        option: the name of ``name`` in messages.
 
     Raises:
         UserError: the model is not found (ModelNotFoundError) or not usable with these options; the message says why.
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}")
-    config = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust_remote_code)
+    config = from_pretrained(AutoConfig.from_pretrained, name, option, trust_remote_code=trust_remote_code)
     if weights:
-        _require_stored(config, name)
+        _require_stored(config, name, option)
     stored, rates = config.dtype, set_dropout(config)
     options: dict[str, Any] = {"config": config, "dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
@@ -133,7 +135,7 @@ def load_model(
     try:
         with MODEL_LOCK:
             if weights:
-                model = _loaded(name, options, load_kwargs or {})
+                model = _loaded(name, option, options, load_kwargs or {})
             else:
                 with torch.device("meta"):
                     model = AutoModelForCausalLM.from_config(**options)
@@ -149,7 +151,7 @@ def load_model(
     return model.to(device).train()
 
 
-def _require_stored(config: PretrainedConfig, name: str) -> None:
+def _require_stored(config: PretrainedConfig, name: str, option: str) -> None:
     """Refuse weight files that are too small for the folder's ``config.json``: huge random weights would be made."""
     folder, text = Path(resolve_model_path(name)), config.get_text_config()
     shape = [getattr(text, each, None) or 0 for each in ("vocab_size", "intermediate_size", "num_hidden_layers")]
@@ -158,16 +160,16 @@ def _require_stored(config: PretrainedConfig, name: str) -> None:
     for described in (*(size * width for size in shape), width * width):
         if 0 < 8 * stored < described:
             raise ModelNotFoundError(
-                f"model.name={name}: config.json describes a tensor of {described} elements, but all weight files have "
-                f"only {stored} bytes: config.json or a weight file is damaged or of another model; replace it."
+                f"{option}={name}: config.json describes weights of {described} elements or more, but all weight files "
+                f"have only {stored} bytes: one of these files is damaged or of another model; download the model anew."
             )
 
 
-def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
+def _loaded(name: str, option: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) -> Any:
     """Load a model and check its weights: all finite, and none missing, which transformers would fill at random."""
     options |= {**load_kwargs, "output_loading_info": True}
     try:
-        model, info = from_pretrained(AutoModelForCausalLM.from_pretrained, name, **options)
+        model, info = from_pretrained(AutoModelForCausalLM.from_pretrained, name, option, **options)
     except ModelNotFoundError as error:
         if not (load_kwargs and isinstance(error.__cause__, TypeError)):
             raise
@@ -176,13 +178,13 @@ def _loaded(name: str, options: dict[str, Any], load_kwargs: Mapping[str, Any]) 
         ) from error
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
         raise UserError(
-            f"model.name={name}: its files lack {len(missing)} of the weights of {type(model).__name__}, for example "
+            f"{option}={name}: its files lack {len(missing)} of the weights of {type(model).__name__}, for example "
             f"{missing[0]}; use a folder with all weights of a causal language model."
         )
     for weight, value in model.named_parameters():
         if value.is_floating_point() and not all(bound.isfinite() for bound in value.detach().aminmax()):
             raise UserError(
-                f"model.name={name}: its weight {weight} is not finite in {value.dtype}: its files are damaged, or a "
+                f"{option}={name}: its weight {weight} is not finite in {value.dtype}: its files are damaged, or a "
                 "value is too large for that dtype; replace the files, or use float32."
             )
     return model
@@ -227,13 +229,13 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         )
 
 
-def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
-    """Return ``load(path of the model name, **options)``; turn its errors into one-sentence messages.
+def from_pretrained(load: Callable[..., Any], name: str, option: str = "model.name", **options: Any) -> Any:
+    """Return ``load(path of the model name, **options)``; turn its errors into sentences on ``option``.
 
     ModelNotFoundError if ``load`` fails; UserError if the model has Python code that ``trust_remote_code=False`` does
     not allow to run, or its path cannot be resolved. ``load``'s own UserErrors and memory errors are not changed.
     """
-    path = resolve_model_path(name)
+    path = resolve_model_path(name, option)
     try:
         return load(path, **options)
     except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -241,12 +243,12 @@ def from_pretrained(load: Callable[..., Any], name: str, **options: Any) -> Any:
     except Exception as error:  # missing, damaged or unsupported by this transformers, whose readers raise anything
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"model.name={name} contains Python code; read that code, then set model.trust_remote_code=true."
+                f"{option}={name} contains Python code; read that code, then set model.trust_remote_code=true."
             ) from error
         cause = first_line(error) if isinstance(error, OSError) else sentence(error)
         raise ModelNotFoundError(
-            f"model.name={name} could not be loaded from {path} ({cause.rstrip('.')}); use the folder of a saved "
-            "model, check the network and the hub id, or use model.name=tiny"
+            f"{option}={name} could not be loaded from {path} ({cause.rstrip('.')}); use the folder of a saved model, "
+            f"check the network and the hub id, or use {option}=tiny"
         ) from error
 
 

@@ -210,8 +210,8 @@ def _opened(path: Path) -> Any:
 def stored_tensors(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return the tensors in the files ``paths`` by name, without reading their values.
 
-    OSError if a file cannot be read, or is a link out of the run directory, its third parent folder. TensorFileError if
-    a file is damaged, or slices of a tensor overlap, differ in dtype or leave a gap, except at the end.
+    OSError if a file cannot be read or is a link out of its third parent folder, the run directory. TensorFileError if
+    a file is damaged, or slices overlap, differ in dtype or leave a gap (at the end: if a file has the whole shape).
     """
     pieces: dict[str, list[tuple[Path, Piece]]] = {}
     for path in paths:

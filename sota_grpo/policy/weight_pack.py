@@ -75,8 +75,8 @@ class WeightPack:
 
         Args:
             dtype: the engine's dtype, to which matrices are :func:`rounded` on their device; None: keep all dtypes.
-            room: upper bound in bytes of the sum of their :func:`padded` sizes; then only one tensor at a time is held.
-                None: all tensors are listed first to compute it.
+            room: bytes of the buffer, at least the sum of the packed tensors' :func:`padded` sizes; then only one of
+                ``weights`` is held at a time. None: all are listed first to compute the sum.
         """
         if room is None:
             weights = list(weights)

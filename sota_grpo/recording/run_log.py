@@ -249,7 +249,7 @@ def _writable(path: Path) -> Path:
 
 
 def system_metrics() -> dict[str, float]:
-    """Return the ``system/`` metrics available on this machine; CPU use is that since the last call, 0 at the first."""
+    """Return the available ``system/`` metrics; CPU use: since the thread's last call (or psutil's import), or 0."""
     import torch
 
     values = {

@@ -260,7 +260,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
 
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
-    """Delete the stored steps from ``first_step`` on, and half-written files; UserError or OSError if that fails."""
+    """Delete steps from ``first_step`` on and partial files; UserError if ``steps/`` is unreadable, else OSError."""
     for path in stored_steps(run_dir):
         if step_of(path) >= first_step:
             path.unlink()

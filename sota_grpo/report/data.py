@@ -283,7 +283,10 @@ def family(name: str) -> str:
 
 
 def position_of(name: str) -> tuple[int, int]:
-    """Return (index in FAMILIES of a metric's section, or its length; index within it); names precede prefixes."""
+    """Return a metric's sort key: (index in FAMILIES of its section, index there); (``len(FAMILIES)``, 0) if in none.
+
+    A section that lists the name precedes one with a prefix of it; there the index is after the listed names.
+    """
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
             return index, members.index(name)

@@ -360,8 +360,8 @@ def unpickled(path: Path) -> dict[str, Callable[..., Any]]:
     """Return {name: function} from a file of :func:`pickled`, executing its code; RewardFunctionError if that fails."""
     if not path.is_file():
         raise RewardFunctionError(
-            f"there is no {path}; reward functions that cannot be pickled are not saved with env.reward_workers=0: "
-            "pass the same functions again, or put them into a file and set reward.path to it."
+            f"the reward functions of the run are not in {path}: with env.reward_workers=0 those that cannot be "
+            "pickled are not saved; pass the same functions again, or put them into a file and set reward.path to it."
         )
     try:
         return pickle.loads(path.read_bytes())

@@ -324,7 +324,9 @@ def _read_column(saved: Mapping[str, Any], num_rows: int) -> Column:
     indices = saved["rows"].tolist()
     rows = None if len(indices) == num_rows else indices
     if any(not 0 <= index < num_rows for index in indices) or any(one >= other for one, other in pairwise(indices)):
-        raise ValueError(f"corrupt state: column {saved['path']} lists invalid rows of {num_rows}")
+        raise ValueError(
+            f"corrupt state: column {saved['path']} has row indices that are unsorted or not below {num_rows}"
+        )
     if "plain" in saved:
         if len(saved["plain"]) != len(indices):
             raise ValueError(

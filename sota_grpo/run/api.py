@@ -90,7 +90,7 @@ class Result:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if it is missing or refused."""
+        """The trained model (adapter merged), on the CPU, in its saved dtype; UserError if missing or not trusted."""
         from transformers import AutoModelForCausalLM
 
         return self._exported(AutoModelForCausalLM)

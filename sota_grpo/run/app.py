@@ -66,7 +66,7 @@ def as_planned(config: Config, directory: RunDir) -> Config:
     if not isinstance(planned, int):
         logger.warning("%s does not record what %s=auto was: it is chosen anew.", directory.path / CONFIG_FILE, MEMORY)
         return config
-    logger.info("%s=auto is %s, the number that this run was started with.", MEMORY, planned)
+    logger.info("%s=auto is %s tokens, the number that the last start of this run used.", MEMORY, planned)
     return with_options(config, {MEMORY: planned})
 
 

@@ -261,7 +261,10 @@ class Slots:
         return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
-        """If the next batch waits only for zero-advantage groups, put them in flight again and return them; else []."""
+        """If zero-advantage groups complete the next batch, move all held ones to ``in_flight`` and return them.
+
+        Call it only if :meth:`batch_is_ready` is False.
+        """
         if not self.refill.num_held:
             return []
         done = self._finished.versions + self.refill.held_versions()

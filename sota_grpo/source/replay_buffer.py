@@ -102,7 +102,7 @@ class OldestGroups(Sampler):
             holds = (
                 f"holds {len(self)} finished groups" if len(self) else "is empty: Cannot sample from an empty storage"
             )
-            raise RuntimeError(f"{num_groups} groups were requested, but the buffer {holds}.")
+            raise RuntimeError(f"{num_groups} groups were requested, but the buffer {holds}; add groups first.")
         oldest = sorted(self._finished, key=self._finished.__getitem__)
         if self.sampler is not None:
             view = GroupStorage(len(oldest))

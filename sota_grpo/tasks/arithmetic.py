@@ -118,7 +118,9 @@ _OPERATIONS: dict[str, Any] = {"+": operator.add, "-": operator.sub, "*": operat
 
 
 def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...] | None:
-    """Return ``(expression, value)`` of up to five steps; None if a value is no integer from 1 to ``LARGEST_VALUE``.
+    """Return ``(expression, value)`` of each step; None if a value is no integer from 1 to ``LARGEST_VALUE``.
+
+    In the steps, (operand, operator, operand), ``p`` to ``s`` are the results of steps 1 to 4.
 
     >>> solve((("a", "*", "b"), ("p", "-", "2")), {"a": 3, "b": 4})
     (('3*4', 12), ('12-2', 10))

@@ -19,7 +19,7 @@ class CodeTask(FileTask):
 
     Args:
         train, heldout, system_prompt: see :class:`~sota_grpo.tasks.dataset.BaseTask`.
-        sandbox: ``auto`` or ``bwrap``, or the URL of a SandboxFusion server; UserError if it cannot be used.
+        sandbox: ``auto`` or ``bwrap`` (UserError if unusable), or a SandboxFusion server's URL, used in ``score``.
 
     >>> task = CodeTask(sandbox="http://127.0.0.1:8080")
     >>> example = task.read_row({"prompt": "f(x) is x + 1.", "tests": "assert f(1) == 2"}, "demo, row 1")

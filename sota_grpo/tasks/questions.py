@@ -230,8 +230,8 @@ class ParsedResponse(NamedTuple):
 def parse_response(response: str) -> ParsedResponse:
     """Parse the thinking and the answer of a response by their tags.
 
-    Each text needs exactly one pair of its tags, and the answer's must be the last tags. Only ``<think>`` may be
-    missing, because the prompts of reasoning models end with it. Tags inside a text make ``exact`` False.
+    Each text needs exactly one pair of its tags, and the answer's must be the last tags. Only the opening ``<think>``
+    may be missing, as prompts of reasoning models end with it. Other tags or text outside make ``exact`` False.
 
     >>> parse_response("<think>9 + 9</think> <answer>18</answer>")
     ParsedResponse(thinking='9 + 9', answer='18', exact=True)

@@ -311,7 +311,7 @@ class Learner:
         """Compare :meth:`gradient` at two micro-batch token budgets: norm and relative change, over all ranks.
 
         All ranks must call this. Both gradients are computed in float32 on a CPU with float32 parameters, else in the
-        precision of training. The peak of GPU memory is at most that of a training step.
+        precision of training. Budgets up to ``micro_batch_tokens`` need no more GPU memory than a training step.
         """
         trained = self.settings.precision
         precision = "fp32" if self.single and self.device.type == "cpu" else trained
@@ -372,7 +372,7 @@ class Learner:
         self.changed = []
 
     def diagnose(self, rows: Sequence[Row]) -> dict[str, float | None]:
-        """Return the loss's diagnostics (``ess``, ...) without a step, and whether rows are ``packed`` (0 or 1).
+        """Return the loss's diagnostics (``ess``, ...) without a step, and ``packed``: 1 if rows are packed, else 0.
 
         Advantages are random, truncated rows and rows with a grader error are included, and dropout is off. A
         diagnostic is None if no token is trained. All ranks must call this.

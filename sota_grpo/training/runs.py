@@ -164,7 +164,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         self._row["starts"] = [*self._starts, this_start()]
         self._write(CONFIG_FILE, config_yaml)
         self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
-        (self.path / FAILURE_FILE).unlink(missing_ok=True)
+        try:
+            (self.path / FAILURE_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
 
     def finish(self, reached: Mapping[str, float] | None = None) -> None:
         """Record that the run is finished, and the ``reached`` step, accuracy and target; UserError if that fails."""

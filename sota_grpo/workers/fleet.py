@@ -288,9 +288,9 @@ class Fleet:
     def sleep(self, deadline_s: float) -> None:
         """Put every worker to sleep and wait until all sleep, starting ones too. No-op unless ``shares_devices``.
 
-        During the sleep no worker is started, because loading a model would take device memory that others use: a
-        worker that dies is replaced after :meth:`wake`. A new task ends the sleep and wakes the worker that runs it.
-        Deadline and exceptions are those of :meth:`broadcast`, with RuntimeError also if tasks are pending.
+        During the sleep no worker is started, as loading a model takes device memory: one that dies is replaced later.
+        A new task ends the sleep, but wakes only the worker that runs it. Exceptions and deadline (which does not bound
+        the wait for starting workers) are those of :meth:`broadcast`, with RuntimeError also if tasks are pending.
         """
         if self._shares_devices:
             self._polling(self._sleep(deadline_s))

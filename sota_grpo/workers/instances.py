@@ -112,7 +112,7 @@ class Instances:
         self._worker_of: dict[int, Fleet] = {}
 
     def wait_ready(self) -> None:
-        """Create and end an environment to read its tools' schemas; start the first worker. UserError if that fails."""
+        """Read the tools' schemas from a temporary environment (UserError if that fails); begin to start a worker."""
         deadline_s = max(_DESCRIBE_S, self._timeout_s)
         describing = self._started("environment", deadline_s)
         try:

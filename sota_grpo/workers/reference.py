@@ -105,13 +105,14 @@ def reference_worker(
     trust_remote_code: bool = False,
     load_kwargs: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    option: str = "model.name",
     num_threads: int | None = None,
     **options: Any,
 ) -> ReferenceWorker:
     """Worker factory: load the reference model (UserError if it cannot be loaded); return its :class:`ReferenceWorker`.
 
     Args:
-        model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device: arguments of
+        model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device, option: arguments of
             :func:`sota_grpo.policy.load.load_model`.
         num_threads: torch's CPU threads in this process; None: not set.
         options: keyword arguments of :class:`ReferenceWorker`; ``shared_prompt`` is True unless
@@ -126,6 +127,7 @@ def reference_worker(
         trust_remote_code=trust_remote_code,
         load_kwargs=load_kwargs,
         device=device,
+        option=option,
     )
     return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)
 

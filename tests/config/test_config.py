@@ -172,7 +172,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.agent=a.py:run env.max_steps=4 env.reasoning=true", "env.reasoning=true has no effect"),
     ],
     "tools_have_turns_to_answer_in": [
-        ("env.tools=t.py:f", "use 4"),
+        ("env.tools=t.py:f", "use env.max_steps=4"),
         ("env.tools=t env.max_steps=2", "is no FILE.py:NAME"),
         ("'env.mixture={a: {}}' env.environment=e.py:E env.max_steps=2", "give it to the task whose rows it reads, as"),
         ("env.tools=t.py:f env.environment=e.py:E env.max_steps=2", "make the functions methods of the environment"),
@@ -194,7 +194,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     "tasks_of_a_mixture_keep_the_rules": [
         ("'env.mixture={a: {difficulty: 6}}'", "env.mixture.a: env.difficulty=6"),
         ("'env.mixture={a: {repeats: 1}}'", "env.mixture.a: algorithm grpo compares"),
-        ("\"env.mixture={a: {tools: 't.py:f'}}\"", "use 4"),
+        ("\"env.mixture={a: {tools: 't.py:f'}}\"", "use env.max_steps=4"),
         ("'env.mixture={a: {max_steps: 2}}'", "add env.reasoning=true, which asks the policy"),
     ],
     "token_limits_of_a_mixture_are_within_the_runs": [
@@ -267,7 +267,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
     ],
     "the_kl_has_the_gradient_of_its_estimator": [
         ("algorithm=deepseek_v32 policy.kl_coef=0.1 train.kl_coef_in_loss=false", "train.kl_coef_in_loss=true"),
-        ("policy.kl_coef=0.1 algorithm.kl_estimator=k1", "k2 or k3"),
+        ("policy.kl_coef=0.1 algorithm.kl_estimator=k1", "kl_estimator=k3 (or k2)"),
     ],
     "an_entropy_bonus_and_its_tokens_have_an_effect": [
         ("algorithm=skywork_or1 algorithm.entropy_coef=2", "entropy_coef=2.0 is above 1"),

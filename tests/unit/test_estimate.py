@@ -194,7 +194,7 @@ def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(
     config = compose("grpo_cpu")
     with caplog.at_level("INFO"):
         assert as_planned(config, SimpleNamespace(path=tmp_path, resumed=True)) is config
-    assert "that this run was started with" not in caplog.text
+    assert "that the last start of this run used" not in caplog.text
     assert f"{tmp_path / 'config.yaml'} does not record what train.micro_batch_tokens=auto was" in caplog.text
 
 

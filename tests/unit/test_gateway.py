@@ -209,6 +209,7 @@ BAD = {
         {"messages": [QUESTION, {"role": "assistant", "content": "It"}]},
         *(400, "the last message is the assistant's"),
     ),
+    "a limit of 0": ({"messages": [QUESTION], "max_completion_tokens": 0}, 400, "max_completion_tokens=0 must be"),
     "a stop that is a number": ({"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
     "options of a stream as text": ({"messages": [QUESTION], "stream_options": "x"}, 400, "stream_options"),
     "calls that are a number": ({"messages": [{**QUESTION, "tool_calls": 5}]}, 400, "tool_calls is a int, not"),

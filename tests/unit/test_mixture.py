@@ -415,6 +415,19 @@ def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
     assert compose("grpo_cpu", overrides_of({"env.mixture": mixture})).env.mixture == mixture
 
 
+@pytest.mark.parametrize(
+    "text", ["Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add."]
+)
+def test_a_text_is_written_on_the_command_line_as_it_is(text: str) -> None:
+    assert compose("grpo_cpu", overrides_of({"env.system_prompt": text})).env.system_prompt == text
+
+
+@pytest.mark.parametrize("word", ["adamw_8bit", "my/task.py:Mine", "http://127.0.0.1:8000/v1", "org/model-1.5b@main"])
+def test_a_plain_word_is_written_without_quotes(word: str) -> None:
+    assert overrides_of({"env.system_prompt": word}) == [f"env.system_prompt={word}"]
+    assert compose("grpo_cpu", overrides_of({"env.system_prompt": word})).env.system_prompt == word
+
+
 def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:
     tasks = {"a": Shortest(), "b": Shortest()}
     tasks["a"].train = [Example("short", ""), Example(200 * "long ", "")]

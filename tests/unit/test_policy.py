@@ -195,7 +195,11 @@ def test_a_model_without_checkpointable_layers_is_refused(saved, monkeypatch):
 def test_a_missing_model_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ModelNotFoundError, match=r"is not a folder with a config.json; give .*model.name=tiny"):
         load_model(str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match=r"^ref_model.name=\S+ is not a folder .* ref_model.name=tiny"):
+        load_model(str(tmp_path), option="ref_model.name")
     (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ModelNotFoundError, match=r"^ref_model.name=\S+ could not be loaded .* ref_model.name=tiny"):
+        load_model(str(tmp_path), option="ref_model.name")
     with pytest.raises(ModelNotFoundError, match="could not be loaded from"):
         load_model(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -215,7 +219,7 @@ def test_a_config_of_more_than_the_files_hold_is_one_sentence(saved, option: str
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {option: 10**9}))
     with pytest.raises(
-        ModelNotFoundError, match=r"a tensor of \d{10,} elements, but all weight files have only \d+ bytes"
+        ModelNotFoundError, match=r"weights of \d{10,} elements or more, but all weight files have only \d+ bytes"
     ):
         load_model(str(folder))
 

@@ -131,8 +131,8 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
     [
         (["policy.kl_coef=0.1"], r"policy\.kl_coef=0\.1 needs the reference's log-probs, but step 0 has none"),
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
-        (["inference_model.temperature=0.5"], "has no effect on a step whose responses"),
-        (["algorithm.dynamic_sampling=true"], "has no effect on a step whose responses"),
+        (["inference_model.temperature=0.5"], "has no effect, because the step's responses"),
+        (["algorithm.dynamic_sampling=true"], "has no effect, because the step's responses"),
         (["optimizer.lr=1e-5"], "has no effect on a step"),
         (["algorithm=grpo,dapo,grpo"], "has grpo twice"),
         (["algorithm=grpo,run"], "nothing to compare"),

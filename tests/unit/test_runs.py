@@ -106,6 +106,13 @@ def test_a_fresh_command_starts_in_its_own_directory(tmp_path: Path) -> None:
         opened(run_dir, None)
 
 
+def test_a_failure_file_that_cannot_be_deleted_is_a_sentence(tmp_path: Path) -> None:
+    run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
+    (run_dir / "failure.json").mkdir(parents=True)
+    with opened(run_dir, None) as place, pytest.raises(UserError, match="2026-01-01"):
+        place.start("seed: 1\n")
+
+
 def test_a_first_start_that_fails_leaves_no_run(tmp_path: Path) -> None:
     run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
     opened(run_dir, None).close()  # never started: the assembly or the gate failed

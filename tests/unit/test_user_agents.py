@@ -68,6 +68,9 @@ def silent(row, base_url, api_key):
 def wordy(row, base_url, api_key):
     return "well done"
 
+def huge(row, base_url, api_key):
+    return 10**400
+
 def hangs(row, base_url, api_key):
     ask(base_url, api_key, row["prompt"])
     time.sleep(3600)
@@ -138,6 +141,7 @@ def test_an_agent_may_be_async_a_command_or_make_no_request(run, file, name, rew
     [
         ("fails", "no such answer"),
         ("wordy", "no finite reward"),
+        ("huge", "no finite reward"),
         ("hangs", "TimeoutError"),
         ("dies", "WorkerDied"),
         ("false now", "status 1"),
