@@ -37,7 +37,7 @@ def devices_option(name: str, role: TrainModelConfig | InferenceModelConfig, cou
         return f"{name}.num_devices={count}"
     if count > len(role.devices):
         return f"{count} devices in {name}.devices"
-    return f"{name}.devices={list(role.devices)[:count]}"
+    return f"{name}.devices=[{','.join(map(str, role.devices[:count]))}]"
 
 
 def micro_batch_tokens(config: Config) -> int:

@@ -216,7 +216,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("train_model.num_devices=5 train_model.tensor_parallel_size=2", "5 devices; use train_model.num_devices=4"),
         (
             "train_model.devices=[4,3,2] train_model.tensor_parallel_size=2",
-            "3 devices; use train_model.devices=[4, 3].",
+            "3 devices; use train_model.devices=[4,3].",
         ),
         ("train_model.devices=[4] train_model.tensor_parallel_size=2", "; use 2 devices in train_model.devices."),
         (
@@ -293,7 +293,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("inference_model.num_devices=5 inference_model.tensor_parallel_size=2", "inference_model.num_devices=4"),
         (
             "inference_model.devices=[4,3,2] inference_model.tensor_parallel_size=2",
-            "; use inference_model.devices=[4, 3].",
+            "; use inference_model.devices=[4,3].",
         ),
         (
             "inference_model.num_devices=shared train_model.num_devices=6 inference_model.tensor_parallel_size=4",
