@@ -263,11 +263,11 @@ def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]],
     shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
         front="\n".join(_front(config, is_adapter)),
-        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {tasks_named(config)}",
+        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {tasks_named(public)}",
         base=base,
         steps=steps,
         algorithm=config.algorithm.name,
-        task=tasks_named(config) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
+        task=tasks_named(public) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
         measuring=_measuring(config),
         responses=f" ({responses:,} responses)" if responses else "",
         version=_versions()["sota_grpo"],
@@ -287,13 +287,14 @@ def _measuring(config: Config) -> str:
     files = [value for value in named if value is not None]
     if any(Path(file).parent.name == INPUTS for file in files):
         return "Its problems were Python inputs, saved in the run: `sota-grpo eval RUN` evaluates it again."
-    of_preset = compose(PRESET_OF.get(config.env.dataset, DEFAULT_CONFIG), [f"env.dataset={config.env.dataset}"])
+    public, dataset = published(config), config.env.dataset
+    of_preset = compose(PRESET_OF.get(dataset, DEFAULT_CONFIG), overrides_of({"env.dataset": dataset}))
     options = {
         name: value
-        for (name, _, value), (_, _, before) in zip(walk(published(config)), walk(of_preset))
+        for (name, _, value), (_, _, before) in zip(walk(public), walk(published(of_preset)))
         if value != before and name.startswith(_OF_MEASURING) and name not in _NOT_OF_MEASURING
     }
-    task = ["--task", config.env.dataset] if config.env.mixture is None else [f"env.dataset={config.env.dataset}"]
+    task = ["--task", public.env.dataset] if config.env.mixture is None else [f"env.dataset={public.env.dataset}"]
     command = shlex.join(["sota-grpo", "eval", "FOLDER", *task, *overrides_of(options)])
     where = ", with its files in the current folder" if files else ""
     return f"This command evaluates it again{where}:\n\n```bash\n{command}\n```"
@@ -343,7 +344,7 @@ def _front(config: Config, is_adapter: bool) -> list[str]:
         "tags: [grpo, reinforcement-learning, sota-grpo, torchrl]",
     ]
     base = HUB_NAME if name == SMOLLM2 else name
-    if base != TINY and not Path(base).expanduser().is_dir():
+    if base != TINY and not Path(base).is_absolute() and not Path(base).expanduser().is_dir():
         lines += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]
     if any(data):
         lines.append(f"datasets: [{', '.join(dict.fromkeys(filter(None, data)))}]")

@@ -320,6 +320,20 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])
 
 
+def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from sota_grpo.tasks.arithmetic import ArithmeticTask\n\nclass Mine(ArithmeticTask):\n    pass\n")
+    config = composed("grpo_cpu", f"env.dataset={file}:Mine", "model.name=/home/me/secret/model")
+    config.env.system_prompt = "Think, then say it."
+    card = model_card(config, 1, [])
+    assert str(tmp_path) not in card
+    assert "/home/me" not in card
+    words = shlex.split(card.partition("```bash\n")[2].partition("```")[0])
+    assert words[:5] == ["sota-grpo", "eval", "FOLDER", "--task", "mine.py:Mine"]
+    assert not any(word.startswith("env.dataset=") for word in words)
+    assert composed("grpo_cpu", *words[5:]).env.system_prompt == "Think, then say it."
+
+
 @pytest.mark.parametrize(
     ("option", "value", "public"),
     [
