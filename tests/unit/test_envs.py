@@ -188,7 +188,7 @@ def test_a_row_that_is_reset_alone_gets_the_sample_of_the_next_prompts() -> None
 
 def test_a_batch_of_broken_groups_is_refused() -> None:
     for num_envs, repeats, fix in ((10, 4, 8), (3, 4, 4), (0, 2, 2)):
-        with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats}; use num_envs={fix}"):
+        with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats} .*; use num_envs={fix} "):
             make_env(num_envs=num_envs, repeats=repeats)
 
 

@@ -198,7 +198,7 @@ def test_what_cannot_be_sent_is_graded_in_this_process_if_configured(tmp_path: P
     passed.write(tmp_path, config)
     task = task_of(config, passed.functions)
     assert task.score("4", task.train[0]).terms == {"locked": 1.0}
-    with pytest.raises(UserError, match=r"not saved with env.reward_workers=0"):
+    with pytest.raises(UserError, match=r"with env.reward_workers=0 those that cannot be pickled are not saved"):
         task_of(config)
 
 
@@ -282,7 +282,9 @@ def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path
 
 
 def test_what_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RewardFunctionError, match=r"not saved with env.reward_workers=0"):
+    with pytest.raises(
+        RewardFunctionError, match=r"with env.reward_workers=0 those that cannot be pickled are not saved"
+    ):
         unpickled(tmp_path / "reward.pkl")
     (tmp_path / "reward.pkl").write_bytes(b"cno_such_module_anywhere\nf\n.")
     with pytest.raises(RewardFunctionError, match=r"cannot be loaded here \(ModuleNotFoundError"):

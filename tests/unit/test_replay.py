@@ -133,7 +133,7 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
         (["inference_model.temperature=0.5"], "has no effect, because the step's responses"),
         (["algorithm.dynamic_sampling=true"], "has no effect, because the step's responses"),
-        (["optimizer.lr=1e-5"], "has no effect on a step"),
+        (["optimizer.lr=1e-5"], "optimizer.lr=1e-5 has no effect, because the step"),
         (["algorithm=grpo,dapo,grpo"], "has grpo twice"),
         (["algorithm=grpo,run"], "nothing to compare"),
         (["algorithm=dapo,rloo"], r"^rloo: .* makes? several steps"),
