@@ -15,7 +15,16 @@ from sota_grpo.policy import causal, shared_prompt
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
-from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, Block, Run, Tables, pack, shared_attention
+from sota_grpo.policy.shared_prompt import (
+    SHARED_ATTENTION,
+    Block,
+    Run,
+    Tables,
+    _FlashShared,
+    pack,
+    shared_attention,
+    similar_spans,
+)
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -305,3 +314,43 @@ def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     assert 2048 < tables.sizes[3] - 2 <= 8 * 2048
     pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
     assert sum(row[4] - row[2] for row in pieces) == sum(block.stop - first for first in range(0, 2048, 128))
+
+
+def test_spans_of_similar_lengths_are_attended_as_each_alone() -> None:
+    """Forward and gradients in float64, with spans of 1 to 150 tokens, in fewer batches than there are lengths."""
+    lengths = torch.randint(1, 150, (3, 12)).tolist()
+    blocks, end = [], 0
+    for prompt, *responses in ([0, *lengths[0]], lengths[1], lengths[2]):
+        start, end, runs = end, end + prompt, []
+        prompt_end = end
+        for length in sorted(responses):
+            runs.append(Run(end, 1, length))
+            end += length
+        blocks.append(Block(start, prompt_end, tuple(runs)))
+    batches = similar_spans(blocks)
+    places = torch.cat([batch.positions[batch.real] for batch in batches])
+    assert sorted(places.tolist()) == list(range(end)), "every token is in one span"
+    assert len(batches) < len({length for row in lengths for length in row}) / 2
+    one = torch.ones(1, 1, dtype=torch.bool)
+    layout = pack(one.long(), one, one)
+    layout.blocks = tuple(blocks)
+    heads = [torch.randn(1, end, count, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for count in (4, 2, 2)]
+    weights, results = torch.randn(1, 4, end, 8, dtype=torch.float64), []
+    for attend in (lambda: _FlashShared.apply(*heads, layout, 0.3), lambda: by_span(*heads, blocks, 0.3)):
+        out = attend()
+        results.append([out, *torch.autograd.grad(out, heads, weights)])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def by_span(query, key, value, blocks, scale):
+    """Softmax over the prompt and the own response of each token, by a mask over all tokens."""
+    length = query.shape[2]
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for block in blocks:
+        for start, end in [(block.start, block.end), *((run.start, run.end) for run in block.runs)]:
+            seen[start:end, start:end] = torch.ones(end - start, end - start).tril().bool()
+            seen[start:end, block.start : block.end] |= start >= block.end
+    key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value
