@@ -8,10 +8,15 @@ autocast, and ``train.micro_batch_tokens``, of which TRL's micro-batches take no
 responses (in their mean its loss is that of the whole step). TRL generates with transformers.
 
 What is left: TRL adds 1e-4 to a group's standard deviation, ours 1e-6; and the random numbers of sampling.
+
+``python -m benchmarks.learning_trl --minutes 60 env.eval_path=input_data.jsonl`` runs TRL by the rules of
+docs/speedrun.md: preset ``smollm_speedrun``, evaluated when a run of ours would be and at the end, which comes when
+the score or the last step is reached, or after the minutes since the process's start.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import math
@@ -23,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -138,6 +144,7 @@ def trl_arguments(config: Config, folder: Path, max_steps: int) -> Any:
         num_generations=config.env.repeats,
         per_device_train_batch_size=micro_batch_rows(config),
         gradient_accumulation_steps=config.train.optim_batch_size // micro_batch_rows(config),
+        steps_per_generation=config.train.dialog_turns_per_batch // micro_batch_rows(config),
         max_completion_length=config.inference_model.max_tokens,
         temperature=config.inference_model.temperature,
         epsilon=config.algorithm.clip_low,
@@ -200,48 +207,57 @@ def trl_trainer(config: Config, parts: RunComponents, folder: Path, *, max_steps
 class Examiner(TrainerCallback):
     """Evaluates TRL's policy with our evaluator, at the steps at which a run of ours would; times the steps alone.
 
-    What it has so far is in ``curve.json`` in ``folder``.
+    What it has so far is in ``curve.json`` in ``folder``. Training ends with an evaluation that reaches ``eval.target``
+    on all problems, and with the first step after ``deadline``, by the clock ``time.time``.
     """
 
-    def __init__(self, config: Config, parts: RunComponents, model: Any, folder: Path):
-        self.folder = folder
-        self.every = config.eval.every
+    def __init__(self, config: Config, parts: RunComponents, model: Any, folder: Path, deadline: float):
+        self.folder, self.deadline = folder, deadline
+        self.target, self.starts = config.eval.target, config.eval.mode == "on"
+        self.num_problems = len(parts.evaluator.examples)
         self.rows_per_step = config.train.optim_batch_size
+        self.every = config.eval.every * config.train.dialog_turns_per_batch // self.rows_per_step
         self.evaluator = parts.evaluator
         self.weight_sync = EngineWeightSync(lambda: engine_weights(model), parts.rollouts.engine)
         self.curve = Curve({}, {}, {})
         self._spent_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._evaluate(0)
+        if self.starts:
+            self._evaluate(0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._spent_s += time.perf_counter() - self._began
-        step = state.global_step
-        if step % self.every == 0 or step == state.max_steps:
-            self._evaluate(step)
+        step, is_late = state.global_step, time.time() > self.deadline
+        control.should_training_stop |= is_late
+        if step % self.every == 0 or step == state.max_steps or is_late:
+            control.should_training_stop |= self._evaluate(step)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Record the accuracy, and return whether it reaches the target on all problems."""
         self.weight_sync.send(version=step)
-        measured, samples = self.evaluator.measure(), step * self.rows_per_step
+        measured, samples = self.evaluator.measure(self.target), step * self.rows_per_step
         self.curve.accuracy[samples], self.curve.stderr[samples] = measured["eval/accuracy"], measured["eval/stderr"]
         self.curve.seconds[samples] = self._spent_s
         (self.folder / "curve.json").write_text(json.dumps(asdict(self.curve)))  # a whole run may take hours
-        print(
-            f"TRL after {samples} samples: {100 * measured['eval/accuracy']:.1f} %, {self._spent_s:.0f} s", flush=True
-        )
+        count, accuracy = round(measured["eval/num_samples"]), measured["eval/accuracy"]
+        shares = {"accuracy": accuracy, "unseen": measured.get("eval/task/prompt_strict_unseen")}
+        told = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share is not None)
+        print(f"TRL after {samples} samples, {self._spent_s:.0f} s of steps: {told} of {count} problems", flush=True)
+        return self.target is not None and count == self.num_problems and accuracy >= self.target
 
 
-def train_trl(config: Config, folder: Path, threads: int = 1) -> Curve:
-    """A whole run of TRL under ``config``, evaluated every ``eval.every`` steps and at both ends."""
+def train_trl(config: Config, folder: Path, threads: int = 1, deadline: float = math.inf) -> Curve:
+    """A run of TRL under ``config`` until ``deadline``, evaluated when a run of ours would be (:class:`Examiner`)."""
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     with closing(build(config, folder)) as parts:
-        trainer = trl_trainer(config, parts, folder, max_steps=num_steps(config))
-        examiner = Examiner(config, parts, trainer.model, folder)
+        steps = num_steps(config) * config.train.dialog_turns_per_batch // config.train.optim_batch_size
+        trainer = trl_trainer(config, parts, folder, max_steps=steps)
+        examiner = Examiner(config, parts, trainer.model, folder, deadline)
         trainer.add_callback(examiner)
         trainer.train()
     return examiner.curve
@@ -322,3 +338,22 @@ def _copied(weights: Any) -> dict[str, torch.Tensor]:
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.detach().double() - other.detach().double()).norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the preset")
+    parser.add_argument("--preset", default="smollm_speedrun")
+    parser.add_argument("--minutes", type=float, default=60, help="since the process's start; then the step ends")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--out", type=Path, default=Path("outputs/speedrun_trl") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    options = parser.parse_intermixed_args()
+    began = psutil.Process().create_time()
+    config = composed(*options.overrides, preset=options.preset)
+    curve = train_trl(config, options.out.resolve(), options.threads, began + 60 * options.minutes)
+    steps = f"{curve.train_s:.0f} s of steps" if curve.seconds else "no step"
+    print(f"The process took {(time.time() - began) / 60:.1f} minutes, of which {steps}.")
+
+
+if __name__ == "__main__":
+    main()
