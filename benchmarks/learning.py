@@ -184,7 +184,7 @@ def run_seed(options: argparse.Namespace, seed: int) -> Seed:
     changes = overrides(options, seed)
     config = composed(*changes, preset=options.preset)
     run_dir = options.out / f"ours_{seed}"
-    ours = train_ours(changes, config.train.optim_batch_size, run_dir, options.preset)
+    ours = train_ours(changes, config.train.dialog_turns_per_batch, run_dir, options.preset)
     print(f"seed {seed}: ours {_summary(ours)}", flush=True)
     theirs = apart(train_trl, config, options.out / f"trl_{seed}", options.threads)
     print(f"seed {seed}: TRL  {_summary(theirs)}", flush=True)

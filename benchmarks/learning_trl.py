@@ -233,13 +233,17 @@ class Examiner(TrainerCallback):
         self._spent_s += time.perf_counter() - self._began
         step, is_late = state.global_step, time.time() > self.deadline
         control.should_training_stop |= is_late
-        if step % self.every == 0 or step == state.max_steps or is_late:
-            control.should_training_stop |= self._evaluate(step)
+        is_last = step == state.max_steps or is_late
+        if is_last or (self.every and step % self.every == 0):
+            control.should_training_stop |= self._evaluate(step, None if is_last else self.target)
 
-    def _evaluate(self, step: int) -> bool:
-        """Record the accuracy, and return whether it reaches the target on all problems."""
+    def _evaluate(self, step: int, target: float | None = None) -> bool:
+        """Record the accuracy, and return whether it reaches ``eval.target`` on all problems.
+
+        With a ``target``, an evaluation that cannot reach it ends after a quarter of the problems.
+        """
         self.weight_sync.send(version=step)
-        measured, samples = self.evaluator.measure(self.target), step * self.rows_per_step
+        measured, samples = self.evaluator.measure(target), step * self.rows_per_step
         self.curve.accuracy[samples], self.curve.stderr[samples] = measured["eval/accuracy"], measured["eval/stderr"]
         self.curve.seconds[samples] = self._spent_s
         (self.folder / "curve.json").write_text(json.dumps(asdict(self.curve)))  # a whole run may take hours
