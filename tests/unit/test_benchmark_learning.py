@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL is a benchmark-only dependency: pip install sota-grpo[bench]")
 
 from benchmarks.learning import Comparison, Estimate, area, asked, train_ours
-from benchmarks.learning_trl import agreement, composed, drawn_examples, train_trl
+from benchmarks.learning_trl import agreement, composed, drawn_examples, train_trl, trl_arguments
 from sota_grpo.assembly.sampling import task_of
 from tests.builders import generator
 
@@ -48,8 +48,9 @@ def test_first_batch_and_first_step_equal_trls(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
-    changes = fresh(*SMALL, "optimizer.lr=1")
+    changes = fresh(*SMALL, "optimizer.lr=1", "train.optim_batch_size=8")  # two optimizer steps for each batch
     config = composed(*changes)
+    assert trl_arguments(config, tmp_path, 4).generation_batch_size == 16
     ours, theirs = train_ours(changes, 16, tmp_path / "ours"), train_trl(config, tmp_path / "trl")
     assert ours.accuracy.keys() == theirs.accuracy.keys() == {0, 16, 32}
     assert ours.accuracy[0] == theirs.accuracy[0] > 0
@@ -57,6 +58,26 @@ def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
         assert curve.accuracy[32] <= 1 / 32 < curve.accuracy[0], "one of 32 answers may be right by chance"
     assert min(ours.train_s, theirs.train_s) > 0
     assert asked(tmp_path / "ours") == [example.query for example in drawn_examples(config, task_of(config))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "deadline", "evaluated"),
+    [
+        ([], 0.0, {0, 8}),
+        (["eval.mode=after"], 0.0, {8}),
+        (["eval.target=0.01"], math.inf, {0, 16}),
+        (["eval.target=0.99", "eval.every=0"], math.inf, {0, 32}),
+    ],
+    ids=["deadline", "none before training", "target", "last step"],
+)
+def test_trl_ends_with_the_deadline_the_target_or_the_last_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], deadline: float, evaluated: set[int]
+) -> None:
+    config = composed(*fresh(*SMALL, "optimizer.lr=1e-6", "train.optim_batch_size=8", *options))
+    assert train_trl(config, tmp_path, deadline=deadline).accuracy.keys() == evaluated
+    measured = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TRL after")]
+    assert measured[-1].endswith(" of 32 problems"), "the last evaluation is not ended by the target"
 
 
 def test_area_is_the_mean_height() -> None:
