@@ -55,6 +55,7 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.SUPPORT_COUNTS, 0),
     (keys.SUPPORT_IDS, -1),  # padded to a separate width
 )
+OPTIONAL = (keys.PARENTS, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # some rows of a batch may lack these
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
 
@@ -304,7 +305,7 @@ def _absent(key: Key, row: Row) -> Tensor | None:
     mask = row.get(keys.ASSISTANT_MASK, None)
     if key == keys.PARENTS:
         return torch.arange(-1, len(row[keys.FULL_TOKENS]) - 1)
-    if key not in (keys.SUPPORT_IDS, keys.SUPPORT_COUNTS) or mask is None or bool(mask.any()):
+    if key not in OPTIONAL or mask is None or bool(mask.any()):
         return None
     return torch.zeros(0 if key == keys.SUPPORT_IDS else len(mask), dtype=torch.int32)
 

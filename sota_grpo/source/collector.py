@@ -530,7 +530,8 @@ class PromptGroupCollector(BaseCollector):
             for _ in self.iterator():
                 pass
         except BaseException as failure:  # raised by update_policy_weights_() or shutdown()
-            self._failure = failure
+            if not self._closed:
+                self._failure = failure
 
     def _submit(self, groups: Sequence[Group]) -> None:
         if not self._concurrent:

@@ -121,7 +121,7 @@ class Planner:
         settings = self.settings
         prompts = row_prompts(table)
         rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
-        lengths = [prompt.tokens for prompt in prompts]
+        lengths = table.lengths(keys.FULL_TOKENS)
         batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(rows, prompts, epoch, version)]
         scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
         if settings.recompute or self.drops_out:

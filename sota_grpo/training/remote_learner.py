@@ -15,13 +15,13 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
-from tensordict import TensorDictBase
 
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.lora import adapter_pack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gather
 from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.rl.collate import OPTIONAL
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.checkpoint import Shards, ShardWriter
@@ -159,28 +159,35 @@ _COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
 
 
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
-    """Return a table of the tensor columns but reward terms, prompts and responses; ValueError if rows lack one."""
+    """Return a table of the tensor columns but reward terms, prompts and responses.
+
+    ValueError if some rows lack a column without a default in :func:`~sota_grpo.rl.collate.pad_rows`: the ranks would
+    compute different losses.
+    """
     table = RowTable.of(rows)
     terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
     named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
     for name, column in named.columns.items():
-        if column.rows is not None:
+        if column.rows is not None and name not in OPTIONAL:
             raise ValueError(
                 f"{name} is missing in {len(named) - len(column.rows)} of {len(named)} rows; write it to all."
             )
     return named
 
 
-def _on_each_rank(method: Callable[Concatenate[Any, P], Result]) -> Callable[Concatenate[RemoteLearner, P], Result]:
-    """Return a method that calls this Learner method on every rank and returns rank 0's result; rows go as a table."""
+def _on_each_rank(
+    method: Callable[Concatenate[Any, P], Result], *, of_rows: bool = False
+) -> Callable[Concatenate[RemoteLearner, P], Result]:
+    """Return a method that calls this Learner method on every rank and returns rank 0's result.
+
+    ``of_rows``: the first argument is rows, which are sent as one table.
+    """
 
     def call(remote: RemoteLearner, *args: P.args, **by_name: P.kwargs) -> Result:
         assert not by_name  # a worker's calls have none
-        packed = (
-            remote._share(travelling(arg)) if isinstance(arg, (RowTable, TensorDictBase, list)) else arg for arg in args
-        )
-        return remote._call("run_method", method.__name__, *packed)
+        rows = [remote._share(travelling(arg)) for arg in args[:of_rows]]  # type: ignore[arg-type]
+        return remote._call("run_method", method.__name__, *rows, *args[of_rows:])
 
     return update_wrapper(call, method)
 
@@ -341,11 +348,11 @@ class RemoteLearner:
         """Return the LoRA adapter; ValueError if the model has none."""
         return self._call("adapter")
 
-    measured = _on_each_rank(Learner.measured)
-    measured_with_rounding = _on_each_rank(Learner.measured_with_rounding)
-    diagnose = _on_each_rank(Learner.diagnose)
-    coefficients = _on_each_rank(Learner.coefficients)
-    gradient_gap = _on_each_rank(Learner.gradient_gap)
+    measured = _on_each_rank(Learner.measured, of_rows=True)
+    measured_with_rounding = _on_each_rank(Learner.measured_with_rounding, of_rows=True)
+    diagnose = _on_each_rank(Learner.diagnose, of_rows=True)
+    coefficients = _on_each_rank(Learner.coefficients, of_rows=True)
+    gradient_gap = _on_each_rank(Learner.gradient_gap, of_rows=True)
     perturb = _on_each_rank(Learner.perturb)
     restore = _on_each_rank(Learner.restore)
     trainable_names = _on_each_rank(Learner.trainable_names)

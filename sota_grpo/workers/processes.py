@@ -310,7 +310,7 @@ class ProcessLauncher(Launcher):
 def _show(name: str, printed: IO[bytes]) -> None:
     """Copy a worker's output to stderr, at most 64 KiB per minute."""
     begin, count = time.monotonic(), 0
-    with printed, suppress(OSError):  # stderr is closed
+    with printed:
         while line := printed.readline(4096):
             if time.monotonic() - begin > 60:
                 begin, count = time.monotonic(), 0
@@ -320,7 +320,8 @@ def _show(name: str, printed: IO[bytes]) -> None:
                 text = readable(line.decode(errors="replace").replace("\r", "\n"))
             elif shown <= _SHOWN_BYTES:
                 text = f"{name} printed more than {_SHOWN_BYTES >> 10} KiB: the rest of the minute is not shown.\n"
-            os.write(_STDERR, text.encode())
+            with suppress(OSError):  # stderr is gone; the worker may still print
+                os.write(_STDERR, text.encode())
 
 
 def serve_child(fd: int, parent_pid: int) -> None:

@@ -32,6 +32,7 @@ from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
 from tests.forked import ForkLauncher
 from tests.rank_rigs import build_learner, learner_settings, passes_of, ragged_rows
+from tests.unit.test_token_tree import rows_of_agents
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
@@ -125,6 +126,14 @@ def test_two_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
         apart = sum(float((value - after[name]).abs().sum()) for name, value in two.weights().tensors())
         assert apart < 0.05 * sum(float((value - before[name]).abs().sum()) for name, value in after.items())
     assert two.version == one.version == 2
+
+
+def test_agents_episodes_among_other_rows_are_learned_alike(pair: Pair) -> None:
+    """Rows that are trees with forks in forks, beside rows without parents and without a support of the sampler."""
+    options = {"recompute": True, "kl_coef": 0.0}
+    two, one, rows = pair.learner(**options), pair.one(**options), rows_of_agents()
+    assert measured(two.update(rows)) == pytest.approx(measured(one.update(rows)), rel=1e-5, abs=1e-5)
+    assert_equal_weights(two, one)
 
 
 @pytest.mark.parametrize("reduce_once", [True, False])
@@ -298,6 +307,10 @@ def test_the_gate_is_answered_alike(lora: bool, pair: Pair) -> None:
     assert norm == pytest.approx(expected_norm, rel=1e-5)
     assert gap < 1e-5
     assert_equal_weights(two, one)  # all that changed nothing
+    two.perturb(two.trainable_names()[1:])  # as the gate does to find a tensor that the engine did not load
+    assert not torch.equal(two.measured(listed), one.measured(listed))
+    two.restore()
+    assert_equal_weights(two, one)
 
 
 def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(pair: Pair, tmp_path: Path) -> None:

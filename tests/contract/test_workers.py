@@ -196,6 +196,26 @@ def test_what_cannot_be_pickled_fails_its_call_only_and_failures_and_prints_come
     assert "worker_rigs.py" in "".join(error.__notes__)  # the remote traceback
 
 
+WITHOUT_STDERR = """
+import os
+from sota_grpo.workers.processes import ProcessLauncher
+from tests.worker_rigs import spec
+reader, writer = os.pipe()
+os.dup2(writer, 2), os.close(reader), os.close(writer)
+launcher = ProcessLauncher()
+worker = launcher.start("echo", spec("echo"))
+for _ in range(3):
+    assert worker.call("speak", "x" * 9_000).result(60) == "x" * 9_000
+launcher.close()
+"""
+
+
+def test_a_worker_may_print_after_the_runs_stderr_is_gone() -> None:
+    """As after a lost terminal: a reward function that prints must not fail."""
+    output = subprocess.run([sys.executable, "-c", WITHOUT_STDERR], stdout=subprocess.PIPE, timeout=120)
+    assert output.returncode == 0
+
+
 def test_pid_and_environment_are_its_own(steady: Worker) -> None:
     assert steady.call("variable", "SOTA_GRPO_TEST").result(WAIT_S) == "yes"
     assert steady.call("variable", "OMP_NUM_THREADS").result(WAIT_S) == "1"

@@ -163,6 +163,16 @@ def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> 
     assert len(buffer) == 32
 
 
+def test_a_collector_that_fills_another_buffer_is_shut_down_without_an_error() -> None:
+    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
+    collector = make_collector(total_dialog_turns=-1, replay_buffer=buffer)
+    collector.start()
+    while not len(buffer):
+        assert collector.is_running()
+    collector.shutdown(timeout=60)
+    assert not collector.is_running()
+
+
 def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
     buffer, groups = GroupReplayBuffer(8, 4, transform=GroupAdvantage()), []
     collector = make_collector(max_policy_age=1, replay_buffer=buffer)

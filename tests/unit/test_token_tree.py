@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,12 @@ from tensordict import TensorDict
 from sota_grpo import keys
 from sota_grpo.envs.token_tree import TokenTree
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
+from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, row_prompts
 from sota_grpo.rl.records import Example, Sample, SamplingSupport
+from sota_grpo.rl.table import RowTable
+from sota_grpo.training.remote_learner import travelling
+from tests.rank_rigs import learner_settings, passes_of
 from tests.unit.tiny_models import make_model
 
 # of a request: the earlier one that it continues (-1: none), how many of its tokens it keeps, its own, and the response
@@ -139,6 +144,38 @@ def test_rows_of_agents_are_padded_with_others_and_with_those_that_said_nothing(
     assert int(rows[keys.SUPPORT_COUNTS][1].sum()) == 0
     with pytest.raises(ValueError, match="parents begin after the prompt"):
         group_table(drawn_entries(1, Example("q", "a"), [3]), [replace(tree.sample(2), text="")], None)
+
+
+def rows_of_agents() -> RowTable:
+    """Rows of three agents' samples, one of a single turn and one without a turn, and three of another task."""
+    forked = [(-1, 1, [3, 4], [5, 6]), (0, 4, [3], [7, 8]), (1, 6, [4], [9]), (0, 4, [5], [6]), (2, 9, [3], [4, 5])]
+    trees = [grown(forked[:number], supports=True)[0] for number in (5, 4, 3, 1)]
+    drawn = drawn_entries(0, Example("q", "a"), [3, 4])
+    silent = group_table(drawn, [replace(TokenTree().sample(0), text="")], None)
+    lines = group_table(drawn_entries(1, Example("r", "b"), [3, 4]), [replace(trees[3].sample(2), text="")] * 3, None)
+    rows = RowTable.cat([*(row_of(tree, 2) for tree in trees), silent, lines.without(keys.PARENTS)])
+    rows.set(keys.ADVANTAGE, torch.randn(len(rows), 1))
+    rows.set(keys.REF_LOG_PROBS, [torch.zeros(number) for number in rows.lengths(keys.FULL_TOKENS)])
+    return rows
+
+
+def test_rows_of_agents_and_others_travel_to_ranks() -> None:
+    """Some rows have no parents or no support; a pickled share is padded as its rows are."""
+    rows = rows_of_agents()
+    assert {key for key, column in rows.columns.items() if column.rows is not None} == {
+        keys.PARENTS,
+        keys.SUPPORT_IDS,
+        keys.SUPPORT_COUNTS,
+    }
+    planner = passes_of(CausalPolicy(make_model()), learner_settings(recompute=True), Ranks(0, 2)).step_planner()
+    shares = pickle.loads(pickle.dumps(planner.shares(travelling(rows), 0), protocol=5))
+    assert sorted({position for share in shares for position in share.positions}) == list(range(len(rows)))
+    for share in shares:
+        assert share.lengths == [len(row[keys.FULL_TOKENS]) for row in rows.rows()]
+        expected = pad_rows([rows[position] for position in share.positions], pad_token_id=0)
+        padded = pad_rows(share.rows.rows(), pad_token_id=0)
+        for name, value in expected.items(True, True):
+            assert torch.equal(padded[name], value), name
 
 
 def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
