@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from sota_grpo.workers.fleet import Fleet
 
 
 def children(pid: int) -> list[int]:
@@ -24,6 +27,11 @@ def members(group: int) -> list[int]:
             if int(process_group) == group and state != "Z":
                 actual.append(int(entry.name))
     return sorted(actual)
+
+
+def newest(fleet: Fleet) -> list[Any]:
+    """The newest worker of each slot that has one, starting and retired ones too."""
+    return [slot.worker for slot in fleet._slots if slot.worker is not None]
 
 
 def wait_for(condition: Callable[[], object], within_s: float = 300.0) -> None:

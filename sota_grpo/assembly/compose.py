@@ -283,7 +283,7 @@ def anchor_paths(config: Config) -> None:
         if name == "model.name":
             is_here = (path / "config.json").is_file() and value not in (TINY, SMOLLM2)
         if is_here:
-            _set(config, name, f"{path.absolute()}{function}")
+            set_option(config, name, f"{path.absolute()}{function}")
 
 
 def _find_inputs(config: Config, run_dir: Path) -> None:
@@ -292,7 +292,7 @@ def _find_inputs(config: Config, run_dir: Path) -> None:
         path, function = _path_of(name, value)
         moved = run_dir.absolute() / INPUTS / path.name
         if path.parent.name == INPUTS and not path.exists() and moved.is_file():
-            _set(config, name, f"{moved}{function}")
+            set_option(config, name, f"{moved}{function}")
 
 
 def _run_option(name: str) -> str:
@@ -330,7 +330,7 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
             yield name, str(value)
 
 
-def _set(config: Config, name: str, value: str) -> None:
+def set_option(config: Config, name: str, value: str | list[str]) -> None:
     """Set the option ``name``; ``env.mixture`` is replaced by a changed copy."""
     section, _, option = name.rpartition(".")
     option, _, number = option.partition("[")

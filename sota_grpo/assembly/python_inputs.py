@@ -19,6 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.assembly.compose import set_option
 from sota_grpo.config import Config
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import atomic_file
@@ -89,7 +90,7 @@ class PythonInputs:
     def add(self, config: Config, name: str, item: PythonInput) -> None:
         """Add ``item`` as the input ``name``, and set its option in ``config`` to :data:`PASSED`."""
         self.inputs[name] = item
-        _set(config, item.option, PASSED)
+        set_option(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
         """Add ``objects`` as the input ``name``, and set ``option`` in ``config`` to the paths of its files.
@@ -131,7 +132,7 @@ def take(
             continue
         _require_unset(attrgetter(option)(config), option, argument)
         if isinstance(table, (str, os.PathLike)):
-            _set(config, option, str(table))
+            set_option(config, option, str(table))
             continue
         rows = b"".join(_lines(table, argument))
         if not rows:
@@ -258,11 +259,6 @@ def _name_of(function: Any) -> str:
     return "reward" if name == "<lambda>" else name
 
 
-def _set(config: Config, option: str, value: str | list[str]) -> None:
-    section, _, name = option.partition(".")
-    setattr(getattr(config, section), name, value)
-
-
 def _write(folder: Path, item: PythonInput, config: Config) -> None:
     """Write the files of an input (removing a file whose content is None), and set its option in ``config``."""
     for name, content in item.files.items():
@@ -280,4 +276,4 @@ def _write(folder: Path, item: PythonInput, config: Config) -> None:
             ) from error
     value = item.value
     paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"
-    _set(config, item.option, paths)
+    set_option(config, item.option, paths)

@@ -189,7 +189,7 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
     except Exception as error:  # Ray's own, many kinds; it may not be installed
         fix = "use `pip install 'sota-grpo[ray]'`" if isinstance(error, ImportError) else "see `ray status`"
         raise UserError(f"The cluster at {address} was not checked ({sentence(error).rstrip('.')}); {fix}.") from error
-    return [_of_answer(name, answer) for name, answer, _ in answers]
+    return [_of_answer(name, answer) for name, answer in answers]
 
 
 def _of_answer(name: str, answer: Any) -> Node:

@@ -59,14 +59,6 @@ def overrides_of(options: Mapping[str, Any]) -> list[str]:
     return [f"{name}={quoted(value)}" for name, value in options.items()]
 
 
-def _word(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(quoted, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{quoted(item)}' for name, item in value.items())}}}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 _NO_TEXTS = ("true", "false", "null", "nan", "inf")  # words that Hydra does not read as text
 
 
@@ -76,8 +68,12 @@ def quoted(value: Any) -> str:
     >>> quoted([True, None, 1e-06, "a b", "1e9", {"len": 4}])
     "[true,null,1e-06,'a b','1e9',{len:4}]"
     """
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(quoted, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{quoted(item)}' for name, item in value.items())}}}"
     if not isinstance(value, str):
-        return _word(value)
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if re.fullmatch(r"(?a)[A-Za-z_/][\w./@:-]*", value) and value.lower() not in _NO_TEXTS:
         return value
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + at[2].replace("'", "\\'"), value) + "'"

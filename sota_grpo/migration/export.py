@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,20 +14,18 @@ from typing import Any
 import torch
 
 from sota_grpo.assembly.compose import (
-    DEFAULT_CONFIG,
     PATH_OPTIONS,
     UNUSED_WITHOUT_LOSS,
     UNUSED_WITHOUT_SAMPLES,
-    compose,
     load_config,
     require_consent,
 )
-from sota_grpo.assembly.evaluation import PRESET_OF, exported_steps, find_checkpoint, load_trained
+from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
 from sota_grpo.config import Config, model_name, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS, task_configs, tasks_named
-from sota_grpo.config.spelling import changed_options, overrides_of, walk
+from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder, file_reference
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
@@ -37,7 +34,7 @@ from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_pat
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.machine import installed_versions
 from sota_grpo.recording.metrics import responses_trained
-from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, INPUTS, METRICS_FILE, read_rows
+from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import task_class
@@ -194,10 +191,6 @@ _AMOUNTS = (
 )
 _PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
 _PATHS = (*PATH_OPTIONS, "train.resume")
-_OF_MEASURING = (
-    *("env.", "reward.", "seed", "eval.num_samples", "eval.avg_at_k", "eval.max_tokens", "inference_model.max_tokens"),
-)
-_NOT_OF_MEASURING = {f"env.{name}" for name in ("num_envs", "repeats", "shuffle", "reward_workers", "timeout_s")}
 
 _TEXT = """---
 # Choose a licence (license: ...); that of the base model applies, too.
@@ -220,7 +213,7 @@ Held-out problems of the training task, evaluated during training; means with th
 {loading}
 ```
 
-`vllm serve FOLDER` {serving}. {measuring}
+`vllm serve FOLDER` {serving}.
 
 ## Training
 
@@ -268,7 +261,6 @@ def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]],
         steps=steps,
         algorithm=config.algorithm.name,
         task=tasks_named(public) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
-        measuring=_measuring(config),
         responses=f" ({responses:,} responses)" if responses else "",
         version=_versions()["sota_grpo"],
         results="\n".join(_results(config, [row for row in metrics if EVALUATED in row and row["step"] <= steps])),
@@ -278,26 +270,6 @@ def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]],
         config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
         versions=", ".join(f"{name} {release}" for name, release in _versions().items()),
     )
-
-
-def _measuring(config: Config) -> str:
-    """Return a text with the command that evaluates the model on the same problems."""
-    configs = task_configs(config).values()
-    named = (path for one in configs for path in (one.env.dataset_path, one.env.eval_path, one.reward.path))
-    files = [value for value in named if value is not None]
-    if any(Path(file).parent.name == INPUTS for file in files):
-        return "Its problems were Python inputs, saved in the run: `sota-grpo eval RUN` evaluates it again."
-    public, dataset = published(config), config.env.dataset
-    of_preset = compose(PRESET_OF.get(dataset, DEFAULT_CONFIG), overrides_of({"env.dataset": dataset}))
-    options = {
-        name: value
-        for (name, _, value), (_, _, before) in zip(walk(public), walk(published(of_preset)))
-        if value != before and name.startswith(_OF_MEASURING) and name not in _NOT_OF_MEASURING
-    }
-    task = ["--task", public.env.dataset] if config.env.mixture is None else [f"env.dataset={public.env.dataset}"]
-    command = shlex.join(["sota-grpo", "eval", "FOLDER", *task, *overrides_of(options)])
-    where = ", with its files in the current folder" if files else ""
-    return f"This command evaluates it again{where}:\n\n```bash\n{command}\n```"
 
 
 def published(config: Config) -> Config:

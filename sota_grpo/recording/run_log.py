@@ -83,15 +83,12 @@ class RunLog:
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append ``{"step": step, **metrics}`` to ``metrics.jsonl`` and the sinks; an evaluation is a separate line.
 
-        None means that the quantity could not be measured. NaN, infinity and undeclared names raise ValueError, a value
-        that is no Python or NumPy number TypeError, a failed write RunFailed.
+        None means that the quantity could not be measured. NaN, infinity and undeclared names raise ValueError, a
+        failed write RunFailed.
         """
         row: dict[str, float | int | None] = {}
         for name, value in metrics.items():
             declared(name)
-            if not isinstance(value, numbers.Real | None):
-                kind = type(value).__name__
-                raise TypeError(f"The metric {name} at step {step} is of type {kind}, not a number: pass int or float.")
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"The metric {name} at step {step} is {value}: pass None if it was not measured.")
             row[name] = None if value is None else _plain(value)
@@ -103,19 +100,8 @@ class RunLog:
         """Append each group's best and worst response to ``rollouts.jsonl``, and copy both to the sinks.
 
         Up to ``num_examine`` of all responses go to the debug log. ``rows`` are all responses of the batch, each with
-        ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which sinks do not get). ValueError for other fields, or if a
-        reward or advantage is not finite; RunFailed if a write fails.
+        ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which sinks do not get). RunFailed if a write fails.
         """
-        for row in rows:
-            lacks, adds = set(ROLLOUT_FIELDS).difference(row), set(row).difference(ROLLOUT_FIELDS, SOME_FIELDS)
-            if lacks | adds:
-                raise ValueError(
-                    f"A rollout row of step {step} lacks the fields {sorted(lacks)} and has the unknown {sorted(adds)}."
-                )
-            for name in ("reward", "advantage"):
-                if not math.isfinite(row[name]):
-                    where = f"sample {row['sample_id']} of group {row['group_id']} at step {step}"
-                    raise ValueError(f"The {name} of {where} is {row[name]}: log a response only after it is scored.")
         picked = best_and_worst(rows)
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]

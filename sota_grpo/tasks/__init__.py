@@ -9,7 +9,7 @@ a tool. Importing a built-in task does not import torch, because options are val
 from __future__ import annotations
 
 import copyreg
-from functools import cache, partial
+from functools import cache
 from inspect import isclass, signature
 from pathlib import Path
 from typing import Any
@@ -77,12 +77,8 @@ def _class_of_file(path: Path, name: str, content: bytes) -> Any:
             "these methods."
         )
     # pickled as FILE.py:CLASS, because a user's file cannot be imported as a module
-    copyreg.pickle(kind, partial(_reduced, f"{path}:{name}"))
+    copyreg.pickle(kind, lambda task: (_blank, (f"{path}:{name}",), vars(task)))
     return kind
-
-
-def _reduced(path: str, task: Any) -> tuple[Any, ...]:
-    return _blank, (path,), vars(task)
 
 
 def _blank(path: str) -> Any:

@@ -260,13 +260,13 @@ def unique_examples(examples: Sequence[Example]) -> list[Example]:
     return list(unique.values())
 
 
-def hash_ordered(examples: Iterable[Example], data_seed: int = 0) -> list[Example]:
-    """Return the examples sorted by a hash of question and seed: the first ``n`` are a random sample of questions."""
-    return sorted(examples, key=lambda example: _hash(normalised(example.query), data_seed))
+def hash_ordered(examples: Iterable[Example]) -> list[Example]:
+    """Return the examples sorted by a hash of the question: the first ``n`` are a random sample of questions."""
+    return sorted(examples, key=lambda example: _hash(normalised(example.query)))
 
 
-def _hash(question: str, data_seed: int) -> bytes:
-    return hashlib.sha256(f"{data_seed}:{question}".encode()).digest()
+def _hash(question: str) -> bytes:
+    return hashlib.sha256(f"0:{question}".encode()).digest()
 
 
 def two_sides(
@@ -274,7 +274,6 @@ def two_sides(
     heldout: Sequence[Example] | None,
     *,
     num_heldout: int | None,
-    data_seed: int,
     source: str,
 ) -> tuple[list[Example], list[Example]]:
     """Return the training and the held-out split, without duplicates; a question in both splits is only held out.
@@ -293,7 +292,7 @@ def two_sides(
         count = min(_MOST_HELD_OUT, max(1, len(train) // 10)) if num_heldout is None else num_heldout
         rows = Counter(normalised(example.query) for example in train)
         chosen: Counter[str] = Counter()
-        for question in sorted(rows, key=lambda question: _hash(question, data_seed)):
+        for question in sorted(rows, key=_hash):
             if chosen.total() >= count:
                 break
             chosen[question] = rows[question]
@@ -306,7 +305,7 @@ def two_sides(
             )
         heldout = [example for example in train if normalised(example.query) in chosen]
         logger.info("%d of the %d different rows of %s are held out for evaluation.", len(heldout), len(train), source)
-    heldout = hash_ordered(unique_examples(heldout), data_seed)
+    heldout = hash_ordered(unique_examples(heldout))
     taken = {normalised(example.query) for example in heldout}
     remaining = [example for example in train if normalised(example.query) not in taken]
     if not remaining:
@@ -419,7 +418,6 @@ class FileTask(BaseTask):
         eval_path: str | None = None,
         num_heldout: int | None = None,
         max_samples: int | None = None,
-        data_seed: int = 0,
         **options: Any,
     ) -> Self:
         """Return the task with its dataset loaded and split (:func:`two_sides`); ``options`` are keywords of the class.
@@ -433,10 +431,9 @@ class FileTask(BaseTask):
                 ``has_test_split`` (:class:`~.ifeval.IFEvalTask`: google/IFEval), else ``num_heldout`` rows of ``path``.
             num_heldout: least number of rows of ``path`` to hold out; None is a tenth of the rows, from 1 to 512.
             max_samples: train on the first ``max_samples`` examples only; None: all.
-            data_seed: seed of the choice and order of the held-out rows.
         """
         task, name = cls(**options), path or cls.hub_name
         train, heldout = task._sides(name, eval_path)
-        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, data_seed=data_seed, source=name)
+        train, task.heldout = two_sides(train, heldout, num_heldout=num_heldout, source=name)
         task.train = train[:max_samples]
         return task

@@ -56,13 +56,12 @@ class IFEvalTask(FileTask):
 
     The text of the last ``<answer>`` block is graded, or without one the whole response except its thinking. Each
     instruction is checked strictly and loosely (:func:`sota_grpo.rewards.ifeval.follow_lists`); ``info`` of the score
-    has both lists and the four accuracies of the benchmark.
+    has both lists and the four accuracies of the benchmark. Without NLTK's Punkt data, rules split sentences, with
+    nearly the same result.
 
     Args:
         system_prompt: text of the system turn; None or an empty text is no system turn, as in the benchmark.
         all_weight: weight of ``all`` (ValueError if negative); ``instructions`` has weight 1.
-        nltk_data: directory of NLTK's data (UserError if it lacks the Punkt data); None uses NLTK's default
-            directories. Without the Punkt data in these, rules split sentences, with nearly the same result.
     """
 
     name = "ifeval"
@@ -77,13 +76,9 @@ class IFEvalTask(FileTask):
         *,
         system_prompt: str | None = None,
         all_weight: float = 0.0,
-        nltk_data: str | None = None,
     ):
         require_not_negative(all_weight=all_weight)
-        if nltk_data is not None:
-            find_punkt(nltk_data)
         super().__init__(train, heldout, system_prompt=system_prompt)
-        self.nltk_data = nltk_data
         self.term_weights = {"instructions": 1.0, "all": all_weight}
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
@@ -109,13 +104,13 @@ class IFEvalTask(FileTask):
 
     def prepare(self) -> None:
         """Import the libraries of the checks, so that the first response's time limit does not include that."""
-        checks.capital_word_count("One word. Another.", "at least", 1, self.nltk_data)
+        checks.capital_word_count("One word. Another.", "at least", 1)
         checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
         """Return the terms ``instructions`` and ``all``, and ``info``; see the class."""
         ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
-        strict, loose = follow_lists(answer_text(response), ids, kwargs, self.nltk_data)
+        strict, loose = follow_lists(answer_text(response), ids, kwargs)
         share, everything = sum(strict) / len(strict), float(all(strict))
         info = {
             "follow_instruction_list_strict": strict,
@@ -153,7 +148,7 @@ class IFEvalTask(FileTask):
         return replace(example, place=location)
 
     def _warn_without_punkt(self, ids: Iterable[str]) -> None:
-        if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt(self.nltk_data) is None:
+        if any(INSTRUCTIONS[name].splits_sentences for name in ids) and find_punkt() is None:
             logger.warning(
                 "NLTK's Punkt data are not installed, so rules split sentences, with the same result in over 99 of "
                 "100 cases; for identical results run python -m nltk.downloader punkt_tab, or set NLTK_DATA to the "
@@ -176,7 +171,6 @@ class InstructionsTask(IFEvalTask):
         num_train: int = 8192,
         num_heldout: int = 512,
         eval_path: str | None = None,
-        data_seed: int = 0,
         **options: Any,
     ) -> InstructionsTask:
         """Return the task with generated splits; ``options`` are keywords of the class.
@@ -186,11 +180,10 @@ class InstructionsTask(IFEvalTask):
             num_train, num_heldout: number of examples of the splits (:class:`~.procedural.DrawnExamples`).
             eval_path: a file or hub dataset in the format of IFEval or RLVR-IFeval (DatasetError if it cannot be used).
                 Its prompts are then the held-out split, and never trained on.
-            data_seed: seed of the order of the rows of ``eval_path``.
         """
         task = cls(**options)
         read = [] if eval_path is None else unique_examples(task.read(eval_path, HELDOUT_SPLITS))
-        examples = hash_ordered(read, data_seed)
+        examples = hash_ordered(read)
         draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen, cls.sizes)
         task.train = DrawnExamples([draw], seed, False, num_train)
         task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)

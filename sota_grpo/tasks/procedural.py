@@ -119,7 +119,6 @@ class CountdownTask(ProceduralTask):
 
     Args:
         seed, num_train, num_heldout, system_prompt: see :class:`ProceduralTask`.
-        num_numbers: possible counts of numbers in a problem; ValueError if there is none, or one below 2.
         format_weight: weight of ``format``; ValueError if negative.
 
     >>> task = CountdownTask()
@@ -146,20 +145,16 @@ class CountdownTask(ProceduralTask):
         num_train: int = 8192,
         num_heldout: int = 512,
         *,
-        num_numbers: Sequence[int] = (3, 4),
         system_prompt: str | None = None,
         format_weight: float = 0.1,
     ):
-        if not num_numbers or min(num_numbers) < 2:
-            raise ValueError(f"num_numbers={tuple(num_numbers)} must be counts of at least 2, such as (3, 4).")
         require_not_negative(format_weight=format_weight)
         super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
         self.term_weights = {"correct": 1.0, "format": format_weight}
-        self._counts = tuple(num_numbers)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """Sample numbers and an expression until its value is in ``TARGETS`` and the problem in the requested split."""
-        count = rng.choice(self._counts)
+        count = rng.choice((3, 4))
         while True:
             numbers = [rng.randint(1, LARGEST_NUMBER) for _ in range(count)]
             target, solution = _expression(rng, numbers)

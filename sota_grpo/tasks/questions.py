@@ -37,6 +37,7 @@ _FORMS = {  # instruction in the system prompt, and last line of a response
     "last_number": ("as the last number of the response", "The answer is {}."),
 }
 _MAX_INFO_CHARS = 200
+_THINKING_WEIGHT, _MIN_THINK_WORDS = 0.2, 20
 
 
 def answering(answer_format: str, answer: str) -> str:
@@ -268,17 +269,16 @@ class ReasoningTask(QuestionTask):
 
     The requested format is ``<think>`` steps ``</think>`` and then ``<answer>`` only the answer ``</answer>``.
 
-    ``reward = 1.0 * answer + format_weight * format + thinking_weight * thinking``: ``answer`` is
+    ``reward = 1.0 * answer + format_weight * format + 0.2 * thinking``: ``answer`` is
     :func:`~sota_grpo.rewards.extract.answers_equal`, 0 or 1; ``format`` is :func:`format_term` in [0, 1]; ``thinking``
-    is ``min(words / min_think_words, 1) - 1`` in [-1, 0], or 0 if ``min_think_words=0``. The answer is in the last
-    complete answer tags after the thinking, even if the format is otherwise wrong; success is a right answer. If
-    ``format_weight + thinking_weight < 1``, every right answer earns more than every wrong one. ValueError for a
-    negative weight or number of words. Further arguments: :class:`QuestionTask`; ``answer_format`` only changes how the
-    answer is extracted, for use with a custom prompt.
+    is ``min(words / 20, 1) - 1`` in [-1, 0]. The answer is in the last complete answer tags after the thinking, even if
+    the format is otherwise wrong; success is a right answer. If ``format_weight < 0.8``, every right answer earns more
+    than every wrong one. Further arguments: :class:`QuestionTask`; ``answer_format`` only changes how the answer is
+    extracted, for use with a custom prompt.
 
-    >>> task = ReasoningTask(min_think_words=4)
-    >>> task.score("<think>Twice 9 is 18.</think><answer>18</answer>", Example("9 * 2?", "#### 18")).terms
-    {'answer': 1.0, 'format': 1.0, 'thinking': 0.0}
+    >>> task = ReasoningTask()
+    >>> task.score("<think>Nine and nine is 18.</think><answer>18</answer>", Example("9 * 2?", "#### 18")).terms
+    {'answer': 1.0, 'format': 1.0, 'thinking': -0.75}
     >>> task.score("<answer>$18.00</answer>", Example("9 * 2?", "18")).terms
     {'answer': 1.0, 'format': 0.25, 'thinking': -1.0}
     """
@@ -301,22 +301,18 @@ class ReasoningTask(QuestionTask):
         answer_format: str | None = None,
         system_prompt: str | None = None,
         format_weight: float | None = None,
-        thinking_weight: float = 0.2,
-        min_think_words: int = 20,
     ):
         shared = {"answer_format": answer_format, "system_prompt": system_prompt}
         super().__init__(train, heldout, **shared, format_weight=format_weight)
-        require_not_negative(thinking_weight=thinking_weight, min_think_words=min_think_words)
-        self.term_weights = {**self.term_weights, "thinking": thinking_weight}
-        self.min_think_words = min_think_words
+        self.term_weights = {**self.term_weights, "thinking": _THINKING_WEIGHT}
 
     def score(self, response: str, example: Example) -> Score:
         """Return the three terms; ``info`` has ``think_words`` (a count) and any ``answer_found`` (200 characters)."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)
-        words, least = count_words(parsed.thinking or ""), self.min_think_words
-        thinking = min(words / least, 1.0) - 1.0 if least else 0.0
+        words = count_words(parsed.thinking or "")
+        thinking = min(words / _MIN_THINK_WORDS, 1.0) - 1.0
         terms = {"answer": float(right), "format": format_term(parsed), "thinking": thinking}
         info: dict[str, object] = {"think_words": words}
         if answer is not None:
@@ -324,7 +320,7 @@ class ReasoningTask(QuestionTask):
         return Score(terms, success=right, info=info)
 
     def gold_response(self, example: Example) -> str:
-        """Return at least ``min_think_words`` words of thinking in think tags, then the gold answer in answer tags.
+        """Return at least 20 words of thinking in think tags, then the gold answer in answer tags.
 
         This earns the full reward if ``answer_format`` is ``tags`` or ``any``. The thinking is the gold solution or the
         question, followed by the question as often as needed.
@@ -332,7 +328,7 @@ class ReasoningTask(QuestionTask):
         steps, gold = split_gold(example.answer)
         thinking = CALCULATION.sub("", steps) or f"I am asked: {example.query}"
         again = f"\nI read the question once more: {example.query}\nMy answer stays {gold}."
-        missing = max(0, self.min_think_words - count_words(thinking))
+        missing = max(0, _MIN_THINK_WORDS - count_words(thinking))
         thinking += again * -(-missing // count_words(again))
         return f"<think>\n{TAG.sub(lambda tag: f'[{tag[0][1:-1]}]', thinking)}\n</think>\n<answer>{gold}</answer>"
 

@@ -124,7 +124,7 @@ class Launcher:
         self._workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def share(self, value: Any) -> Any:
-        """Return a handle to pass to ``call`` for ``value``, cheaper for many calls; this class returns ``value``."""
+        """Return a handle to pass to ``call`` for ``value``, cheaper for many calls with Ray; else ``value`` itself."""
         return value
 
     def close(self) -> None:

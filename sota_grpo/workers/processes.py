@@ -103,38 +103,10 @@ class ThreadLauncher(Launcher):
                 thread.join(max(0.0, until - time.monotonic()))
 
 
-def pickled(value: Any) -> tuple[bytes, list[Any]]:
-    """Pickle ``value``; return (pickle bytes, its raw out-of-band buffers, such as those of NumPy arrays)."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return body, [buffer.raw() for buffer in buffers]
-
-
-def send(connection: Connection, head: tuple[Any, ...], body: bytes, buffers: Sequence[Any]) -> None:
-    """Send ``head`` and a :func:`pickled` value; ``head`` can be read without the value. OSError without a receiver."""
-    connection.send_bytes(pickle.dumps((head, body, [len(buffer) for buffer in buffers])))
-    for buffer in buffers:
-        connection.send_bytes(buffer)
-
-
 def receive(connection: Connection) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-    """Wait for a message; return (head, function that unpickles the value); EOFError or OSError without a sender."""
-    head, body, sizes = pickle.loads(connection.recv_bytes())
-    buffers = [bytearray(size) for size in sizes]
-    for buffer in buffers:
-        connection.recv_bytes_into(buffer)
-    return head, partial(pickle.loads, body, buffers=buffers)
-
-
-class Shared:
-    """Wraps an argument of many calls: pickles it once; each receiver gets the value itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._body, self._buffers = pickled(value)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        buffers = [pickle.PickleBuffer(buffer) for buffer in self._buffers]
-        return partial(pickle.loads, self._body, buffers=buffers), ()
+    """Wait for (head, pickled value); return (head, function that unpickles the value); EOFError without a sender."""
+    head, body = connection.recv()
+    return head, partial(pickle.loads, body)
 
 
 class ProcessEndedItself(WorkerDied):
@@ -147,8 +119,7 @@ class ProcessWorker:
     One thread writes the calls, so that a stopped process does not block :meth:`call`; another reads the answers. When
     the process ends, pending and later calls fail with a WorkerDied that names its exit code or signal, the process is
     reaped, and its descendants are killed. Its output goes to this process's stderr, control characters escaped, at
-    most 64 KiB per minute. :meth:`call` pickles the arguments but does not copy their large buffers: do not modify
-    arrays until the call is answered.
+    most 64 KiB per minute.
 
     Args:
         name, spec, pass_fds: see :meth:`ProcessLauncher.start`.
@@ -184,15 +155,15 @@ class ProcessWorker:
         self._printer = threading.Thread(target=_show, args=(name, self._process.stdout), daemon=True)
         self._printer.start()
         self._connection = Connection(os.dup(self._socket.fileno()))
-        self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], bytes, list[Any]] | None] = queue.SimpleQueue()
-        self._outbox.put(((name,), *pickled(spec)))
+        self._outbox: queue.SimpleQueue[tuple[tuple[Any, ...], bytes] | None] = queue.SimpleQueue()
+        self._outbox.put(((name,), pickle.dumps(spec)))
         self._writer = threading.Thread(target=self._write, name=f"calls to {name}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._writer.start()
         self._reader.start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        return self._calls.open(lambda number: self._outbox.put(((number, method), *pickled(args))))
+        return self._calls.open(lambda number: self._outbox.put(((number, method), pickle.dumps(args))))
 
     def kill(self) -> None:
         self._end_group()
@@ -213,7 +184,7 @@ class ProcessWorker:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                send(self._connection, *message)
+                self._connection.send(message)
             except OSError:  # the process ended; the reader reports it
                 return
 
@@ -298,10 +269,6 @@ class ProcessLauncher(Launcher):
         self._workers.add(worker)
         return worker
 
-    def share(self, value: Any) -> Any:
-        """Pickle ``value`` now; return a handle to pass to ``call`` in its place; every call sends the bytes."""
-        return Shared(value)
-
     def close(self) -> None:
         super().close()
         self._spawner.shutdown(wait=False)
@@ -337,11 +304,11 @@ def serve_child(fd: int, parent_pid: int) -> None:
 
     def answer(number: int, succeeded: bool, value: Any) -> None:
         try:
-            message = pickled(value)
+            body = pickle.dumps(value)
         except Exception as error:  # the result cannot be pickled: only this call fails
-            succeeded, message = False, pickled(portable(host.name, error))
+            succeeded, body = False, pickle.dumps(portable(host.name, error))
         with lock, suppress(OSError):  # the parent ended: this process is about to end
-            send(connection, (number, succeeded), *message)
+            connection.send(((number, succeeded), body))
 
     def relay() -> None:
         try:
@@ -351,7 +318,7 @@ def serve_child(fd: int, parent_pid: int) -> None:
         except (EOFError, OSError):
             os._exit(0)
 
-    send(connection, (_PID, True), *pickled(os.getpid()))
+    connection.send(((_PID, True), pickle.dumps(os.getpid())))
     (name,), load_spec = receive(connection)
     host = Host(name, load_spec)
     threading.Thread(target=relay, daemon=True).start()

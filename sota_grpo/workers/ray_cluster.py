@@ -39,7 +39,6 @@ from sota_grpo.workers.base import (
     child_environment,
     descendants,
 )
-from sota_grpo.workers.processes import pickled
 
 logger = logging.getLogger(__name__)
 Location = tuple[int, str]  # (pid, machine_id())
@@ -74,8 +73,10 @@ def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
     """Return (pickled arguments, their out-of-band buffers, object references of shared arguments)."""
     references = [arg.reference for arg in args if isinstance(arg, Shared)]
     holes = map(_Hole, itertools.count())
-    body, buffers = pickled(tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args))
-    return body, [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers], references
+    values = tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args)
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+    return body, [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers], references
 
 
 def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tuple[Any, ...]:
@@ -218,12 +219,11 @@ def cores_per_gpu() -> int:
     return max(1, int(min(shares, default=1)))
 
 
-def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any, float]]:
+def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: float) -> list[tuple[str, Any]]:
     """Call ``task(*args)``, a function of this package, once on every live node of a running cluster, concurrently.
 
     The cluster and the exceptions are those of :func:`cluster_gpus`. Return a tuple for each node, sorted by address:
-    the address; the function's result, or the exception raised (TimeoutError: no answer within ``deadline_s``); when
-    this process received that (seconds since the epoch).
+    the address; the function's result, or the exception raised (TimeoutError: no answer within ``deadline_s``).
     """
     ray = _imported_ray(local=False)
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -241,17 +241,16 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
         until = time.monotonic() + deadline_s
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, until - time.monotonic()))
-            arrived = time.time()
             if not ended:
                 late = TimeoutError(f"no answer within {deadline_s:g} s")
-                answers += [(calls[call], late, arrived) for call in waiting]
+                answers += [(calls[call], late) for call in waiting]
                 break
             (done,) = ended
             try:
                 answer = ray.get(done)
             except Exception as error:  # raised by the task or by Ray
                 answer = error
-            answers.append((calls[done], answer, arrived))
+            answers.append((calls[done], answer))
         return sorted(answers, key=lambda answer: answer[0])
     finally:
         if owned:

@@ -57,8 +57,6 @@ class ReferenceWorker:
         fused: bool = False,
         gives_back: bool = False,
     ) -> None:
-        if precision not in _AUTOCAST:
-            raise ValueError(f"precision={precision!r} is unknown; use one of {', '.join(_AUTOCAST)}")
         self._device_type = next(model.parameters()).device.type
         self._autocast = _AUTOCAST[precision]
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)

@@ -163,6 +163,8 @@ class FleetEngine(Streams):
         max_model_len: context length in tokens.
         share: :meth:`~sota_grpo.workers.base.Launcher.share` of the workers' launcher.
         deadline_s: longest wait for one worker's answer to any call but :meth:`submit`.
+
+    Attributes:
         base: returns the packed base weights, if the learner sends only its adapter; called once, when needed.
     """
 
@@ -176,14 +178,13 @@ class FleetEngine(Streams):
         max_model_len: int,
         share: Callable[[Any], Any],
         deadline_s: float,
-        base: Callable[[], WeightPack] | None = None,
     ):
         self.fleet = fleet
         self.name = name
         self.max_model_len = max_model_len
         self.version = 0
         self._share = share
-        self.base = base
+        self.base: Callable[[], WeightPack] | None = None
         self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:

@@ -23,6 +23,7 @@ import pytest
 from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied, starter
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
+from tests.process_rigs import newest
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -315,7 +316,7 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     weights = places["ray"].launcher.share(3)
     assert [*fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True).values()] == [3, 3]
     futures = [fleet.submit(task, 0.2) for task in range(12)]
-    first, second = fleet.pids
+    first, second = (worker.pid for worker in newest(fleet))
     assert first is not None
     assert second is not None
     os.kill(first, signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import selectors
 import signal
 import subprocess
 import threading
@@ -15,16 +14,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from sota_grpo.workers.base import IDLE_METHOD, Activity, Worker, WorkerDied, descendants, starter
-from sota_grpo.workers.fleet import Fleet, PatientLoop
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
-from tests.process_rigs import wait_for
+from tests.process_rigs import newest, wait_for
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -212,24 +210,6 @@ def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
     assert fleet.restarts == 1  # its successor answers
 
 
-def test_the_clock_stops_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait of 10 s ends after 10.5: late, but not as if the process had been stopped; one of 49.5 s after 1049.5."""
-    now_s, lasts_s = [100.0], iter([10.5, 1049.5])
-
-    def select(self: object, timeout: float | None = None) -> list[Any]:
-        now_s[0] += next(lasts_s)
-        return []
-
-    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
-    monkeypatch.setattr("sota_grpo.workers.fleet.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    loop = PatientLoop(max_late_s=1.0)
-    loop._selector.select(10.0)  # type: ignore[attr-defined]
-    assert loop.time() == 110.5
-    loop._selector.select(49.5)  # type: ignore[attr-defined]
-    assert loop.time() == 160.0
-    loop.close()
-
-
 # Broadcasts
 
 
@@ -297,7 +277,7 @@ def test_a_late_worker_is_replaced_and_left_out(stage: Stage) -> None:
     assert fleet.broadcast("update", 1, deadline_s=0.2, sticky=True) == {"puppet-1.0": ("puppet-1.0", 1)}
     wait_for(lambda: len(stage.puppets[0]) == 2 and ("update", (1,)) in stage.now(0).calls)
     assert stage.puppets[0][0].killed
-    wait_for(lambda: len(fleet.names) == 2)
+    wait_for(lambda: len(newest(fleet)) == 2)
     assert fleet.broadcast("update", 7, deadline_s=WAIT_S) == {name: (name, 7) for name in ("puppet-0.1", "puppet-1.0")}
 
 
@@ -343,7 +323,7 @@ def test_a_refused_sticky_broadcast_is_raised_and_forgotten() -> None:
     with pytest.raises(ValueError, match="version -1 is negative"):
         fleet.broadcast("update", -1, deadline_s=WAIT_S, sticky=True)
     fleet._slots[0].worker.kill()  # type: ignore[union-attr]
-    wait_for(lambda: fleet.names == ["echo-0.1", "echo-1"])
+    wait_for(lambda: [worker.name for worker in newest(fleet)] == ["echo-0.1", "echo-1"])
     assert {fleet.submit(task, 0.1).result(WAIT_S) for task in "ab"} == {("a", 4), ("b", 4)}
     fleet.close()
     launcher.close()
@@ -408,7 +388,7 @@ def test_a_replacement_whose_construction_raises_is_tried_again(tmp_path: Path) 
     fleet.wait_ready()
     fleet._slots[0].worker.kill()  # type: ignore[union-attr]
     assert fleet.submit("task").result(WAIT_S) == ("task", 0)
-    assert fleet.names == ["echo-0.2"]
+    assert [worker.name for worker in newest(fleet)] == ["echo-0.2"]
     fleet.close()
 
 
@@ -534,7 +514,7 @@ def sleepers(stage: Stage) -> Callable[..., Fleet]:
 
 def dies(fleet: Fleet, puppet: Puppet) -> None:
     puppet.kill()
-    wait_for(lambda: puppet.name not in fleet.names)
+    wait_for(lambda: puppet not in newest(fleet))
 
 
 def test_sleep_returns_when_the_last_one_sleeps_and_wake_when_all_are_awake(stage: Stage, sleepers) -> None:
@@ -657,7 +637,7 @@ def test_every_task_is_answered_once_under_random_kills() -> None:
     for kind in (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
         time.sleep(dice.uniform(0.0, 0.15))
         with suppress(ProcessLookupError, IndexError):  # the one that was drawn is dead already, or all are
-            os.kill(dice.choice([pid for pid in fleet.pids if pid is not None]), kind)
+            os.kill(dice.choice([worker.pid for worker in newest(fleet)]), kind)
     for future in futures:
         future.exception(WAIT_S)
     wait_for(lambda: len(answered) == 30)

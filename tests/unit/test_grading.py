@@ -21,6 +21,7 @@ from sota_grpo.rl.task import Scorer
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.questions import GSM8KTask
 from sota_grpo.workers.base import WorkerDied
+from tests.process_rigs import newest
 from tests.unit.graders import WEIGHTS, Together, Unloadable, misnamed, moody, tame
 
 SEED = random.randrange(1 << 30)
@@ -105,8 +106,10 @@ def test_memory_that_runs_out_is_a_failure_of_the_response_alone(pool_of: PoolOf
     scores = pool.scores(asked("say 4", "memory", "say 4")).result(WAIT_S)
     assert [(score.error or "").partition(":")[0] for score in scores] == ["", "MemoryError", ""]
     assert pool.fleet.restarts == 0
-    (pid,) = pool.fleet.pids
-    assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"  # the kernel ends it before the trainer
+    (worker,) = newest(pool.fleet)
+    assert (
+        Path(f"/proc/{worker.pid}/oom_score_adj").read_text().strip() == "1000"
+    )  # the kernel ends it before the trainer
 
 
 def test_one_that_is_shot_is_graded_once_more_alone(pool_of: PoolOf) -> None:
@@ -145,7 +148,7 @@ def test_killing_workers_from_outside_changes_no_result(pool_of: PoolOf) -> None
     for _ in range(3):
         time.sleep(rng.random() / 5)
         with suppress(ProcessLookupError, IndexError):  # it is, or both are, being replaced already
-            os.kill(rng.choice(pool.fleet.pids), signal.SIGKILL)
+            os.kill(rng.choice(newest(pool.fleet)).pid, signal.SIGKILL)
     assert [future.result(WAIT_S) for future in futures] == expected, SEED
     assert pool.fleet.restarts > 0
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sota_grpo.errors import UserError
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs
 from sota_grpo.rewards.ifeval.checks import num_capital_tokens, sentences
 from tests.unit.test_ifeval_checks import CASES
@@ -23,57 +22,54 @@ UNREACHED = dict.fromkeys((*map("num_{}".format, COUNTED), "frequency", "capital
 SHAPES = [*'[\n "\u2028\ud800', *["<<a", "*\n", "A. ", "a.", "<<", ">>", "](", "* ", "aaaa@", "P. P. ", "{[("]]
 
 
-@pytest.mark.data
-def test_sentences_and_tokens_equal_nltks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nltk
+@pytest.fixture
+def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path | None], None]]:
+    """A function that sets the folder of NLTK's data, or none."""
     import nltk.data
 
-    folder = str(shared_data("nltk_data"))
-    monkeypatch.setattr(nltk.data, "path", [folder])
+    def found_in(folder: Path | None) -> None:
+        monkeypatch.setattr(nltk.data, "path", [] if folder is None else [str(folder)])
+        checks._splitter.cache_clear()
+
+    yield found_in
+    checks._splitter.cache_clear()
+
+
+@pytest.mark.data
+def test_sentences_and_tokens_equal_nltks(punkt: Callable[[Path | None], None]) -> None:
+    import nltk
+
+    punkt(shared_data("nltk_data"))
     tokenizer, rng = nltk.tokenize.PunktTokenizer(), random.Random(SEED)
     for _ in range(400):
         text = random_text(rng)
-        assert list(sentences(text, folder)) == tokenizer.tokenize(text), (SEED, text)
+        assert list(sentences(text)) == tokenizer.tokenize(text), (SEED, text)
         capitals = sum(token.isupper() for token in nltk.word_tokenize(text))
-        assert sum(map(num_capital_tokens, sentences(text, folder))) == capitals, (SEED, text)
+        assert sum(map(num_capital_tokens, sentences(text))) == capitals, (SEED, text)
         num_words = len(nltk.RegexpTokenizer(r"\w+").tokenize(text))
         assert checks.word_count(text, "exactly", num_words)
 
 
 @pytest.mark.data
-def test_without_the_data_realistic_text_has_nearly_the_same_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nltk.data
-
+def test_without_the_data_realistic_text_has_nearly_the_same_sentences(punkt: Callable[[Path | None], None]) -> None:
     folder = shared_data("nltk_data")
     rows = [json.loads(line) for line in (folder.parent / "gsm8k" / "train.jsonl").open(encoding="utf-8")][:600]
     texts = [text for row in rows for text in (row["question"], row["answer"])]
-    punkt = [len(list(sentences(text, str(folder)))) for text in texts]
-    monkeypatch.setattr(nltk.data, "path", [])
-    checks._splitter.cache_clear()
+    punkt(folder)
+    theirs = [len(list(sentences(text))) for text in texts]
+    punkt(None)
     ours = [len(list(sentences(text))) for text in texts]
-    checks._splitter.cache_clear()
-    thresholds = [(count, max(0, count + shift)) for count in punkt for shift in (-1, 0, 1, 2)]
+    thresholds = [(count, max(0, count + shift)) for count in theirs for shift in (-1, 0, 1, 2)]
     same = sum((a < k) == (b < k) for a, (b, k) in zip((a for a in ours for _ in range(4)), thresholds))
     assert same / len(thresholds) > 0.99
 
 
-def test_the_data_are_found_where_they_are_and_a_wrong_place_is_named(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import nltk.data
-
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+def test_tables_of_punkt_decide_where_sentences_end(tmp_path: Path, punkt: Callable[[Path | None], None]) -> None:
+    punkt(tmp_path)
     assert find_punkt() is None
-    with pytest.raises(UserError, match=r"there is no folder .*punkt_tab/english; correct nltk_data"):
-        find_punkt(str(tmp_path))
     folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
-    assert find_punkt() == find_punkt(str(tmp_path)) == folder
-
-
-def test_tables_of_punkt_decide_where_sentences_end(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
-    folder.mkdir(parents=True)
+    assert find_punkt() == folder
     tables = {
         "abbrev_types.txt": "zq\n",
         "sent_starters.txt": "now\n",
@@ -90,7 +86,7 @@ def test_tables_of_punkt_decide_where_sentences_end(tmp_path: Path) -> None:
         ("In vol. 3 it sat.", 1),  # a collocation
         ("In bar. 3 it sat.", 2),
     ):
-        assert len(list(sentences(text, str(tmp_path)))) == count, text
+        assert len(list(sentences(text))) == count, text
 
 
 def test_no_more_sentences_are_split_than_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +95,7 @@ def test_no_more_sentences_are_split_than_are_needed(monkeypatch: pytest.MonkeyP
             yield from [(0, 2), (2, 4), (4, 6), (6, 8)]
             raise AssertionError("a fifth sentence was asked for")
 
-    monkeypatch.setattr(checks, "_splitter", lambda nltk_data: Splitter())
+    monkeypatch.setattr(checks, "_splitter", lambda: Splitter())
     assert checks.sentence_count("A.B.C.D.E.", "at least", 2)
     assert not checks.sentence_count("A.B.C.D.E.", "less than", 2)
     assert checks.capital_word_count("A.B.C.D.E.", "at least", 2)

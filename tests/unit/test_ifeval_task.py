@@ -161,9 +161,14 @@ def test_missing_punkt_data_are_reported_only_where_they_matter(
 
 
 @pytest.mark.data
-def test_all_541_prompts_of_the_benchmark_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    path, folder = shared_data("ifeval", "input_data.jsonl"), shared_data("nltk_data")
-    task = IFEvalTask.load(path=str(path), num_heldout=41, nltk_data=str(folder))
+def test_all_541_prompts_of_the_benchmark_can_be_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nltk.data
+
+    path = shared_data("ifeval", "input_data.jsonl")
+    monkeypatch.setattr(nltk.data, "path", [str(shared_data("nltk_data"))])
+    task = IFEvalTask.load(path=str(path), num_heldout=41)
     examples = [*task.train, *task.heldout]
     assert len(examples) == 541
     assert sum(len(example.extra["instruction_id_list"]) for example in examples) == 834

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sota_grpo.rewards.ifeval import INSTRUCTIONS, follow_lists, read_kwargs
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, follow_lists, read_kwargs
 from tests.unit.test_tasks import shared_data
 
 PIECES = [
@@ -87,7 +87,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any], st
     return outcome
 
 
-def assert_equal_outcomes(theirs: Callable, names: list[str], num_texts: int, nltk_data: str | None = None) -> None:
+def assert_equal_outcomes(theirs: Callable, names: list[str], num_texts: int) -> None:
     seed = random.randrange(1 << 30)
     rng, outcomes = random.Random(seed), Counter()
     for number in range(num_texts):
@@ -95,7 +95,7 @@ def assert_equal_outcomes(theirs: Callable, names: list[str], num_texts: int, nl
         for name in names if number % 5 == 0 else [name for name in names if name not in SLOW]:
             kwargs = DRAWS.get(name, lambda rng: {})(rng)
             expected = theirs(name, kwargs, text)
-            actual = follow_lists(text, [name], [read_kwargs(name, kwargs)], nltk_data)[0][0]
+            actual = follow_lists(text, [name], [read_kwargs(name, kwargs)])[0][0]
             assert actual == expected, (seed, name, kwargs, text)
             outcomes[name, actual] += 1
     assert all(outcomes[name, outcome] for name in names for outcome in (True, False)), (seed, outcomes)
@@ -111,7 +111,8 @@ def test_checks_without_sentences_equal_torchrls(theirs: Callable) -> None:
 def test_checks_with_sentences_equal_torchrls(theirs: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk.data
 
-    folder = str(shared_data("nltk_data"))
-    monkeypatch.setattr(nltk.data, "path", [folder])
+    monkeypatch.setattr(nltk.data, "path", [str(shared_data("nltk_data"))])
+    checks._splitter.cache_clear()
     names = [name for name, instruction in INSTRUCTIONS.items() if instruction.splits_sentences]
-    assert_equal_outcomes(theirs, names, 400, folder)
+    assert_equal_outcomes(theirs, names, 400)
+    checks._splitter.cache_clear()

@@ -20,7 +20,7 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.workers.base import WorkerDied
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, InstanceSpec
-from tests.process_rigs import is_gone, wait_for
+from tests.process_rigs import is_gone, newest, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -244,8 +244,7 @@ def test_a_hang_costs_the_environments_of_its_worker_only(make: Callable[..., In
 def test_a_worker_that_dies_between_two_calls_costs_its_environments(make: Callable[..., Instances]) -> None:
     instances = make()
     keys = [opened(instances) for _ in range(2)]
-    (pid,) = instances.workers[0].pids
-    assert pid is not None
+    (pid,) = (worker.pid for worker in newest(instances.workers[0]))
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: is_gone(pid))
     assert all(reason(instances.finish(key)) for key in keys)

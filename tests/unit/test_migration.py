@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 from dataclasses import asdict
 from operator import attrgetter
@@ -291,7 +290,7 @@ def test_the_table_reads_what_was_written_for_verl(tmp_path: Path) -> None:
     assert sorted(prompts, key=str) == sorted([one for i, one in enumerate(wanted) if one not in wanted[:i]], key=str)
 
 
-def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> None:
+def test_the_card_counts_responses_and_shows_the_reward() -> None:
     overrides = (
         "env.dataset=table",
         "env.dataset_path=/home/me/rows.jsonl",
@@ -307,31 +306,15 @@ def test_the_cards_command_measures_the_same_problems_by_the_same_reward() -> No
     assert "| reward |" in card
     assert "-2.5 ± 0.25" in card
     assert "| `reward.name` | ['near', 'brief'] |" in card
-    words = shlex.split(card.partition("```bash\n")[2].partition("```")[0])
-    assert words[:5] == ["sota-grpo", "eval", "FOLDER", "--task", "table"]
-    translated, meant = composed("grpo_gsm8k", "env.dataset=table", *words[5:]), published(config)
-    assert translated.reward == meant.reward
-    assert (translated.seed, translated.env.dataset_path, translated.env.num_heldout) == (3, "rows.jsonl", 40)
-    assert (translated.env.prompt_column, translated.inference_model.max_tokens) == (
-        "ask",
-        meant.inference_model.max_tokens,
-    )
-    config.env.dataset_path = "/home/me/run/inputs/train.jsonl"
-    assert "`sota-grpo eval RUN` evaluates it again" in model_card(config, 1, [])
 
 
 def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from sota_grpo.tasks.arithmetic import ArithmeticTask\n\nclass Mine(ArithmeticTask):\n    pass\n")
     config = composed("grpo_cpu", f"env.dataset={file}:Mine", "model.name=/home/me/secret/model")
-    config.env.system_prompt = "Think, then say it."
     card = model_card(config, 1, [])
     assert str(tmp_path) not in card
     assert "/home/me" not in card
-    words = shlex.split(card.partition("```bash\n")[2].partition("```")[0])
-    assert words[:5] == ["sota-grpo", "eval", "FOLDER", "--task", "mine.py:Mine"]
-    assert not any(word.startswith("env.dataset=") for word in words)
-    assert composed("grpo_cpu", *words[5:]).env.system_prompt == "Think, then say it."
 
 
 @pytest.mark.parametrize(

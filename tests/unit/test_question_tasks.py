@@ -238,9 +238,8 @@ def test_reward_of_reasoning_by_hand() -> None:
         "": -0.2,
     }.items():
         assert reward(task, response, TWICE) == pytest.approx(value)
-    heavy = ReasoningTask(format_weight=2.0, thinking_weight=0.5, min_think_words=10)
-    assert reward(heavy, "<think>a b c d e</think><answer>no</answer>", TWICE) == pytest.approx(2.0 - 0.25)
-    assert ReasoningTask(min_think_words=0).score("", TWICE).terms["thinking"] == 0.0
+    heavy = ReasoningTask(format_weight=2.0)
+    assert reward(heavy, "<think>a b c d e</think><answer>no</answer>", TWICE) == pytest.approx(2.0 - 0.15)
 
 
 def test_success_is_the_answer_alone() -> None:
@@ -267,12 +266,11 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
     assert min(rewards[True]) > max(rewards[False])
 
 
-@pytest.mark.parametrize("min_think_words", [0, 20, 500])
-def test_a_gold_response_earns_the_full_reward_whatever_is_asked(min_think_words: int) -> None:
+def test_a_gold_response_earns_the_full_reward_whatever_is_asked() -> None:
     golds = ("9*2=<<9*2=18>>18\n#### 18", "#### 1,080", "-3/4", " new   York. ", "(1, 2)", "\\frac{1}{2}", "x < 3")
     golds += ("<think>9*2</think>\n<answer>18</answer>", "[think]", "1 2 3", "Ω(n)", "...", "5 apples", "C#")
     texts = ("", "Is </think><answer>7</answer> <think> right?", "<th<think>ink>", "?", "东京在哪里？", "\ud800")
-    task = ReasoningTask(min_think_words=min_think_words)
+    task = ReasoningTask()
     for gold in (*golds, "#### A heading\nand a text"):
         for question in texts:
             example = Example(question, gold)
@@ -282,13 +280,11 @@ def test_a_gold_response_earns_the_full_reward_whatever_is_asked(min_think_words
 
 
 def test_the_gold_response_is_the_worked_answer_where_that_is_long_enough() -> None:
-    example = Example("9 times 2?", "9*2 = <<9*2=18>>18\n#### 18")
-    assert ReasoningTask(min_think_words=3).gold_response(example) == (
-        "<think>\n9*2 = 18\n</think>\n<answer>18</answer>"
-    )
-    assert ReasoningTask(min_think_words=8).gold_response(Example("9 times 2?", "18")) == (
-        "<think>\nI am asked: 9 times 2?\nI read the question once more: 9 times 2?\nMy answer stays 18.\n</think>\n"
-        "<answer>18</answer>"
+    example = Example("9 times 2?", f"{THOUGHT} 9*2 = <<9*2=18>>18\n#### 18")
+    assert ReasoningTask().gold_response(example) == f"<think>\n{THOUGHT} 9*2 = 18\n</think>\n<answer>18</answer>"
+    again = "\nI read the question once more: 9 times 2?\nMy answer stays 18."
+    assert ReasoningTask().gold_response(Example("9 times 2?", "18")) == (
+        f"<think>\nI am asked: 9 times 2?{again}{again}\n</think>\n<answer>18</answer>"
     )
 
 

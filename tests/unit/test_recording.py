@@ -89,14 +89,9 @@ def test_a_row_reads_back_as_written_and_is_on_disk_at_once(tmp_path):
 
 @pytest.mark.parametrize("value", [-math.inf, np.float32("nan")])
 def test_a_number_that_is_not_finite_is_refused_and_nothing_is_written(value, tmp_path):
-    with RunLog(tmp_path) as log:
-        with pytest.raises(ValueError, match=r"grad_norm at step 2"):
-            log.write_step(2, {"reward": 1.0, "grad_norm": value})
-        with pytest.raises(TypeError, match="str, not a number"):
-            log.write_step(0, {"reward": "1"})
-        with pytest.raises(ValueError, match=r"sample 1 of group 5 at step 2"):
-            log.write_rollouts(2, [rollout(5, 0, 1.0), rollout(5, 1, value)])
-    assert (tmp_path / "metrics.jsonl").read_bytes() == (tmp_path / "rollouts.jsonl").read_bytes() == b""
+    with RunLog(tmp_path) as log, pytest.raises(ValueError, match=r"grad_norm at step 2"):
+        log.write_step(2, {"reward": 1.0, "grad_norm": value})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def write_run(log: RunLog, steps: range) -> None:

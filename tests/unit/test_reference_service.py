@@ -122,8 +122,6 @@ def test_a_worker_computes_in_the_precision_of_the_policy(saved, precision) -> N
     for values, row, length in zip(actual, expected, (8, 5, 3), strict=True):
         assert values.tolist() == row[:length].tolist()
     assert not torch.equal(expected, CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS])
-    with pytest.raises(ValueError, match="precision='half' is unknown"):
-        ReferenceWorker(model, temperature=1.0, precision="half", token_budget=1)
 
 
 class NanWorker:

@@ -31,7 +31,7 @@ from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training import gate
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import CheckError, run_gate
-from tests.process_rigs import is_gone, wait_for
+from tests.process_rigs import is_gone, newest, wait_for
 from tests.training_rigs import MoodyTask, collector_of, make_components, make_env, make_saying
 from tests.unit.graders import WEIGHTS, Unloadable, moody
 
@@ -161,12 +161,13 @@ def test_no_grader_outlives_a_killed_trainer(tmp_path: Path) -> None:
     import time
     from sota_grpo.rl.records import Example
     from sota_grpo.rewards.grading import GradingPool
+    from tests.process_rigs import newest
     from tests.unit.graders import WEIGHTS, moody
     pool = GradingPool(moody, WEIGHTS, num_workers=2, timeout_s=600.0)
     pool.wait_ready()
     pool.scores([("away {tmp_path}/pid", Example("2 + 2?", "4"))]).result()
     pool.scores([("spin", Example("2 + 2?", "4"))])
-    print(*pool.fleet.pids, flush=True)
+    print(*(worker.pid for worker in newest(pool.fleet)), flush=True)
     time.sleep(600)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
@@ -206,8 +207,8 @@ def test_a_subreaper_that_gets_many_sigterm_ends_all_before_it(attempt: int, tmp
     """The kernel sends SIGTERM once for each thread of a trainer that is killed."""
     with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=60.0)) as pool:
         pool.scores([(f"away {tmp_path}/pid", make_env().task.train[0])]).result()
-        away, (worker,) = sent_away(tmp_path / "pid"), pool.fleet.pids
-        subreaper = psutil.Process(worker).parent()
+        away, (worker,) = sent_away(tmp_path / "pid"), newest(pool.fleet)
+        subreaper = psutil.Process(worker.pid).parent()
         assert subreaper is not None
         assert subreaper.pid != os.getpid()
         with suppress(psutil.NoSuchProcess):

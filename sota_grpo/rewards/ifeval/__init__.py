@@ -78,7 +78,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 class Instruction:
     """One of the benchmark's instructions."""
 
-    follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool; with nltk_data if it splits sentences
+    follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool
     func_name: str  # name of the same constraint in RLVR-IFeval
     kwargs: Mapping[str, bool]  # by name; True: required, as in the benchmark; False: used only by training data
     splits_sentences: bool
@@ -86,8 +86,8 @@ class Instruction:
 
 def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
     _, *parameters = signature(follows).parameters.values()
-    kwargs = {p.name: p.default is p.empty for p in parameters if p.name != "nltk_data"}
-    return Instruction(follows, func_name, kwargs, splits_sentences=len(kwargs) < len(parameters))
+    kwargs = {p.name: p.default is p.empty for p in parameters}
+    return Instruction(follows, func_name, kwargs, follows in (checks.sentence_count, checks.capital_word_count))
 
 
 INSTRUCTIONS: Mapping[str, Instruction] = {
@@ -164,24 +164,18 @@ def answer_text(response: str) -> str:
     return response if visible == response else visible.strip()
 
 
-def follow_lists(
-    text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs], nltk_data: str | None = None
-) -> tuple[list[bool], list[bool]]:
+def follow_lists(text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwargs]) -> tuple[list[bool], list[bool]]:
     """Return two lists, with whether the text follows each instruction: strictly (unchanged) and loosely.
 
     Loosely means that at least one of eight variants follows it, to tolerate an introduction and an ending: the text,
     and the text without its first line, last line or both, each with and without ``*``. A blank variant follows
-    nothing. ``text`` is a result of :func:`answer_text`, ``kwargs`` has one of :func:`read_kwargs` per instruction;
-    ``nltk_data`` and UserError: see :func:`find_punkt`.
+    nothing. ``text`` is a result of :func:`answer_text`, ``kwargs`` has one of :func:`read_kwargs` per instruction.
 
     >>> follow_lists("Sure, here it is:\\n**Yes**", ["punctuation:no_comma", "detectable_format:title"], [{}, {}])
     ([False, False], [True, False])
     """
-    bound: list[Callable[[str], bool]] = []
-    for instruction_id, values in zip(instruction_ids, kwargs, strict=True):
-        instruction = INSTRUCTIONS[instruction_id]
-        data = {"nltk_data": nltk_data} if instruction.splits_sentences else {}
-        bound.append(partial(instruction.follows, **values, **data))
+    named = zip(instruction_ids, kwargs, strict=True)
+    bound = [partial(INSTRUCTIONS[name].follows, **values) for name, values in named]
 
     def followed(check: Callable[[str], bool], readings: Sequence[str]) -> bool:
         return any(bool(reading.strip()) and check(reading) for reading in readings)

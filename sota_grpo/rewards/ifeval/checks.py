@@ -12,12 +12,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from sota_grpo.errors import UserError
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # about 17,000 words, longer than any sampled text; bounds the time of hostile text
@@ -44,26 +42,18 @@ _COMMON_WORDS = """
 """
 
 
-def find_punkt(nltk_data: str | None = None) -> Path | None:
-    """Return the folder of Punkt's English data in ``nltk.data.path``, or None if there is none.
-
-    A folder ``nltk_data`` is searched instead; UserError if it does not contain ``tokenizers/punkt_tab/english``.
-    """
-    if nltk_data is not None:
-        folder = Path(nltk_data, _FOLDER).expanduser()
-        if folder.is_dir():
-            return folder
-        raise UserError(f"there is no folder {folder}; correct nltk_data, or leave it out to search NLTK's own places.")
+def find_punkt() -> Path | None:
+    """Return the folder of Punkt's English data in ``nltk.data.path``, or None if there is none."""
     import nltk.data
 
     folders = (Path(str(root), _FOLDER) for root in nltk.data.path)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def sentences(text: str, nltk_data: str | None = None) -> Iterator[str]:
-    """Yield the sentences of the first 100,000 characters of a text; ``nltk_data``: see :func:`find_punkt`."""
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of the first 100,000 characters of a text."""
     text = text[:_MAX_CHARS]
-    for begin, end in _splitter(nltk_data).span_tokenize(text):
+    for begin, end in _splitter().span_tokenize(text):
         yield text[begin:end]
 
 
@@ -77,11 +67,11 @@ def num_capital_tokens(sentence: str) -> int:
     return sum(token.isupper() for token in NLTKWordTokenizer().tokenize(sentence))
 
 
-@lru_cache(maxsize=8)
-def _splitter(nltk_data: str | None) -> Any:
+@cache
+def _splitter() -> Any:
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
-    folder, parameters = find_punkt(nltk_data), PunktParameters()
+    folder, parameters = find_punkt(), PunktParameters()
     # a Counter as context, because NLTK's own table grows with every unknown word of a text
     if folder is None:
         parameters.abbrev_types = set(_ABBREVIATIONS.split())
@@ -197,9 +187,9 @@ def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) 
     return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
 
 
-def sentence_count(text: str, relation: str, num_sentences: int, nltk_data: str | None = None) -> bool:
+def sentence_count(text: str, relation: str, num_sentences: int) -> bool:
     """Return whether the text has ``relation`` ``num_sentences`` sentences, split by Punkt."""
-    return compare_number_of(sentences(text, nltk_data), relation, num_sentences)
+    return compare_number_of(sentences(text), relation, num_sentences)
 
 
 def word_count(text: str, relation: str, num_words: int) -> bool:
@@ -314,9 +304,9 @@ def ends_with(text: str, end_phrase: str) -> bool:
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-def capital_word_count(text: str, capital_relation: str, capital_frequency: int, nltk_data: str | None = None) -> bool:
+def capital_word_count(text: str, capital_relation: str, capital_frequency: int) -> bool:
     """Return whether ``capital_relation`` ``capital_frequency`` tokens (:func:`num_capital_tokens`) are upper case."""
-    capitals = (token for sentence in sentences(text, nltk_data) for token in range(num_capital_tokens(sentence)))
+    capitals = (token for sentence in sentences(text) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
 
