@@ -6,6 +6,8 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
+import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -105,6 +107,36 @@ class Broadcast:
         return not (self.waiting or self.answers or self.refusals)
 
 
+class PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock leaves out the time for which this process is stopped (SIGSTOP, a suspended laptop).
+
+    Otherwise every deadline would have passed when the process continues, and all workers would be replaced.
+
+    Args:
+        max_late_s: a wait that exceeds its timeout by more seconds counts as a stop: the clock leaves out the excess.
+    """
+
+    def __init__(self, max_late_s: float) -> None:
+        self.away_s = 0.0
+
+        class Selector(selectors.DefaultSelector):
+            def select(selector, timeout: float | None = None) -> list[Any]:
+                began_s = time.monotonic()
+                events = super().select(timeout)
+                late_s = time.monotonic() - began_s - (math.inf if timeout is None else timeout)
+                self.away_s += late_s if late_s > max_late_s else 0.0
+                return events
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return time.monotonic() - self.away_s
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log the error at level debug: calls to replaced workers fail, and no coroutine awaits them."""
+        logger.debug("%s", context.get("message"), exc_info=context.get("exception"))
+
+
 class Fleet:
     """A pool of ``count`` interchangeable workers with one task queue, which replaces workers that die or hang.
 
@@ -183,11 +215,7 @@ class Fleet:
         self._awake.set()
         self._lock, self._is_open = threading.Lock(), True
         self._launches: set[threading.Thread] = set()
-        self._loop = asyncio.SelectorEventLoop()
-        # calls to replaced workers fail, and no coroutine awaits them
-        self._loop.set_exception_handler(
-            lambda _, context: logger.debug("%s", context.get("message"), exc_info=context.get("exception"))
-        )
+        self._loop = PatientLoop(max_late_s=silence_s / 4)
         self._thread = threading.Thread(target=self._live, name=f"{role} fleet", daemon=True)
         self._thread.start()
 

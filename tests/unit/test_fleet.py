@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import selectors
 import signal
 import subprocess
 import threading
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from sota_grpo.workers.base import IDLE_METHOD, Activity, Worker, WorkerDied, descendants, starter
-from sota_grpo.workers.fleet import Fleet
+from sota_grpo.workers.fleet import Fleet, PatientLoop
 from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.process_rigs import newest, wait_for
 from tests.worker_rigs import spec
@@ -208,6 +210,24 @@ def test_a_worker_that_answers_no_ping_is_replaced(stage: Stage) -> None:
     wait_for(lambda: len(stage.puppets[0]) == 2)
     wait_for(lambda: [method for method, _ in stage.now(0).calls].count("ping") > 4)
     assert fleet.restarts == 1  # its successor answers
+
+
+def test_the_clock_stops_while_the_driver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait of 10 s ends after 10.5: late, but not as if the process had been stopped; one of 49.5 s after 1049.5."""
+    now_s, lasts_s = [100.0], iter([10.5, 1049.5])
+
+    def select(self: object, timeout: float | None = None) -> list[Any]:
+        now_s[0] += next(lasts_s)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    monkeypatch.setattr("sota_grpo.workers.fleet.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    loop = PatientLoop(max_late_s=1.0)
+    loop._selector.select(10.0)  # type: ignore[attr-defined]
+    assert loop.time() == 110.5
+    loop._selector.select(49.5)  # type: ignore[attr-defined]
+    assert loop.time() == 160.0
+    loop.close()
 
 
 # Broadcasts
