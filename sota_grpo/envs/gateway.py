@@ -111,7 +111,7 @@ class Session:
 
     def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
         self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), list[dict[str, Any]]()
-        self.num_turns = self.num_calls = 0
+        self.num_turns = self.num_calls = self._num_requested = 0
         self.truncated = False  # the last response
         self.failure: Exception | None = None
         self._gateway, self._request, self._sampling, self._max_turns = gateway, request, sampling, max_turns
@@ -173,16 +173,19 @@ class Session:
                 )
             if not self.is_open:
                 raise BadRequest("the session has ended.", 401)
-            seed = sample_seed(self._seed, self.num_turns)
-            self.num_turns += chat.n
+            seed = sample_seed(self._seed, self._num_requested)
             most = min(self._sampling.max_tokens, chat.max_tokens or self._sampling.max_tokens)
             request = GroupRequest(self._request.group_id, tuple(prompt_ids), chat.n, seed)
             future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=most))
             self._pending.add(future)
+            self._num_requested += chat.n
+            self.num_turns += chat.n
         try:
             output = await asyncio.wrap_future(future)
-        except Exception as error:
-            if self.is_open:  # fails the group: an agent must not be rewarded for a failure of the engine
+        except BaseException as error:
+            with self._lock:  # the client has left, or the engine failed: there is no response
+                self.num_turns -= chat.n
+            if self.is_open and isinstance(error, Exception):  # fails the group: no reward for the engine's failure
                 self.failure = error
             raise
         finally:

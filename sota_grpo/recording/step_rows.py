@@ -45,7 +45,7 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         "response_tokens/max": lengths.max(),
         "prompt_tokens/mean": prompts.mean(),
         "turns/mean": turns,
-        "turn_tokens/mean": lengths.mean() / turns,
+        "turn_tokens/mean": lengths.mean() / turns.clamp(min=1 / len(batch)),  # 0 without a turn
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }

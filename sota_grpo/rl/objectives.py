@@ -230,8 +230,9 @@ class GRPOLoss(LossModule):
         off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; such tokens are masked in
             the surrogate, but not in KL and entropy.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
-        kl_unbiased: multiply the KL to the reference by the token's ``rho``, with gradient. The expected gradient is
-            then that of KL(policy, reference), even for older samples (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
+        kl_unbiased: multiply the KL to the reference by ``pi / pi_behaviour`` of the token, with gradient. The expected
+            gradient is then that of KL(policy, reference), even for older samples and with recomputed log-probs
+            (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
         loss_aggregation: ``token``, ``sequence`` or ``constant``; replaces ``aggregation``. Of both, only ``none``
             has an effect if the batch has ``loss_weight``.
         distill_coeff, advantage_coeff: weights of a teacher, whose log-probs are the batch's ``ref_log_probs``, and of
@@ -378,7 +379,7 @@ class GRPOLoss(LossModule):
         if self.kl_to_ref_coeff:
             ref = self._reference(f"kl_to_ref_coeff is {self.kl_to_ref_coeff}", tokens)
             largest = math.log(self.dual_clip) if self.dual_clip else math.inf
-            gap = tokens.log_prob - tokens.old
+            gap = tokens.log_prob - tokens.behaviour
             weight = gap.masked_fill(gap > largest, largest).exp() if self.kl_unbiased else 1.0
             losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
         if self.kl_to_inference_coeff:

@@ -311,8 +311,9 @@ class GroupAdvantage(RowTransform):
     or as a ``ReplayBuffer`` transform. In a buffer, with ``group_size``, the responses of a group may be added
     separately; they are written once the group is complete.
 
-    If only the KL penalty makes the rewards of a group differ, they are not divided by a scale of the group. A response
-    with a grader error (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
+    If only the KL penalty makes the rewards of a group differ, or under a scale of the batch those of the batch, the
+    advantage is the penalty minus its baseline, not divided by the scale. A response with a grader error
+    (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:
         baseline, scale, eps: see :func:`sota_grpo.functional.advantages.group_advantages`. ``baseline`` may also be
@@ -388,11 +389,19 @@ class GroupAdvantage(RowTransform):
             options["baseline"] = _checked(advantages, reward[used])
         values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
         graded = rows.get(keys.GRADED_REWARD, None)
-        if graded is not None and not self.decouple_terms and self.scale in ("group_std", "group_mean"):
+        if graded is not None and not self.decouple_terms and self.scale != "none":
             # Else tiny differences of the KL would be scaled up to full-size advantages: at the first step, where the
             # policy is the reference, even rounding errors.
-            unscaled = group_advantages(reward[used], ids, scale="none", **options)
-            values = torch.where(zero_advantage_mask(graded.reshape(-1)[used], ids), unscaled, values)
+            plain = graded.reshape(-1)[used].double()
+            if self.scale in ("group_std", "group_mean"):
+                alike = zero_advantage_mask(plain, ids)
+            else:
+                is_spread = self.scale == "batch_std" or self.estimator is not None
+                divided = plain if is_spread else group_advantages(plain, ids, scale="none", **options)
+                alike = (divided == divided[:1]).all()
+            penalised = reward[used].double() - (0.0 if self.estimator else plain)
+            unscaled = group_advantages(penalised, ids, scale="none", **options).to(values.dtype)
+            values = torch.where(alike, unscaled, values)
         advantage = torch.zeros_like(reward, dtype=values.dtype)
         advantage[used] = values
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))

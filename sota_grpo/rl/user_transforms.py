@@ -48,7 +48,21 @@ class UserTransforms:
             if (fault := _fault(rows, after)) is not None:
                 raise RunFailed(f"{name} {fault}.")
             rows.columns = {key: rows.columns[key] if _is_fixed(key) else new for key, new in after.columns.items()}
+            if rows.has(keys.SUPPORT_IDS):
+                _cut_supports(rows)
         return rows
+
+
+def _cut_supports(rows: RowTable) -> None:
+    """Remove the sampling supports of tokens that the assistant mask leaves out."""
+    names = (keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
+    ids: list[Tensor | None] = []
+    counts: list[Tensor | None] = []
+    for mask, old_ids, old_counts in zip(*map(rows.cells, names)):
+        ids.append(None if old_ids is None else old_ids[mask.repeat_interleave(old_counts)])
+        counts.append(None if old_counts is None else old_counts.where(mask, 0))
+    rows.set(keys.SUPPORT_IDS, ids)
+    rows.set(keys.SUPPORT_COUNTS, counts)
 
 
 def _is_fixed(key: Key) -> bool:

@@ -67,7 +67,8 @@ class EngineWeightSync(WeightSyncScheme):
         super().__init__()
         self.policy_weights, self.engine, self.make_room, self.whole = weights, engine, make_room, whole
         self.seconds = 0.0  # duration of the last send()
-        self._reports, self._has_logged = True, False
+        self._reports: bool | None = None  # whether workers can be compared; None before the first comparison
+        self._has_logged = False
         self._initialized_on_sender = self.synchronized_on_sender = True
 
     def create_transport(self, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ class EngineWeightSync(WeightSyncScheme):
             raise RuntimeError(
                 f"Engine {self.engine.name} serves version {self.engine.version} after an update to version {version}."
             )
-        if verify and self._reports:
+        if verify and self._reports is not False:
             if isinstance(pushed, Iterator):  # the engine has consumed it
                 pushed = self.policy_weights()
             self._verify(pushed, version)
@@ -107,7 +108,8 @@ class EngineWeightSync(WeightSyncScheme):
 
     def _verify(self, pushed: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         compared = self.compared(pushed)
-        self._reports = compared.reported
+        if self._reports is None:  # later a single worker may be ready, whose adapter has nothing to compare with
+            self._reports = compared.reported
         if compared.differing:
             name, values = next(iter(compared.differing.items()))
             fault = (
@@ -120,11 +122,11 @@ class EngineWeightSync(WeightSyncScheme):
             if not self._has_logged:  # workers merge the adapter, and machines of two kinds round differently
                 logger.warning("%s Use machines of the same type for all engines.", one_line(fault, None))
                 self._has_logged = True
-        if not self._has_logged and (compared.unread or not compared.reported):
+        if not self._has_logged and (compared.unread or not self._reports):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
             logger.info(
                 "Engine %s: the checksums of %s cannot be compared, so after each push only the version is verified.",
-                *(self.engine.name, one_line(what, None) if compared.reported else "its weights"),
+                *(self.engine.name, one_line(what, None) if self._reports else "its weights"),
             )
             self._has_logged = True
 

@@ -31,6 +31,7 @@ _MAX_ATTEMPTS = 8  # workers that die with a task before the task fails
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two failed starts
 _GOODBYE_S = 10.0  # longest wait of close() for threads that are starting a worker
 _POLL_S = 1.0  # between two calls of `poll` while a caller waits for a broadcast
+_PENDING_LOOK_S = 0.02  # between two looks for pending tasks before a sleep
 _MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
@@ -279,8 +280,9 @@ class Fleet:
         """Put every worker to sleep and wait until all sleep, starting ones too. No-op unless ``shares_devices``.
 
         During the sleep no worker is started, as loading a model takes device memory: one that dies is replaced later.
-        A new task ends the sleep, but wakes only the worker that runs it. Exceptions and deadline (which does not bound
-        the wait for starting workers) are those of :meth:`broadcast`, with RuntimeError also if tasks are pending.
+        A new task ends the sleep, but wakes only the worker that runs it. Pending tasks are waited for: RuntimeError if
+        there are some after ``deadline_s``. Other exceptions, and the deadline of the call itself (which does not bound
+        the wait for starting workers), are those of :meth:`broadcast`.
         """
         if self._shares_devices:
             self._polling(self._sleep(deadline_s))
@@ -673,8 +675,13 @@ class Fleet:
     async def _sleep(self, deadline_s: float) -> None:
         if not self._awake.is_set():
             return
-        if count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):
-            raise RuntimeError(f"cannot put the {self._role} workers to sleep: wait for {count} pending tasks first")
+        due_s = self._loop.time() + deadline_s
+        while count := len(self._queue) + sum(len(slot.tasks) for slot in self._slots):  # their clients may be gone
+            if self._loop.time() >= due_s:
+                raise RuntimeError(
+                    f"cannot put the {self._role} workers to sleep: {count} tasks are pending after {deadline_s:g} s"
+                )
+            await asyncio.sleep(_PENDING_LOOK_S)
         await self._broadcast("sleep", (), deadline_s, sticky=True)
         while starting := [slot for slot in self._slots if slot.state == "starting"]:  # the call above is sticky
             await starting[0].settled.wait()

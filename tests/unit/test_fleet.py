@@ -589,16 +589,19 @@ def test_one_that_is_being_replaced_is_waited_for_and_sleeps_before_its_first_ta
     assert stage.now(1).is_asleep
 
 
-def test_a_fleet_with_a_task_does_not_sleep(stage: Stage, sleepers) -> None:
-    """Its worker would wake, while others compute on the device."""
+def test_a_fleet_sleeps_after_its_tasks(stage: Stage, sleepers) -> None:
+    """Its worker would wake, while others compute on the device; a client may have left its request behind."""
     fleet = sleepers(1)
     task = fleet.submit("a")
     wait_for(lambda: stage.now(0).tasks)
-    with pytest.raises(RuntimeError, match="puppet workers to sleep: wait for 1 pending tasks"):
-        fleet.sleep(WAIT_S)
-    stage.now(0).open["a"].set_result("done")
-    assert task.result(WAIT_S) == "done"
-    fleet.sleep(WAIT_S)
+    with pytest.raises(RuntimeError, match=r"puppet workers to sleep: 1 tasks are pending after 0\.1 s"):
+        fleet.sleep(0.1)
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(fleet.sleep, WAIT_S)
+        assert not stage.now(0).is_asleep
+        stage.now(0).open["a"].set_result("done")
+        assert task.result(WAIT_S) == "done"
+        sleeping.result(WAIT_S)
     assert stage.now(0).is_asleep
 
 

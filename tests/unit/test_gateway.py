@@ -18,6 +18,7 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs.gateway import LARGEST_REQUEST, Gateway, Session
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling
+from tests.process_rigs import wait_for
 
 pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
 
@@ -303,6 +304,23 @@ def test_an_error_of_the_engine_is_an_answer(rig) -> None:
     assert (answer.status, answer.json()["error"]["type"]) == (500, "server_error")
     assert len(session.tree) == 0
     assert session.failure is not None
+
+
+def test_requests_that_a_client_gave_up_are_no_responses(rig) -> None:
+    """Clients retry by themselves: each retry samples other tokens, and only answers count for the limit."""
+    session, asked, rig.texts = rig.session(max_turns=2), [], []
+    rig.engine._duration_s = lambda request: asked.append(request.seed) or (0.1 if len(asked) > 2 else 600.0)
+    url, headers = f"{rig.gateway.url}/v1/chat/completions", {"Authorization": f"Bearer {session.key}"}
+    for _ in range(2):
+        with pytest.raises(urllib3.exceptions.TimeoutError):
+            urllib3.request("POST", url, json={"messages": [QUESTION]}, headers=headers, retries=False, timeout=0.3)
+        wait_for(lambda: session.num_turns == 0)
+    for _ in range(2):
+        assert rig.post(session, {"messages": [QUESTION]}).status == 200
+    assert session.is_full
+    assert session.num_turns == 2
+    assert len({*asked}) == 4
+    assert session.failure is None
 
 
 def test_a_client_that_does_not_read_holds_up_no_other(rig) -> None:

@@ -296,6 +296,36 @@ def test_an_unbiased_kl_is_weighed_by_the_ratio_with_its_gradient(dual_clip: flo
     assert loss.actor_network.log_probs.grad[0].tolist() == pytest.approx([0.0, 2 * math.log(3) / 2, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("correction", [None, "token"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_an_unbiased_kl_has_the_gradient_of_the_divergence_whatever_policy_sampled(estimator, correction) -> None:
+    """Every token of a vocabulary of 5 once, weighed by its probability under the policy that sampled, in float64."""
+    logits, drift, size = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64), 5
+    logits.requires_grad_()
+    reference, sampler = torch.randn(5, dtype=torch.float64).log_softmax(0), (logits.detach() + drift).log_softmax(0)
+    rows = lambda values: torch.stack([torch.zeros_like(values), values], 1)  # noqa: E731
+    batch = TensorDict(
+        {
+            keys.FULL_TOKENS: rows(torch.arange(size)),
+            keys.ASSISTANT_MASK: torch.tensor([[False, True]]).expand(size, 2),
+            keys.LOG_PROBS: rows(sampler),
+            keys.REF_LOG_PROBS: rows(reference),
+            keys.LOSS_WEIGHT: rows(sampler.exp()),
+            keys.ADVANTAGE: torch.zeros(size, 1, 1, dtype=torch.float64),
+        },
+        [size],
+    )
+    if correction is not None:
+        batch[keys.PROXIMAL_LOG_PROBS] = rows(logits.detach().log_softmax(0))
+    actor = nn.Module()
+    actor.forward = lambda td: td.set(keys.LOG_PROBS, rows(logits.log_softmax(0)))
+    options = {"kl_estimator": estimator, "kl_unbiased": True, "dual_clip": None, "correction": correction}
+    loss = GRPOLoss(actor, entropy_bonus=False, kl_to_ref_coeff=1.0, correction_cap=1e9, **options)
+    divergence = (logits.softmax(0) * (logits.log_softmax(0) - reference)).sum()
+    (expected,), (actual,) = (torch.autograd.grad(each, logits) for each in (divergence, loss(batch).loss_kl_to_ref))
+    torch.testing.assert_close(actual, expected)
+
+
 #: By preset the largest weight of a token relative to that of one with a ratio of 1; dual clip's for the others.
 LARGEST_WEIGHT = {"dppo": 20.0, "cispo": 5.0}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,16 @@ def test_four_rows() -> None:
     }
     assert actual == pytest.approx(expected)
     assert all(declared(name) for name in actual)
+
+
+def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:
+    """As of agents that all failed before their first request."""
+    rows = [row(3, 0, 0.0, 0.0, -1, False) for _ in range(2)]
+    for entry in rows:
+        del entry["next", "reward_terms", "std"]
+    actual = batch_metrics(RowTable.of(rows), version=5)
+    assert actual["turns/mean"] == actual["turn_tokens/mean"] == 0
+    assert all(map(math.isfinite, actual.values()))
 
 
 def test_a_term_that_would_hide_another_metric_is_refused() -> None:

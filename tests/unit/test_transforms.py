@@ -17,6 +17,7 @@ from torchrl.envs.transforms import Compose
 from sota_grpo import keys
 from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.errors import RunFailed
+from sota_grpo.functional.advantages import group_advantages
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, write_scores
@@ -144,6 +145,23 @@ def test_batch_baselines_keep_the_signal_of_a_uniform_group_with_the_kl_in_the_r
     mean, std = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
     actual = GroupAdvantage("batch_mean", "batch_std")(batch)["advantage"].flatten().tolist()
     assert actual == pytest.approx([(reward - mean) / std for reward in rewards], rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group_std", "group_mean", "batch_std", "advantage_std"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "best_of_others", "batch_mean", "none"])
+def test_a_kl_penalty_alone_is_never_divided_by_its_own_spread(baseline: str, scale: str) -> None:
+    """Where graded rewards give nothing to divide by, advantages are the penalties minus their baseline."""
+    groups = torch.arange(2).repeat_interleave(4)
+    penalties = torch.rand(8, dtype=torch.float64)
+    by_group = scale.startswith("group") or (scale == "advantage_std" and baseline not in ("batch_mean", "none"))
+    for graded in (torch.full((8,), 3.0), torch.tensor([3.0, 5.0])[groups] if by_group else torch.zeros(8) + 4.0):
+        for size in (1.0, 1e-3, 1e-7):
+            batch = batch_of((graded.double() + size * penalties).tolist(), groups.tolist())
+            batch["next", "reward"] = batch["next", "reward"].double()
+            batch.set(keys.GRADED_REWARD, graded.double().unsqueeze(-1))
+            expected = group_advantages(penalties, groups, baseline=baseline, scale="none")
+            actual = GroupAdvantage(baseline, scale)(batch)["advantage"].flatten()
+            torch.testing.assert_close(actual, size * expected, rtol=1e-5, atol=1e-14)
 
 
 def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import load_instances
-from sota_grpo.rl.records import Sampling
+from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
+from sota_grpo.rl.records import Example, Sample, Sampling, SamplingSupport, Score
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.rl.transforms import GroupAdvantage, write_scores
 from sota_grpo.rl.user_transforms import UserTransforms
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
@@ -26,6 +29,7 @@ from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 from tests.training_rigs import make_env, make_scripted
 from tests.unit.test_api import ROWS, SMALL
+from tests.unit.tiny_models import make_model
 
 FILE = """
 from torchrl.envs.transforms import RewardScaling, Transform
@@ -80,6 +84,24 @@ def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, con
         prompt = row[keys.PROMPT_TOKENS]
         assert row["own"] == prompt.sum()
         assert row[keys.ASSISTANT_MASK].sum() == len(row[keys.FULL_TOKENS]) - len(prompt) - 1
+
+
+def test_tokens_that_they_leave_out_have_no_support(path: Path) -> None:
+    """The model reads the supports of the tokens that are left; a sample that was never drawn has none."""
+    drawn = drawn_entries(0, Example("q", "a"), [3, 4])
+    support = SamplingSupport(torch.tensor([5, 7, 6, 8, 9], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32))
+    whole = Sample(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2, dtype=torch.int64), False, support=support)
+    failed = replace(
+        whole, token_ids=whole.token_ids[:0], log_probs=torch.zeros(0), versions=torch.zeros(0), support=None
+    )
+    rows = group_table(drawn, [replace(whole, text=""), replace(failed, text="")], None)
+    write_scores(rows, [Score({"r": 1.0}, True)] * 2, {"r": 1.0})
+    UserTransforms(load_instances("env.transforms", [f"{path}:First"], Transform))(rows)
+    counts, ids = rows.cells(keys.SUPPORT_COUNTS), rows.cells(keys.SUPPORT_IDS)
+    assert (counts[0].tolist(), ids[0].tolist()) == ([0, 0, 2, 0], [5, 7])
+    assert counts[1] is ids[1] is None
+    scores, _ = CausalPolicy(make_model()).log_probs(pad_rows(rows.rows(), pad_token_id=0))
+    assert scores.isfinite().all()
 
 
 def changed(change: Callable[[TensorDictBase], object]) -> type[Transform]:

@@ -114,6 +114,21 @@ def test_what_an_engine_holds_is_compared_by_name_however_it_came(pushed: str, d
         assert not EngineWeightSync(partial(adapter_pack, model), engine).compared().reported
 
 
+def test_a_single_ready_worker_does_not_end_the_comparison_of_adapters(caplog: pytest.LogCaptureFixture) -> None:
+    """In the second push one of two workers is being replaced; in the third, its successor has other weights."""
+    good, other = ({"w": Checksum.of(torch.full((2,), value))} for value in (1.0, 2.0))
+    held = iter([{"a": good, "b": good}, {"a": good}, {"a": good, "c": other}])
+    engine = SimpleNamespace(name="workers", version=0, weight_sums=lambda: next(held), wake=lambda: None)
+    engine.update_weights = lambda weights, version: setattr(engine, "version", version)
+    adapter = partial(adapter_pack, add_lora(tiny_model(seed=2), r=2, alpha=4))
+    weight_sync = EngineWeightSync(adapter, engine)
+    weight_sync.send()
+    weight_sync.send()
+    assert not caplog.text
+    weight_sync.send()
+    assert "1 of 1 weights differ" in caplog.text
+
+
 NORM = "model.norm.weight"
 
 
