@@ -92,14 +92,15 @@ def group_advantages(
     if rewards.numel() == 0:
         return rewards.to(dtype)
     values = rewards.double()
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     alike = torch.zeros_like(values, dtype=torch.bool)
     if chosen in GROUP_TERMS or scale in GROUP_TERMS:
-        alike |= _constant_rows(values, index, counts)
+        alike |= zero_advantage_mask(values, group_ids)
     if chosen == "batch_mean" or scale in ("batch_std", "advantage_std"):
         alike |= values.max() == values.min()
-    centred = torch.where(alike, 0.0, _centred(values, index, counts, baseline, lengths))
-    return torch.where(alike, 0.0, centred / _scale(values, centred, index, counts, scale, eps)).to(dtype)
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    sizes = counts[index]
+    centred = torch.where(alike, 0.0, _centred(values, index, sizes, baseline, lengths))
+    return torch.where(alike, 0.0, centred / _scale(values, centred, index, sizes, scale, eps)).to(dtype)
 
 
 def decoupled_rewards(terms: Tensor, weights: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -142,8 +143,13 @@ def zero_advantage_mask(rewards: Tensor, group_ids: Tensor, counted: Tensor | No
     [False, False, True, True]
     """
     _check_rows(rewards, group_ids)
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return _constant_rows(rewards.double(), index, counts, counted)
+    values = rewards.double()
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    shown = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+    empty = torch.zeros_like(groups, dtype=values.dtype)
+    highest = empty.scatter_reduce(0, index, values.where(shown, -torch.inf), "amax", include_self=False)
+    lowest = empty.scatter_reduce(0, index, values.where(shown, torch.inf), "amin", include_self=False)
+    return (highest <= lowest)[index]
 
 
 def distilled_advantages(
@@ -193,32 +199,21 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) 
     return (left.double() / buffer_tokens).float()
 
 
-def _group_sum(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    return torch.zeros_like(counts, dtype=values.dtype).index_add(0, index, values)
-
-
-def _group_mean(values: Tensor, index: Tensor, counts: Tensor) -> Tensor:
-    return (_group_sum(values, index, counts) / counts)[index]
-
-
-def _constant_rows(values: Tensor, index: Tensor, counts: Tensor, counted: Tensor | None = None) -> Tensor:
-    shown = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
-    empty = torch.zeros_like(counts, dtype=values.dtype)
-    highest = empty.scatter_reduce(0, index, values.where(shown, -torch.inf), "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, index, values.where(shown, torch.inf), "amin", include_self=False)
-    return (highest <= lowest)[index]
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    """Return for each response ``[N]`` the sum of the values of its group; ``index``: the group's, from 0."""
+    return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def _centred(
-    values: Tensor, index: Tensor, counts: Tensor, baseline: Baseline | Tensor, lengths: Tensor | None
+    values: Tensor, index: Tensor, sizes: Tensor, baseline: Baseline | Tensor, lengths: Tensor | None
 ) -> Tensor:
-    """Return ``r - b`` ``[N]`` for the baseline."""
+    """Return ``r - b`` ``[N]`` for the baseline; ``sizes [N]``: number of responses in each response's group."""
     if isinstance(baseline, Tensor):
         if baseline.shape != values.shape:
             raise ValueError(f"baseline has the shape {list(baseline.shape)}; pass a tensor {list(values.shape)}.")
         return baseline.double()
     if baseline == "group_mean":
-        return values - _group_mean(values, index, counts)
+        return values - _group_sum(values, index) / sizes
     if baseline == "batch_mean":
         return values - values.mean()
     if baseline == "none":
@@ -227,24 +222,23 @@ def _centred(
         if lengths is None or lengths.shape != values.shape:
             raise ValueError("baseline 'length_weighted' needs lengths [N], the number of tokens of each response.")
         weights = lengths.double()
-        total = _group_sum(weights, index, counts).clamp(min=1)
-        return values - (_group_sum(weights * values, index, counts) / total)[index]
-    singles = int((counts == 1).sum())
+        return values - _group_sum(weights * values, index) / _group_sum(weights, index).clamp(min=1)
+    singles = int((sizes == 1).sum())
     if singles:
         raise UnusableValues(
-            f"{baseline} needs at least 2 responses in every group, but {singles} of {len(counts)} groups "
+            f"{baseline} needs at least 2 responses in every group, but {singles} of {int(index.max()) + 1} groups "
             "have 1; sample more responses per prompt or choose baseline='group_mean'."
         )
     if baseline == "best_of_others":
-        lowest = torch.full_like(counts, -torch.inf, dtype=values.dtype)
+        lowest = torch.full_like(values, -torch.inf)
         is_best = values == lowest.scatter_reduce(0, index, values, "amax")[index]
-        alone = _group_sum(is_best.double(), index, counts)[index] == 1
+        alone = _group_sum(is_best.double(), index) == 1
         second = lowest.scatter_reduce(0, index, values.masked_fill(is_best, -torch.inf), "amax")[index]
         return torch.where(is_best & alone, values - second, 0.0)
-    return values - (_group_sum(values, index, counts)[index] - values) / (counts[index] - 1)
+    return values - (_group_sum(values, index) - values) / (sizes - 1)
 
 
-def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale: Scale, eps: float) -> Tensor:
+def _scale(values: Tensor, centred: Tensor, index: Tensor, sizes: Tensor, scale: Scale, eps: float) -> Tensor:
     if scale == "none":
         return torch.ones_like(values)
     if scale == "group_mean":
@@ -255,11 +249,11 @@ def _scale(values: Tensor, centred: Tensor, index: Tensor, counts: Tensor, scale
                 f"the reward of row {row} is {values[row].item()}; scale 'group_mean' divides by the mean reward of "
                 "the group, so no reward may be negative; use scale 'group_std', or rewards of 0 and more."
             )
-        return _group_mean(values, index, counts)
+        return _group_sum(values, index) / sizes
     if scale == "group_std":
-        squares = (values - _group_mean(values, index, counts)).square()
-        variance = _group_sum(squares, index, counts) / (counts - 1).clamp(min=1)
-        return variance.sqrt()[index] + eps
+        squares = (values - _group_sum(values, index) / sizes).square()
+        variance = _group_sum(squares, index) / (sizes - 1).clamp(min=1)
+        return variance.sqrt() + eps
     spread = values if scale == "batch_std" else centred
     variance = (spread - spread.mean()).square().sum() / max(spread.numel() - 1, 1)
     return variance.sqrt() + eps

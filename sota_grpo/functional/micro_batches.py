@@ -139,15 +139,12 @@ def fill(
         batches = [group.subset(share) for share in shares]
         fits = all(_Batch(0).weight(slots_per_token, *_size(batch)) <= token_budget for batch in batches)
         even += batches if len(cuts) > 1 and fits else full[-len(cuts) :]
-    return min((_packed(pieces, token_budget, slots_per_token) for pieces in (even, full)), key=len)
-
-
-def _packed(pieces: Sequence[PromptGroup], token_budget: int, slots_per_token: int) -> list[list[PromptGroup]]:
-    """Pack the pieces into micro-batches; return the heaviest first."""
-    sizes = [_size(piece) for piece in pieces]
-    batches = _first_fit(sizes, token_budget, slots_per_token)
-    batches.sort(key=lambda batch: -batch.weight(slots_per_token))
-    return [[pieces[member] for member in batch.members] for batch in batches]
+    packed = []
+    for pieces in (even, full):
+        micros = _first_fit([_size(piece) for piece in pieces], token_budget, slots_per_token)
+        micros.sort(key=lambda micro: -micro.weight(slots_per_token))
+        packed.append([[pieces[member] for member in micro.members] for micro in micros])
+    return min(packed, key=len)
 
 
 def _size(piece: PromptGroup) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ def clipped_tokens(
     >>> clipped_tokens(log_ratio, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2, 0.2).tolist()
     [True, False, False, True]
     """
-    lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    lower, upper = _bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
 
@@ -59,7 +59,7 @@ def clipped_surrogate(
     >>> [round(x, 4) for x in clipped_surrogate(log_ratio, advantage, 0.2, 0.2).tolist()]
     [-1.2, -0.5, 1.5, 0.8]
     """
-    lower, upper = _log_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    lower, upper = _bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
     return -advantage * _bounded(log_ratio, lower, upper).exp()
 
 
@@ -226,7 +226,7 @@ def gmpo_surrogate(
     >>> [round(x, 4) for x in loss.flatten().tolist()]
     [-2.6997, -2.6997]
     """
-    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    lower, upper = _bounds(log_ratio, advantage, clip_low, clip_high, dual_clip, in_nats=True)
     return -advantage * _row_mean(_bounded(log_ratio, lower, upper), mask).exp()
 
 
@@ -239,7 +239,7 @@ def outlying_tokens(
     >>> outlying_tokens(torch.tensor([0.6, -0.6, -0.6]), torch.tensor([1.0, 1.0, -1.0]), 0.4, 0.4).tolist()
     [True, False, True]
     """
-    lower, upper = _nat_bounds(log_ratio, advantage, clip_low, clip_high, dual_clip)
+    lower, upper = _bounds(log_ratio, advantage, clip_low, clip_high, dual_clip, in_nats=True)
     return ((log_ratio < lower) | (log_ratio > upper)) & (advantage != 0)
 
 
@@ -338,29 +338,31 @@ def _bounded(values: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     return upper.where(values > upper, lower.where(values < lower, values))
 
 
-def _nat_bounds(
-    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+def _bounds(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    *,
+    in_nats: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the bounds between which GMPO's log-ratio has a gradient: two tensors of the advantage's shape."""
+    """Return the bounds between which the log-ratio has a gradient: two tensors of the advantage's shape.
+
+    ``in_nats``: the clip widths are those of the log-ratio (GMPO), not of the ratio.
+    """
     _check_width("clip_low", clip_low)
     _check_width("clip_high", clip_high)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; it bounds the ratio from above and must be greater than 1.")
+    if not in_nats:
+        clip_low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
+        clip_high = math.log1p(clip_high)
     constant = partial(log_ratio.new_full, ())
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
     lower = constant(-clip_low).where(negative, constant(-math.inf))
     return lower, constant(highest).where(negative, constant(clip_high))
-
-
-def _log_bounds(
-    log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the bounds between which the clipped log-ratio has a gradient: two tensors of the advantage's shape."""
-    _check_width("clip_low", clip_low)
-    _check_width("clip_high", clip_high)
-    low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
-    return _nat_bounds(log_ratio, advantage, low, math.log1p(clip_high), dual_clip)
 
 
 def _check_width(name: str, value: float) -> None:

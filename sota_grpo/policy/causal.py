@@ -101,20 +101,20 @@ class CausalPolicy(TensorDictModuleBase):
             raise ValueError(f"temperature is {temperature}; log-probabilities need a temperature above 0")
         self.in_keys = [keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK]
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
-        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad, shared_prompt)
-        self.fused = fused
+        self.scorer = Scorer(model, temperature, with_entropy, entropy_grad)
+        base, self.fused = base_model(model), fused
+        #: Whether right-padded rows are packed, so that equal prompts are computed once.
+        self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
+        text: Any = base.config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
+            base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
         if fused and self.shared_prompt:
-            fuse_layers(base_model(model))
+            fuse_layers(base)
 
     @property
     def model(self) -> nn.Module:
         """The causal language model, with or without LoRA."""
         return self.scorer.model
-
-    @property
-    def shared_prompt(self) -> bool:
-        """Whether right-padded rows are packed, so that equal prompts are computed once."""
-        return self.scorer.shared_prompt
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return a shallow copy of the padded rows ``[N, T]`` with the out-keys set; errors as in :meth:`log_probs`.
@@ -146,16 +146,13 @@ class CausalPolicy(TensorDictModuleBase):
             padded += [tensor.to(device) for tensor in branch_rows(*(each.cpu() for each in (*padded, parents)))]
         return self.scorer(None, *padded, support=sets)
 
-    def half_weights(self, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without dtype or joined layer.
+    def half_weights(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without joined layers.
 
         In the context, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
-        layers = [] if dtype is None else decoder_layers(base_model(self.model))
-        joined = [layer for layer in layers if hasattr(layer, "joined")]
-        if dtype is None or not joined:
-            return nullcontext()
-        return decoder_layer.HalfWeights(joined, dtype)
+        joined = [layer for layer in decoder_layers(base_model(self.model)) if hasattr(layer, "joined")]
+        return decoder_layer.HalfWeights(joined, dtype) if joined else nullcontext()
 
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU, or None.
@@ -192,24 +189,13 @@ def _support_sets(rows: TensorDictBase, ids: Tensor, counts: Tensor) -> SupportS
 class Scorer(nn.Module):
     """Module in a :class:`CausalPolicy` whose ``forward`` makes all computations, so that FSDP2 gathers parameters."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        temperature: float,
-        with_entropy: bool,
-        entropy_grad: bool,
-        shared_prompt: bool,
-    ):
+    def __init__(self, model: nn.Module, temperature: float, with_entropy: bool, entropy_grad: bool):
         super().__init__()
         self.model, self.temperature = model, temperature
         self.with_entropy, self.entropy_grad = with_entropy, entropy_grad
         base = base_model(model)
-        text: Any = base.config.get_text_config()
-        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(base, self.softcap)
-        self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
-        if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
-            base.set_attn_implementation(SHARED_ATTENTION)  # padded rows too: transformers' SDPA leaves out the cap
 
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None

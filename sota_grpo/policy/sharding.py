@@ -282,11 +282,11 @@ def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     by_rows = mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
     scorer = policy.scorer
     model = base_model(policy.model)
-    if scorer.shared_prompt and ranks.leads and ranks.device.type != "cpu":
+    if policy.shared_prompt and ranks.leads and ranks.device.type != "cpu":
         # rank 0 tested packing where it loaded the model, on the CPU; the ranks' device must support it too
-        scorer.shared_prompt = takes_packed_rows(model, kernel_difference(model, ranks.device))
-    scorer.shared_prompt = _of_rank_0(scorer.shared_prompt, ranks)
-    if scorer.shared_prompt:
+        policy.shared_prompt = takes_packed_rows(model, kernel_difference(model, ranks.device))
+    policy.shared_prompt = _of_rank_0(policy.shared_prompt, ranks)
+    if policy.shared_prompt:
         model.set_attn_implementation(SHARED_ATTENTION)
         if policy.fused:
             fuse_layers(model)

@@ -24,7 +24,7 @@ response for layers with a sliding window shorter than the longest row, for capp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -48,7 +48,6 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 UNKNOWN = ("position_bias", "s_aux", "sinks", "cache")  # arguments that would change scores and are not supported
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-View = Callable[[Tensor], Tensor]
 TILE = 128  # most queries or keys in one row of a table
 PIECE = 1024  # unmasked queries per program for gradients of a prompt's keys, unless that makes too many pieces
 MOST_PIECES = 8  # pieces of those queries, each of which takes a float32 buffer of the keys' size
@@ -167,16 +166,16 @@ def similar_spans(blocks: Sequence[Block]) -> list[Spans]:
         if not batches or length > batches[-1][0][0] + max(8, batches[-1][0][0] // 8):
             batches.append([])
         batches[-1].append((length, start))
-    return [_padded_spans(*np.array(batch).T) for batch in batches]
-
-
-def _padded_spans(lengths: Any, starts: Any) -> Spans:
-    place = np.arange(lengths.max())
-    positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
-    is_real = (place < lengths[:, None]).ravel()
-    indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
-    taken, real, padding = map(torch.from_numpy, indices)
-    return Spans(taken, real, padding, len(starts))
+    padded = []
+    for batch in batches:
+        lengths, starts = np.array(batch).T
+        place = np.arange(lengths.max())
+        positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
+        is_real = (place < lengths[:, None]).ravel()
+        indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
+        taken, real, padding = map(torch.from_numpy, indices)
+        padded.append(Spans(taken, real, padding, len(batch)))
+    return padded
 
 
 @dataclass(frozen=True)
@@ -491,10 +490,11 @@ class _FlashShared(torch.autograd.Function):
             spans.put(lse, attended_lse)
         for block in layout.blocks:
             if block.runs and block.end > block.start:
-                prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
-                attended, attended_lse = _flash(responses(query), prompt(key), prompt(value), 0.0, False, scale=scale)
-                responses(of_prompt).copy_(attended)
-                responses(lse_of_prompt).copy_(attended_lse)
+                prompt, responses = (block.start, block.end), (block.end, block.stop)
+                inputs = (_cut(query, *responses), _cut(key, *prompt), _cut(value, *prompt))
+                attended, attended_lse = _flash(*inputs, 0.0, False, scale=scale)
+                _cut(of_prompt, *responses).copy_(attended)
+                _cut(lse_of_prompt, *responses).copy_(attended_lse)
         whole = torch.logaddexp(lse, lse_of_prompt)
         by_span, by_prompt = ((each - whole).exp_().unsqueeze(-1) for each in (lse, lse_of_prompt))
         out.copy_(out * by_span + of_prompt * by_prompt)
@@ -516,22 +516,18 @@ class _FlashShared(torch.autograd.Function):
                 spans.put(total, tensor)
         for block in ctx.layout.blocks:
             if block.runs and block.end > block.start:
-                prompt, responses = _cut(block.start, block.end), _cut(block.end, block.stop)
-                of_responses = [responses(tensor) for tensor in (grad, query, out, lse)]
-                of_prompt = [prompt(tensor) for tensor in (key, value)]
+                prompt, responses = (block.start, block.end), (block.end, block.stop)
+                of_responses = [_cut(tensor, *responses) for tensor in (grad, query, out, lse)]
+                of_prompt = [_cut(tensor, *prompt) for tensor in (key, value)]
                 grads = _flash_backward(*of_responses[:2], *of_prompt, *of_responses[2:], 0.0, False, scale=ctx.scale)
-                for view, total, tensor in zip((responses, prompt, prompt), totals, grads):
-                    view(total).add_(tensor)
+                for span, total, tensor in zip((responses, prompt, prompt), totals, grads):
+                    _cut(total, *span).add_(tensor)
         return *(total.to(tensor.dtype) for total, tensor in zip(totals, saved)), None, None
 
 
-def _cut(start: int, end: int, count: int = 1) -> View:
-    """Return a function that views ``[1, heads, start:end, ...]`` as ``[count, heads, -1, ...]``."""
-
-    def view(tensor: Tensor) -> Tensor:
-        return tensor[0, :, start:end].unflatten(1, (count, -1)).transpose(0, 1)
-
-    return view
+def _cut(tensor: Tensor, start: int, end: int, count: int = 1) -> Tensor:
+    """Return a view of ``tensor[:, :, start:end]`` of ``[1, heads, L, ...]`` as ``[count, heads, -1, ...]``."""
+    return tensor[0, :, start:end].unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _like_rows(tensor: Tensor) -> Tensor:
@@ -619,14 +615,14 @@ def _plain(
     """Return the attention ``[1, heads, L, width]``, computed response by response with torch's autograd."""
     outputs = []
     for block in layout.blocks:
-        prompt = _cut(block.start, block.end)
-        keys, values = prompt(key), prompt(value)
-        outputs.append(_attend(prompt(query), keys, values, scale, softcap, window=window))
+        queries, keys, values = (_cut(tensor, block.start, block.end) for tensor in (query, key, value))
+        outputs.append(_attend(queries, keys, values, scale, softcap, window=window))
         for run in block.runs:
-            of_run, many = _cut(run.start, run.end, run.count), (run.count, -1, -1, -1)
-            whole = torch.cat([keys.expand(many), of_run(key)], dim=2)
-            held = torch.cat([values.expand(many), of_run(value)], dim=2)
-            attended = _attend(of_run(query), whole, held, scale, softcap, window=window)
+            many, inputs = (run.count, -1, -1, -1), (query, key, value)
+            own, own_keys, own_values = (_cut(tensor, run.start, run.end, run.count) for tensor in inputs)
+            whole = torch.cat([keys.expand(many), own_keys], dim=2)
+            held = torch.cat([values.expand(many), own_values], dim=2)
+            attended = _attend(own, whole, held, scale, softcap, window=window)
             outputs.append(attended.transpose(0, 1).flatten(1, 2).unsqueeze(0))
     return torch.cat(outputs, dim=2)
 

@@ -71,15 +71,12 @@ class LossTokens:
     kept: Tensor | None = None
 
 
-def _per_token(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor | None:
-    if not isinstance(batch, LazyStackedTensorDict):
-        return batch.get(key, None)
-    return batch.get(key, None, as_padded_tensor=True, padding_side=side, padding_value=0)
-
-
-def _required(batch: TensorDictBase, key: NestedKey, side: str) -> Tensor:
-    value = _per_token(batch, key, side)
-    if value is None:
+def _per_token(batch: TensorDictBase, key: NestedKey, side: str, *, optional: bool = False) -> Any:
+    """Return an entry, ragged rows padded on ``side``; if it is missing, None if ``optional``, else KeyError."""
+    ragged = isinstance(batch, LazyStackedTensorDict)
+    padding = {"as_padded_tensor": True, "padding_side": side, "padding_value": 0} if ragged else {}
+    value = batch.get(key, None, **padding)
+    if value is None and not optional:
         there = ", ".join(sorted(_dotted(name) for name in batch.keys(True, True)))
         raise KeyError(
             f"the batch{' or the output of actor_network' if key == keys.LOG_PROBS else ''} has no "
@@ -360,9 +357,9 @@ class GRPOLoss(LossModule):
             # ratio 1 without gradient, so that masked tokens cannot overflow
             used = replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob))
         value, clipped = self._surrogate(used)
-        sums = self._sums(tokens, clipped)
+        left_out: dict[str, Tensor] = {}  # tokens whose surrogate or weight is changed, by diagnostic
         if stale is not None:
-            value, sums["off_policy_fraction"] = value.masked_fill(stale, 0.0), _total(stale, tokens.mask)
+            value, left_out["off_policy_fraction"] = value.masked_fill(stale, 0.0), stale
         if self.correction is not None:
             if tokens.proximal is None:
                 raise KeyError(
@@ -372,9 +369,10 @@ class GRPOLoss(LossModule):
                 )
             gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
             raw = raw_weights(gap, tokens.mask, level=self.correction)
-            sums["correction_fraction"] = _total((raw > cap) | (raw < floor), tokens.mask)
+            left_out["correction_fraction"] = (raw > cap) | (raw < floor)
             how: dict[str, Any] = {"level": self.correction, "mode": self.correction_mode, "cap": cap, "floor": floor}
             value = value * importance_weights(gap, tokens.mask, **how)
+        sums = self._sums(tokens, clipped, left_out)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
             ref = self._reference(f"kl_to_ref_coeff is {self.kl_to_ref_coeff}", tokens)
@@ -494,12 +492,12 @@ class GRPOLoss(LossModule):
                 "masking_strategy='generic' trains on prompt tokens too, but this actor_network gives log-probs of "
                 "assistant tokens only; use 'sft' or 'rlhf'."
             )
-        mask = _required(batch, self.tensor_keys.mask, "right").bool()
+        mask = _per_token(batch, self.tensor_keys.mask, "right").bool()
         # before the call, because an in-place module overwrites the behaviour log-probs
         stored = self._stored(batch, "right")
         ragged = isinstance(batch, LazyStackedTensorDict)
         out = self.actor_network(pad_rows(batch, pad_token_id=0) if ragged else batch.copy())
-        log_prob = _required(out, keys.LOG_PROBS, "right")
+        log_prob = _per_token(out, keys.LOG_PROBS, "right")
         return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
 
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
@@ -535,14 +533,14 @@ class GRPOLoss(LossModule):
     def _stored(self, batch: TensorDictBase, side: str) -> dict[str, Any]:
         """Return the entries that the batch has, by field name of :class:`LossTokens`."""
         names = self.tensor_keys
-        advantage = _required(batch, names.advantage, side)
+        advantage = _per_token(batch, names.advantage, side)
         stored = {
             "advantage": advantage.unsqueeze(-1) if advantage.dim() == 1 else advantage,
-            "behaviour": _required(batch, names.sample_log_prob, side),
-            "proximal": _per_token(batch, names.proximal_log_prob, side),
-            "ref": _per_token(batch, names.ref_log_probs, side),
-            "weight": _per_token(batch, names.loss_weight, side),
-            "kept": _per_token(batch, names.objective_mask, side),
+            "behaviour": _per_token(batch, names.sample_log_prob, side),
+            "proximal": _per_token(batch, names.proximal_log_prob, side, optional=True),
+            "ref": _per_token(batch, names.ref_log_probs, side, optional=True),
+            "weight": _per_token(batch, names.loss_weight, side, optional=True),
+            "kept": _per_token(batch, names.objective_mask, side, optional=True),
         }
         return {name: None if value is None else value.detach() for name, value in stored.items()}
 
@@ -552,8 +550,8 @@ class GRPOLoss(LossModule):
         return torch.where(tokens.mask, tokens.weight * per_token, 0.0).sum()
 
     @torch.no_grad()
-    def _sums(self, tokens: LossTokens, clipped: Tensor) -> dict[str, Tensor]:
-        """Return sums over the trained tokens of all quantities that the batch's entries allow."""
+    def _sums(self, tokens: LossTokens, clipped: Tensor, left_out: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over the trained tokens of all quantities that the batch's entries allow, and of ``left_out``."""
         log_ratio = tokens.log_prob - tokens.behaviour
         weight = log_ratio.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         trainer = tokens.log_prob if tokens.proximal is None else tokens.proximal
@@ -573,7 +571,11 @@ class GRPOLoss(LossModule):
             measured["reverse_kl"] = tokens.behaviour - tokens.ref
         if tokens.entropy is not None:
             measured["entropy"] = tokens.entropy
-        return {name: _total(value, tokens.mask) for name, value in measured.items()}
+        measured |= left_out
+        return {
+            name: torch.where(tokens.mask, value.detach(), 0).sum(dtype=torch.float64)
+            for name, value in measured.items()
+        }
 
 
 def mismatch(gap: Tensor) -> Tensor:
@@ -588,7 +590,3 @@ def derivative(loss: Tensor, log_prob: Tensor) -> Tensor:
         return torch.zeros_like(log_prob)
     (slope,) = torch.autograd.grad(loss, log_prob, retain_graph=True, allow_unused=True)
     return torch.zeros_like(log_prob) if slope is None else slope
-
-
-def _total(value: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, value.detach(), 0).sum(dtype=torch.float64)

@@ -176,12 +176,9 @@ class CheckpointStore:
             ) from error
         except CheckpointError:
             raise
-        except TensorFileError as error:
-            raise CheckpointError(
-                f"checkpoint {path} lacks entries or has unexpected content ({error}); use another"
-            ) from None
         except NO_TENSORS as error:
-            what = f"{type(error).__name__}; no code in it was run"
+            is_ours = isinstance(error, TensorFileError)
+            what = error if is_ours else f"{type(error).__name__}; no code in it was run"
             raise CheckpointError(
                 f"checkpoint {path} lacks entries or has unexpected content ({what}); use another"
             ) from None

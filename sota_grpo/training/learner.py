@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError, memory_for
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, layer_matrices
@@ -57,6 +57,7 @@ METRIC_NAMES = {
     "loss_entropy": "loss/entropy",
     "reverse_kl": "distill/reverse_kl",
 }
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by ``LearnerSettings.precision``
 SHARE = "gradient_share/max_token"
 PROBE_SHARE = 0.01  # fraction of a tensor's elements that change sign: moves it by 2 sqrt(0.01) = 0.2 of its norm
 
@@ -147,7 +148,13 @@ class Learner:
                     row[keys.PROXIMAL_LOG_PROBS] = values
             else:  # the loss's forward pass has dropout, the engine has none
                 clean = self._mismatch(rows, scores)
-        steps = [self._step(rows, passes) for passes in share.steps]
+        try:
+            steps = [self._step(rows, passes) for passes in share.steps]
+        except torch.OutOfMemoryError as error:  # not of a micro-batch, for which within_memory raises RunFailed
+            raise RunFailed(
+                f"The device lacks memory for the optimizer's update ({first_line(error).rstrip('.')}); use "
+                "optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices."
+            ) from error
         self.version += 1
         metrics = reduce_updates(steps)
         # later optimizer steps measure the mismatch of weights that already changed
@@ -177,13 +184,9 @@ class Learner:
         planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return planned[self.share]
 
-    @memory_for(
-        "the optimizer's update",
-        "use optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices",
-    )
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """Do an optimizer step and return its metrics; fp16 overflow skips the update and lowers the loss scale."""
-        totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes)))
+        totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes) if self.halved else passes))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
             gradient_norm = self._stepped(totals.losses)
@@ -237,13 +240,9 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         losses: dict[str, Tensor] = {}
         sums: dict[str, Tensor] = {}
-
-        def add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0) + value.detach()
-
         largest: list[Tensor] = []
-        with self.policy.half_weights(None if self.is_sharded else self.half_precision):
+        half = None if self.is_sharded else AUTOCAST[self.settings.precision]
+        with contextlib.nullcontext() if half is None else self.policy.half_weights(half):
             threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
             for index, (micro, weights, learns) in enumerate(passes, start=1):
                 if self.ranks.size > 1:
@@ -254,8 +253,9 @@ class Learner:
                 terms = {name: value for name, value in out.items() if name.startswith("loss_")}
                 if learns:
                     self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-                add(losses, terms)
-                add(sums, dict(out.sums.items()))
+                for totals, values in ((losses, terms), (sums, dict(out.sums.items()))):
+                    for name, value in values.items():
+                        totals[name] = totals.get(name, 0) + value.detach()
                 largest.append(out.gradient_squared_max)
         top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:
@@ -531,9 +531,7 @@ class Learner:
         self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Return ``passes`` over ``rows``, split again within the smaller budget if micro-batches were halved."""
-        if not self.halved:
-            return passes
+        """Return ``passes`` over ``rows``, split again within the smaller budget of halved micro-batches."""
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
         planned = []
         for learns in (True, False):
@@ -681,14 +679,9 @@ class Learner:
             head_trainable=head.weight.requires_grad,
         )
 
-    @property
-    def half_precision(self) -> torch.dtype | None:
-        """The dtype of autocast; None if the precision is fp32."""
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.settings.precision]
-
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the autocast context of every forward pass, including the reference's; no-op in fp32."""
-        if (dtype := self.half_precision) is None:
+        if (dtype := AUTOCAST[self.settings.precision]) is None:
             return contextlib.nullcontext()
         # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)

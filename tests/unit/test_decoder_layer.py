@@ -47,7 +47,7 @@ def outcome(
 ):
     """Log-probs, and the gradient summed over ``passes`` weighted micro-batches."""
     policy.zero_grad()
-    with policy.half_weights(precision if halves else None):
+    with policy.half_weights(precision) if halves else nullcontext():
         for index in range(passes):
             with nullcontext() if precision is None else torch.autocast("cpu", precision):
                 log_probs = policy(rows)[keys.LOG_PROBS]
@@ -148,7 +148,7 @@ def test_gradients_that_are_there_are_added_to() -> None:
     def accumulated(precision: torch.dtype | None) -> torch.Tensor:
         policy.zero_grad()
         for shared in (True, True, False, True):
-            policy.scorer.shared_prompt = shared
+            policy.shared_prompt = shared
             with policy.half_weights(precision), torch.autocast("cpu", torch.bfloat16):
                 policy(rows)[keys.LOG_PROBS].sum().backward()
         return torch.cat([each.grad.flatten() for each in policy.parameters()])

@@ -210,7 +210,7 @@ def test_rows_that_are_padded_for_no_reason_are_found(components: Components) ->
     components.packs = True
     assert gate.prompts_are_computed_once(components).passed
     del components.diagnosis
-    components.learner.policy.scorer.shared_prompt = False
+    components.learner.policy.shared_prompt = False
     check = gate.prompts_are_computed_once(components)
     assert not check.passed
     assert "rows are padded" in check.sentence

@@ -162,7 +162,7 @@ def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -
     set_loss_weights(rows, "sequence")
     for shared_prompt, budget in ((True, 1 << 20), (True, 13), (False, 1 << 20)):
         learner = make_learner(tmp_path)
-        learner.policy.scorer.shared_prompt = shared_prompt
+        learner.policy.shared_prompt = shared_prompt
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
         learner._dry_run(rows, budget)
         actual.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
