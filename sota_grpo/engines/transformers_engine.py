@@ -362,7 +362,6 @@ class TransformersEngine(SteppingEngine):
         self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        self._wake_now()
         batch: dict[int, Flight] = {}  # consecutive groups with equal sampling, of at most max_rows samples together
         for ticket, flight in flights.items():
             fits = _num_rows(batch) + flight.request.num_samples <= self._max_rows
