@@ -203,6 +203,7 @@ class GroupDecoder:
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
+        self.num_rows = num_rows  # in the batch, including rows that ended since it was last compacted
         last_tokens = torch.tensor([request.prompt_ids[-1] for request in requests])
         self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
@@ -211,11 +212,6 @@ class GroupDecoder:
     def active(self) -> bool:
         """True while a group is still being sampled."""
         return any(self._open_samples)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in the batch, including rows that ended since it was last compacted."""
-        return len(self._rows)
 
     def drop(self, group: int) -> None:
         """Stop sampling the group with the index ``group``; its rows end at once, and it has no output."""
@@ -229,10 +225,11 @@ class GroupDecoder:
         t = len(self._versions)
         if self._cache is None:
             self._cache = self._make_cache(self._model)
-        elif sum(self._open_samples) < _SHRINK_BELOW * len(self._rows):  # counted here: no wait for the device
+        elif sum(self._open_samples) < _SHRINK_BELOW * self.num_rows:  # counted here: no wait for the device
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
+            self.num_rows = len(keep)
         logits = self._cache.next_logits(self._model, self._last_tokens)
         probs = sampled_probs(logits, self._sampling)
         if self._sampling.temperature > 0:

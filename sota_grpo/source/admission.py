@@ -196,7 +196,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
     """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite."""
-    rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
+    rewards = rows.get(keys.GRADED_REWARD if keys.GRADED_REWARD in rows.columns else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
 

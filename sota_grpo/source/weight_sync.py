@@ -93,7 +93,8 @@ class EngineWeightSync(WeightSyncScheme):
         if isinstance(weights, Iterator):
             weights = list(weights)  # read again by _verify
         pushed = self.policy_weights() if weights is None else named_weights(weights)
-        self.wake()  # after gathering, whose cached memory this releases
+        if self.make_room is not None:
+            self.wake()  # after gathering, whose cached memory this releases
         self.engine.update_weights(pushed, version)
         if self.engine.version != version:
             raise RuntimeError(
