@@ -244,9 +244,7 @@ class GroupDecoder:
                 self._supports[row].append(support)
         self._versions.append(version)
         self._last_tokens = tokens
-        return self._end_rows(tokens, t + 1)
-
-    def _end_rows(self, tokens: torch.Tensor, length: int) -> list[int]:
+        length = t + 1  # of the rows that end with this token
         at_eos = torch.isin(tokens, self._eos_token_ids)
         if self._sampling.ignore_eos:
             at_eos = torch.zeros_like(at_eos)
@@ -367,30 +365,13 @@ class TransformersEngine(SteppingEngine):
             batch[ticket] = flight
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        self._start_waiting()
-        ended = []
-        for tickets, decoder in self._running:
-            for group in decoder.step(self.version):
-                ended.append((tickets[group], decoder.output(group)))
-        self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
-        return ended
-
-    def may_start(self, num_rows: int) -> bool:
-        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
-        submitted = sum(flight.request.num_samples for flight in list(self._submitted))
-        running = sum(decoder.num_rows for _, decoder in self._running)
-        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
-
-    def _start_waiting(self) -> None:
-        """Start as many waiting batches as fit, once they have at least as many rows as the running ones.
-
-        A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes.
-        """
+        # A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes:
+        # waiting batches, as many as fit, start once they have at least as many rows as the running ones.
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
             batch = self._waiting[0]
             if self._running and num_rows + _num_rows(batch) > self._max_rows:
-                return
+                break
             self._waiting.popleft()
             while self._waiting and are_drawn_alike(batch, next(iter(self._waiting[0].values()))):
                 if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
@@ -408,6 +389,18 @@ class TransformersEngine(SteppingEngine):
             )
             self._running.append((list(batch), decoder))
             num_rows += decoder.num_rows
+        ended = []
+        for tickets, decoder in self._running:
+            for group in decoder.step(self.version):
+                ended.append((tickets[group], decoder.output(group)))
+        self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
+        return ended
+
+    def may_start(self, num_rows: int) -> bool:
+        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
+        submitted = sum(flight.request.num_samples for flight in list(self._submitted))
+        running = sum(decoder.num_rows for _, decoder in self._running)
+        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
         remaining = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
