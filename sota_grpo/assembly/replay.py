@@ -310,7 +310,7 @@ def _require_stored(step: Step, changed: Config) -> None:
             f"algorithm.decouple_terms=true cannot be replayed: {has} no weights of the reward terms, which are stored "
             "only if the run was trained with that option; leave it out."
         )
-    if has_reference(changed) and not step.stored.rows.has(keys.REF_LOG_PROBS):
+    if has_reference(changed) and keys.REF_LOG_PROBS not in step.stored.rows.columns:
         readers = {name: attrgetter(name)(changed) for name in ("policy.kl_coef", "algorithm.distill_coef")}
         names = [f"{name}={value:g}" for name, value in readers.items() if value > 0]
         reader = (names or [f"algorithm.objective={changed.algorithm.objective}"])[0]

@@ -374,7 +374,6 @@ class ServerEngine(SteppingEngine):
         return super().submit(request, sampling)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        self._wake_now()
         if len(self._flights) == len(flights):
             self._last_answer_at = time.monotonic()
         for ticket in flights:

@@ -53,10 +53,6 @@ class EventLoop:
         self.post = self._actions.put  # queues an action for the thread that drives the engine; thread-safe
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
-    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Task[Result]:
-        """Run ``coroutine`` to its first awaited :func:`result`; return its future. :meth:`run_once` continues it."""
-        return Task(coroutine, self.post)
-
     def drain(self, timeout_s: float | None = 0.0) -> int:
         """Call all posted actions and return their number; wait up to ``timeout_s`` (None: no limit) for the first."""
         done = 0
@@ -143,7 +139,7 @@ def as_completed(loop: EventLoop, begin: Iterable[Callable[[], Future[Result]]])
     try:
         for call in begin:
             future = call()
-            tasks[future] = loop.start(wait(future))
+            tasks[future] = Task(wait(future), loop.post)
         while tasks:
             while not done:
                 loop.run_once()
@@ -188,20 +184,6 @@ class Wrapped(Streams):
         return getattr(self.engine, name)
 
 
-class FairLock:
-    """A mutex that no thread acquires twice in a row while another waits: a loop of steps must not starve a push."""
-
-    def __init__(self) -> None:
-        self._held, self._first = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._first:
-            self._held.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._held.release()
-
-
 class Flight(NamedTuple):
     """A submitted group; ``room`` is the maximum number of tokens of one response."""
 
@@ -214,13 +196,15 @@ class Flight(NamedTuple):
 class SteppingEngine(Streams, ABC):
     """Base class of engines; a subclass implements how to start, step and drop groups, identified by tickets.
 
-    Every state change holds the engine's lock, a :class:`FairLock`: a push of weights waits for at most one step of
-    each thread before it in line. Futures are resolved without the lock, by a thread that calls :meth:`advance` or
-    :meth:`close`, so that their callbacks may push or submit. A cancelled group is dropped at the next state change.
+    Every state change holds the engine's lock, which no thread acquires twice in a row while another waits: a push of
+    weights waits for at most one step of each thread before it in line. Futures are resolved without the lock, by a
+    thread that calls :meth:`advance` or :meth:`close`, so that their callbacks may push or submit. A cancelled group is
+    dropped at the next state change.
 
     A subclass sets ``name`` and ``max_model_len``, uses ``with self._between_steps():`` around code that must not run
     within a step (pushing weights), and implements the hooks below, which are called with the lock held. A subclass
-    that can free device memory sets ``_can_sleep`` and calls :meth:`_wake_now` before it needs that memory.
+    that can free device memory sets ``_can_sleep`` and, except in ``_start``, calls :meth:`_wake_now` before it needs
+    that memory.
     """
 
     name: str
@@ -237,7 +221,7 @@ class SteppingEngine(Streams, ABC):
 
     def __init__(self) -> None:
         self._asleep = False
-        self._lock = FairLock()
+        self._lock, self._first_in_line = threading.Lock(), threading.Lock()
         self._numbers = itertools.count()
         self._submitted: deque[Flight] = deque()
         self._flights: dict[int, Flight] = {}  # by ticket
@@ -252,7 +236,7 @@ class SteppingEngine(Streams, ABC):
 
     @abstractmethod
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        """Start groups, by ticket; their samplings may differ, and ``room`` replaces ``Sampling.max_tokens``."""
+        """Start groups, by ticket, of an engine that is awake; ``room`` replaces ``max_tokens`` of their samplings."""
 
     @abstractmethod
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
@@ -370,6 +354,8 @@ class SteppingEngine(Streams, ABC):
         by_ticket = {next(self._numbers): flight for flight in flights}
         self._flights |= by_ticket
         try:
+            if self._asleep:
+                self._wake_now()
             self._start(by_ticket)
         except ValueError as error:
             self._drop(by_ticket)
@@ -403,13 +389,17 @@ class SteppingEngine(Streams, ABC):
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        with self._lock:
+        with self._first_in_line:
+            self._lock.acquire()
+        try:
             cancelled = {ticket: flight for ticket, flight in self._flights.items() if flight.future.cancelled()}
             if cancelled:
                 for ticket in cancelled:
                     del self._flights[ticket]
                 self._drop(cancelled)
             yield
+        finally:
+            self._lock.release()
 
 
 class StopStrings:

@@ -203,6 +203,7 @@ class GroupDecoder:
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._truncated = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._rows = torch.arange(num_rows, device=device)
+        self.num_rows = num_rows  # in the batch, including rows that ended since it was last compacted
         last_tokens = torch.tensor([request.prompt_ids[-1] for request in requests])
         self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
@@ -211,11 +212,6 @@ class GroupDecoder:
     def active(self) -> bool:
         """True while a group is still being sampled."""
         return any(self._open_samples)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in the batch, including rows that ended since it was last compacted."""
-        return len(self._rows)
 
     def drop(self, group: int) -> None:
         """Stop sampling the group with the index ``group``; its rows end at once, and it has no output."""
@@ -229,10 +225,11 @@ class GroupDecoder:
         t = len(self._versions)
         if self._cache is None:
             self._cache = self._make_cache(self._model)
-        elif sum(self._open_samples) < _SHRINK_BELOW * len(self._rows):  # counted here: no wait for the device
+        elif sum(self._open_samples) < _SHRINK_BELOW * self.num_rows:  # counted here: no wait for the device
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
+            self.num_rows = len(keep)
         logits = self._cache.next_logits(self._model, self._last_tokens)
         probs = sampled_probs(logits, self._sampling)
         if self._sampling.temperature > 0:
@@ -247,9 +244,7 @@ class GroupDecoder:
                 self._supports[row].append(support)
         self._versions.append(version)
         self._last_tokens = tokens
-        return self._end_rows(tokens, t + 1)
-
-    def _end_rows(self, tokens: torch.Tensor, length: int) -> list[int]:
+        length = t + 1  # of the rows that end with this token
         at_eos = torch.isin(tokens, self._eos_token_ids)
         if self._sampling.ignore_eos:
             at_eos = torch.zeros_like(at_eos)
@@ -362,7 +357,6 @@ class TransformersEngine(SteppingEngine):
         self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        self._wake_now()
         batch: dict[int, Flight] = {}  # consecutive groups with equal sampling, of at most max_rows samples together
         for ticket, flight in flights.items():
             fits = _num_rows(batch) + flight.request.num_samples <= self._max_rows
@@ -371,30 +365,13 @@ class TransformersEngine(SteppingEngine):
             batch[ticket] = flight
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
-        self._start_waiting()
-        ended = []
-        for tickets, decoder in self._running:
-            for group in decoder.step(self.version):
-                ended.append((tickets[group], decoder.output(group)))
-        self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
-        return ended
-
-    def may_start(self, num_rows: int) -> bool:
-        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
-        submitted = sum(flight.request.num_samples for flight in list(self._submitted))
-        running = sum(decoder.num_rows for _, decoder in self._running)
-        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
-
-    def _start_waiting(self) -> None:
-        """Start as many waiting batches as fit, once they have at least as many rows as the running ones.
-
-        A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes.
-        """
+        # A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes:
+        # waiting batches, as many as fit, start once they have at least as many rows as the running ones.
         num_rows = sum(decoder.num_rows for _, decoder in self._running)
         while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
             batch = self._waiting[0]
             if self._running and num_rows + _num_rows(batch) > self._max_rows:
-                return
+                break
             self._waiting.popleft()
             while self._waiting and are_drawn_alike(batch, next(iter(self._waiting[0].values()))):
                 if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
@@ -412,6 +389,18 @@ class TransformersEngine(SteppingEngine):
             )
             self._running.append((list(batch), decoder))
             num_rows += decoder.num_rows
+        ended = []
+        for tickets, decoder in self._running:
+            for group in decoder.step(self.version):
+                ended.append((tickets[group], decoder.output(group)))
+        self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
+        return ended
+
+    def may_start(self, num_rows: int) -> bool:
+        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
+        submitted = sum(flight.request.num_samples for flight in list(self._submitted))
+        running = sum(decoder.num_rows for _, decoder in self._running)
+        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
         remaining = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)

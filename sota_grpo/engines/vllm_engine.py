@@ -134,7 +134,6 @@ class VLLMEngine(SteppingEngine):
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        self._wake_now()
         for ticket, (request, room, sampling, _) in flights.items():
             self._requests[ticket] = request
             truncation = {}

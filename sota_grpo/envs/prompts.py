@@ -77,11 +77,14 @@ class PromptStream:
                 f"{self.next_group_id - self._first_group_id} groups from {self._first_group_id} on; pass one of them."
             )
         draw = group_id - self._first_group_id
-        if not isinstance(self.examples, MixedExamples):
-            return self.examples[self._index(draw, len(self.examples), self.seed)]
-        name, draw = self.examples.drawn(draw)
-        seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-        return self.examples.example(name, self._index(draw, len(self.examples_of[name]), seed))
+        name, seed = "", self.seed
+        if isinstance(self.examples, MixedExamples):
+            name, draw = self.examples.drawn(draw)
+            seed = sample_seed(self.seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
+        count = len(self.examples_of[name])
+        epoch, position = divmod(draw, count)
+        index = _permutation(count, seed, epoch)[position] if self.shuffle else position
+        return self.examples.example(name, index) if isinstance(self.examples, MixedExamples) else self.examples[index]
 
     def reseed(self, seed: int) -> None:
         """Restart the stream with another seed; group ids continue, so that they stay unique."""
@@ -113,11 +116,6 @@ class PromptStream:
         self.next_group_id = state_dict["next_group_id"]
         drawn = state_dict["epoch"] * len(self.examples) + state_dict["position"]
         self._first_group_id = self.next_group_id - drawn
-
-    def _index(self, draw: int, count: int, seed: int) -> int:
-        """Return the index of the example for draw ``draw`` of ``count`` examples."""
-        epoch, position = divmod(draw, count)
-        return _permutation(count, seed, epoch)[position] if self.shuffle else position
 
     @cached_property
     def _prompts(self) -> int:

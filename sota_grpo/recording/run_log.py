@@ -297,8 +297,8 @@ class StepLog:
         self._run_log.write_step(step, metrics)
         rows = rollout_rows(batch, self._tokenizer, self._task.messages)
         self._run_log.write_rollouts(step, rows)
-        if stored_s := self._stored.write(step, metrics, batch, rows):
-            self._run_log.phase_seconds["time/store_s"] += stored_s
+        if self._stored.before is not None:
+            self._run_log.phase_seconds["time/store_s"] += self._stored.write(step, metrics, batch, rows)
         self._progress.update(step + 1, metrics)
         self._watch.look(step, metrics, len(batch))
 

@@ -18,6 +18,10 @@ from sota_grpo.rl.records import TASK, Example, metric_tasks
 from sota_grpo.rl.table import Row, RowTable
 
 Messages = Sequence[Mapping[str, str]]
+_NUMBERS = (
+    *(keys.REWARD, keys.SUCCESS, keys.TRUNCATED, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.ADVANTAGE),
+    keys.POLICY_VERSION,
+)
 
 
 def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
@@ -25,21 +29,22 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     lengths = batch.sums(keys.ASSISTANT_MASK).float()
     sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
     begins = sampled[1:] & ~sampled[:-1]
-    if batch.has(keys.PARENTS):  # a turn of another branch may follow one of the policy's in the row
+    if keys.PARENTS in batch.columns:  # a turn of another branch may follow one of the policy's in the row
         jumps = torch.cat([_jumps(row) for row in batch.rows(keys.ASSISTANT_MASK, keys.PARENTS)])
         begins = sampled[1:] & (~sampled[:-1] | jumps[1:])
     turns = begins.sum() / len(batch)
-    prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
-    reward, success, truncated = (_column(batch, key) for key in (keys.REWARD, keys.SUCCESS, keys.TRUNCATED))
-    versions = _column(batch, keys.POLICY_VERSION)
+    prompts = torch.tensor([len(ids) for ids in batch.cells(keys.PROMPT_TOKENS)]).float()
+    numbers = {key: batch.get(key).flatten().float() for key in _NUMBERS}
+    reward, success, truncated = numbers[keys.REWARD], numbers[keys.SUCCESS], numbers[keys.TRUNCATED]
+    versions = numbers[keys.POLICY_VERSION]
     age = version - versions.where(versions != -1, version)  # -1: an agent that made no request
     values = {
         "reward": reward.mean(),
         "reward/std": reward.std(correction=0),
         "success": success.mean(),
-        "reward_errors": _column(batch, keys.REWARD_ERROR).sum(),
-        "reward_timeouts": _column(batch, keys.REWARD_TIMEOUT).sum(),
-        "advantage": _column(batch, keys.ADVANTAGE).abs().mean(),
+        "reward_errors": numbers[keys.REWARD_ERROR].sum(),
+        "reward_timeouts": numbers[keys.REWARD_TIMEOUT].sum(),
+        "advantage": numbers[keys.ADVANTAGE].abs().mean(),
         "truncated": truncated.mean(),
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),
@@ -49,19 +54,21 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         "policy_age/mean": age.mean(),
         "policy_age/max": age.max(),
     }
-    if batch.has(keys.SUPPORT_COUNTS):
+    if keys.SUPPORT_COUNTS in batch.columns:
         values["kept_tokens"] = batch.flat(keys.SUPPORT_COUNTS).sum() / sampled.sum().clamp(min=1)
     means = {name: float(value) for name, value in values.items()}
-    rows = batch.rows(
-        keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
-    )
+    for name in sorted(batch.names(keys.REWARD_TERMS)):
+        terms = batch.columns[*keys.REWARD_TERMS, name].cells()  # of the responses to which the term applies
+        means[term_metric(name)] = statistics.fmean(map(float, terms))
+    rows = batch.rows(keys.EXTRA, keys.REWARD_INFO)
     extras = _extras(rows)
-    numbers = [
-        {info_metric(name, extra.get(TASK)): value for name, value in _info(row).items() if is_number(value)}
-        for row, extra in zip(rows, extras, strict=True)
-    ]
-    means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}
-    means |= _means(numbers)
+    infos: dict[str, list[float]] = {}
+    for row, extra in zip(rows, extras, strict=True):
+        info = json.loads(row[keys.REWARD_INFO], parse_constant=str)
+        of_row = {info_metric(name, extra.get(TASK)): value for name, value in info.items() if is_number(value)}
+        for name, value in of_row.items():  # names that differ only in odd characters are one metric
+            infos.setdefault(name, []).append(float(value))
+    means |= {name: statistics.fmean(infos[name]) for name in sorted(infos)}
     columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
     tasks = [metric_tasks(extra) for extra in extras]
     for task in sorted({task for names in tasks for task in names}):
@@ -81,27 +88,6 @@ def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
     """Return ``Example.extra`` of each row; equal JSON texts in consecutive rows are parsed once."""
     read = lru_cache(maxsize=1)(json.loads)
     return [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
-
-
-def _means(entries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each name over the entries that have it."""
-    values: dict[str, list[float]] = {}
-    for entry in entries:
-        for name, value in entry.items():
-            values.setdefault(name, []).append(float(value))
-    return {name: statistics.fmean(values[name]) for name in sorted(values)}
-
-
-def _terms(row: Row) -> dict[str, float]:
-    return {key[-1]: float(value) for key, value in row.items() if key[:-1] == keys.REWARD_TERMS}
-
-
-def _info(row: Row) -> dict[str, Any]:
-    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # the logs are strict JSON, without NaN
-
-
-def _column(batch: RowTable, key: Any) -> torch.Tensor:
-    return batch.get(key).flatten().float()
 
 
 def rollout_rows(
@@ -129,8 +115,8 @@ def rollout_rows(
                 "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
                 "success": bool(row[keys.SUCCESS]),
                 "reward": float(row[keys.REWARD]),
-                "reward_terms": _terms(row),
-                "reward_info": _info(row),
+                "reward_terms": {key[-1]: float(term) for key, term in row.items() if key[:-1] == keys.REWARD_TERMS},
+                "reward_info": json.loads(row[keys.REWARD_INFO], parse_constant=str),  # without NaN: the logs are JSON
                 "advantage": float(row[keys.ADVANTAGE]),
                 "truncated": bool(row[keys.TRUNCATED]),
                 "policy_version": int(row[keys.POLICY_VERSION]),

@@ -156,59 +156,57 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 class StoredSteps:
-    """A wrapper of the learner that stores its first step, and each step after a checkpoint, in ``steps/``.
+    """Stores the first step of a start, and each step after a checkpoint, in ``steps/``.
 
-    Storing a step takes an additional forward pass. A step is not stored if storing has taken more than ``FREE_S``
-    seconds and more than ``SHARE`` of the time since this object was created. ``learner`` is a
-    :class:`~sota_grpo.training.learner.Learner` or its proxy over several processes, on ``device`` cpu or cuda.
+    The step's batch passes through :meth:`measure`, the collector's ``post_collect_hook`` while a step is due, before
+    the learner trains on it; :meth:`write` then stores the step. Storing a step takes an additional forward pass. A
+    step is not stored if storing has taken more than ``FREE_S`` seconds and more than ``SHARE`` of the time since this
+    object was created.
+
+    Args:
+        collector: has ``post_collect_hook``, a function that it calls with each batch, or None.
+        learner: a :class:`~sota_grpo.training.learner.Learner` or its proxy over several processes.
+        device: of the learner, cpu or cuda.
+        enabled: False stores no step.
     """
 
-    def __init__(self, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
-        self.learner, self.run_dir, self.tokenizer = learner, run_dir, tokenizer
+    def __init__(self, collector: Any, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
+        self.collector, self.learner, self.run_dir, self.tokenizer = collector, learner, run_dir, tokenizer
         self.device, self.enabled = device, enabled
-        self.due = enabled
+        self.before: tuple[torch.Tensor, Origin, float] | None = None  # of a step that :meth:`write` is to store
         self._began, self._spent_s = time.monotonic(), 0.0
-        self._before: tuple[torch.Tensor, Origin, float] | None = None
         self._alone = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
-
-    @property
-    def version(self) -> int:
-        return self.learner.version
-
-    def update(self, rows: RowTable) -> dict[str, float | None]:
-        """Update the learner and return its metrics; if the step is to be stored, compute its log-probs before."""
-        self._before = None
-        if self.due:
-            began = time.perf_counter()
-            measured = self.learner.measured(rows)
-            origin = Origin(
-                device=self.device,
-                precision=self.learner.settings.precision,
-                num_ranks=len(getattr(self.learner, "workers", ())),
-                num_threads=torch.get_num_threads(),
-                rng=torch.get_rng_state(),
-            )
-            self._before = measured, origin, time.perf_counter() - began
-        self.due = False
-        return self.learner.update(rows)
+        self.after_checkpoint()
 
     def after_checkpoint(self) -> None:
-        """Mark the next step as to be stored, unless storing has taken too much time; called after a checkpoint."""
+        """Store the next step, unless storing has taken too much time; called after a checkpoint."""
         allowed_s = max(FREE_S, SHARE * (time.monotonic() - self._began))
-        self.due = self.enabled and self._spent_s <= allowed_s
+        self.collector.post_collect_hook = self.measure if self.enabled and self._spent_s <= allowed_s else None
+
+    def measure(self, rows: RowTable) -> None:
+        """Compute the learner's log-probs of a batch, before it is trained on; only of this batch."""
+        self.collector.post_collect_hook = None
+        began = time.perf_counter()
+        measured = self.learner.measured(rows)
+        origin = Origin(
+            device=self.device,
+            precision=self.learner.settings.precision,
+            num_ranks=len(getattr(self.learner, "workers", ())),
+            num_threads=torch.get_num_threads(),
+            rng=torch.get_rng_state(),
+        )
+        self.before = measured, origin, time.perf_counter() - began
 
     def write(
         self, step: int, metrics: Mapping[str, float | None], batch: RowTable, fields: list[dict[str, Any]]
     ) -> float:
-        """Store the step of the last :meth:`update` if that computed log-probs; return the seconds of both, else 0.
+        """Store the step whose log-probs were computed ``before`` it; return the seconds of both.
 
         ``fields``: :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch. RunFailed if a write fails.
         """
-        if self._before is None:
-            return 0.0
+        assert self.before is not None
         began = time.perf_counter()
-        measured, origin, seconds = self._before
-        self._before = None
+        (measured, origin, seconds), self.before = self.before, None
 
         def decode(ids: Sequence[int]) -> str:
             return self._alone(ids[0]) if len(ids) == 1 else self.tokenizer.decode(ids)

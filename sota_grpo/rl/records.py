@@ -103,9 +103,6 @@ class SampledText(str):
         made.token_ids, made.record = array("i", token_ids), record
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampledText, (str(self), self.token_ids.tobytes(), self.record)
-
 
 @dataclass(frozen=True)
 class Sampling:

@@ -75,7 +75,7 @@ class RowTransform(Transform):
         raise NotImplementedError
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
-        return tensordict if _first(tensordict).has(self.written_key) else in_place(self._write)(tensordict)
+        return tensordict if self.written_key in _first(tensordict).columns else in_place(self._write)(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, for added rows
@@ -85,7 +85,7 @@ class RowTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
-        if keys.ASSISTANT_MASK in self.in_keys and not _first(rows).has(keys.ASSISTANT_MASK):
+        if keys.ASSISTANT_MASK in self.in_keys and keys.ASSISTANT_MASK not in _first(rows).columns:
             complete_rows(rows)  # with the response that TorchRL's wrapper has just written
         in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
@@ -291,7 +291,7 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
 def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
     """Return an entry with one number per row as ``[N]``; NaN for rows without the entry."""
     values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
-    if rows.has(key):
+    if key in rows.columns:
         column = rows.columns[key]
         values[slice(None) if column.rows is None else column.rows] = column.values.flatten()
     return values
@@ -376,7 +376,7 @@ class GroupAdvantage(RowTransform):
             terms, weights = _weighed_terms(rows, self.term_weights)
             decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps).to(reward.dtype)
             reward = torch.zeros_like(reward).index_put((used,), decoupled)
-        has_lengths = self.baseline == "length_weighted" or (self.estimator and rows.has(keys.ASSISTANT_MASK))
+        has_lengths = self.baseline == "length_weighted" or (self.estimator and keys.ASSISTANT_MASK in rows.columns)
         lengths = rows.sums(keys.ASSISTANT_MASK)[used] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         if self.estimator is not None:
@@ -409,7 +409,7 @@ class GroupAdvantage(RowTransform):
     def _names(self, rows: RowTable) -> list[Any]:
         """Return the group identifier of each row; raise ``KeyError`` if the rows lack an input key."""
         for key in self.in_keys:
-            if not rows.has(key):
+            if key not in rows.columns:
                 raise KeyError(f"the rows have no {key}; set in_keys=(reward, group) to entries of the rows.")
         return _values(rows, self.in_keys[1])
 
@@ -419,7 +419,7 @@ class GroupAdvantage(RowTransform):
         members: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
             members.setdefault(name, []).append(row)
-        queries = _values(rows, keys.QUERY) if rows.has(keys.QUERY) else names
+        queries = _values(rows, keys.QUERY) if keys.QUERY in rows.columns else names
         for name, indices in members.items():
             if self.group_size not in (None, len(indices)):
                 raise ValueError(
@@ -437,7 +437,7 @@ class GroupAdvantage(RowTransform):
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
         compares = self.group_size is None and {self.baseline, self.scale}.intersection(GROUP_TERMS)
-        if compares and not isinstance(tensordict, RowTable) and not _first(tensordict).has(self.written_key):
+        if compares and not isinstance(tensordict, RowTable) and self.written_key not in _first(tensordict).columns:
             names = self._names(RowTable.of(tensordict))
             if names and len(set(names)) == len(names):
                 raise ValueError(
@@ -448,7 +448,7 @@ class GroupAdvantage(RowTransform):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Return the rows that a buffer writes: those of complete groups, with advantages; None if there are none."""
-        if self.group_size is None or _first(tensordict).has(self.written_key):
+        if self.group_size is None or self.written_key in _first(tensordict).columns:
             return self.forward(tensordict)
         if not tensordict.batch_dims:
             raise ValueError("with group_size, rows are added in batches; use the buffer's extend instead of add.")

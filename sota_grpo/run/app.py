@@ -99,8 +99,14 @@ class Run:
         self.gc_thresholds = gc.get_threshold()
         self.components: RunComponents = build(config, self.run_dir, lambda: self.stop.requested, functions)
         self.config = with_options(config, {MEMORY: self.components.learner.settings.micro_batch_tokens})
-        components = self.components.learner, self.run_dir, self.components.tokenizer
-        self.stored = StoredSteps(*components, device=device, enabled=config.logging.store_steps)
+        self.stored = StoredSteps(
+            self.components.collector,
+            self.components.learner,
+            self.run_dir,
+            self.components.tokenizer,
+            device=device,
+            enabled=config.logging.store_steps,
+        )
         self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
@@ -144,7 +150,7 @@ class Run:
                 with progress:
                     done = run(
                         iter(batches),
-                        self.stored,
+                        components.learner,
                         components.collector,
                         self.log,
                         first_step=first,

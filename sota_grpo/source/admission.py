@@ -99,9 +99,9 @@ class Refill:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Return whether a new prompt may replace a zero-advantage group now."""
+        """Return whether a new prompt may replace one of the ``num_held`` zero-advantage groups now; there is one."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
-        return self.num_held > 0 and not spent and self.num_draws < self._limit()
+        return not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
         """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index."""
@@ -196,7 +196,7 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
 
 def zero_advantage_rows(rows: RowTable) -> Tensor:
     """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite."""
-    rewards = rows.get(keys.GRADED_REWARD if rows.has(keys.GRADED_REWARD) else keys.REWARD)
+    rewards = rows.get(keys.GRADED_REWARD if keys.GRADED_REWARD in rows.columns else keys.REWARD)
     return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
 
 
@@ -237,14 +237,21 @@ class Slots:
 
     def fill(self) -> list[Group]:
         """Draw a prompt for each free slot and for each group that ``refill`` replaces; return the new groups."""
-        held = len(self.in_flight) + len(self._finished) + self.refill.num_held + self.num_taken
-        return [self._admit(*self.refill.begin_draw()) for _ in range(self.count - held)] + self._replace()
+        free = self.count - len(self.in_flight) - len(self._finished) - self.refill.num_held - self.num_taken
+        fresh = []
+        while free > 0 or (self.refill.num_held and self.refill.may_draw()):
+            step, index = self.refill.begin_draw() if free > 0 else self.refill.replace()
+            free -= 1
+            ((group_id, example),) = self._stream.draw(1)
+            self.in_flight[group_id] = Group(group_id, example, self._version(), step, index)
+            fresh.append(self.in_flight[group_id])
+        return fresh
 
     def discard(self, group: Group, rows: RowTable) -> list[Group]:
         """Move a zero-advantage group from ``in_flight`` to ``refill``; return replacements drawn, perhaps none."""
         del self.in_flight[group.group_id]
         self.refill.add(group, rows)
-        return self._replace()
+        return self.fill()  # no slot is free
 
     def finish(self, group: Group, rows: RowTable) -> None:
         """Move a finished group from ``in_flight`` to the buffer."""
@@ -257,16 +264,16 @@ class Slots:
             return len(self._finished) >= self.num_groups
         finished = self._finished.versions
         in_flight = Counter(group.version for group in self.in_flight.values())
-        admitted = in_flight + finished + self.refill.held_versions()
+        admitted = in_flight + finished
+        if self.refill.num_held:
+            admitted += self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """If zero-advantage groups complete the next batch, move all held ones to ``in_flight`` and return them.
 
-        Call it only if :meth:`batch_is_ready` is False.
+        Call it only if :meth:`batch_is_ready` is False and ``refill`` holds groups.
         """
-        if not self.refill.num_held:
-            return []
         done = self._finished.versions + self.refill.held_versions()
         waits = bool(self.in_flight)
         if self._finished.sampler is None:
@@ -298,17 +305,6 @@ class Slots:
         self.num_taken = 0
         self.refill.start_step()
         return self.fill()
-
-    def _replace(self) -> list[Group]:
-        fresh = []
-        while self.refill.may_draw():
-            fresh.append(self._admit(*self.refill.replace()))
-        return fresh
-
-    def _admit(self, step: int, index: int) -> Group:
-        ((group_id, example),) = self._stream.draw(1)
-        group = self.in_flight[group_id] = Group(group_id, example, self._version(), step, index)
-        return group
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the prompt stream, the ids of groups in flight, and the rows of finished groups."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import EventLoop, result
+from sota_grpo.engines.stepping import EventLoop, Task, result
 from sota_grpo.envs import PromptSource
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
@@ -232,7 +232,7 @@ class PromptGroupCollector(BaseCollector):
                 self._wait_for_batch()
                 yield None
                 continue
-            batch = self.next_batch()
+            batch = self._buffer.sample()
             if self.replay_buffer is not None:
                 self.replay_buffer.extend(batch)
             yield batch if self.replay_buffer is None else None
@@ -499,7 +499,8 @@ class PromptGroupCollector(BaseCollector):
             ValueError: ``max_policy_age`` is above 0, but :meth:`start` was not called.
             RuntimeError: the engine's weights are older than the loaded state.
         """
-        self._begin()
+        if not self._begun:
+            self._begin()
         with self._changed:
             return self._batch_is_ready()
 
@@ -508,9 +509,7 @@ class PromptGroupCollector(BaseCollector):
         return self._loop.drain()
 
     def _begin(self) -> None:
-        """On the first call, start the groups that a saved run had in flight, then new ones."""
-        if self._begun:
-            return
+        """Start the groups that a saved run had in flight, then new ones."""
         if self.max_policy_age and not self._concurrent:
             raise ValueError(f"max_policy_age={self.max_policy_age} needs concurrent collection: call start() first.")
         if self._saved_version is not None and self.policy.version < self._saved_version:
@@ -538,11 +537,12 @@ class PromptGroupCollector(BaseCollector):
             self._to_request += groups
             return
         for group in groups:
-            self._loop.start(self._live(self._collect_group(group)))
+            Task(self._collect(group), self._loop.post)
 
     def _wait_for_batch(self) -> None:
         """Wait until the batch is ready; without a dispatcher thread, run the groups' coroutines meanwhile."""
-        self._begin()
+        if not self._begun:
+            self._begin()
         began, counts = time.monotonic(), self._clock.counts
         while True:
             if self.rollouts.poll is not None:
@@ -568,7 +568,7 @@ class PromptGroupCollector(BaseCollector):
                 if not counts[SAMPLE] + counts[GRADE]:
                     groups, self._to_request = self._to_request, []
                     for group in groups:
-                        self._loop.start(self._live(self._collect_group(group)))
+                        Task(self._collect(group), self._loop.post)
                 self._loop.run_once(_POLL_S)
 
     def _batch_is_ready(self) -> bool:
@@ -577,49 +577,45 @@ class PromptGroupCollector(BaseCollector):
             raise self._failure
         if self._slots.batch_is_ready():
             return True
-        settled = self._slots.settle()
-        if settled:
+        if self._slots.refill.num_held and (settled := self._slots.settle()):
             logger.warning(
                 "All %d draws of the step are used: %d groups with equal rewards are kept to complete the batch.",
                 *(self._slots.refill.num_draws, len(settled)),
             )
-        for group, rows in settled:
-            self._loop.post(partial(self._loop.start, self._live(self._finish(group, rows))))
+            for group, rows in settled:
+                self._loop.post(partial(Task, self._collect(group, rows), self._loop.post))
         return False
 
-    async def _live(self, work: Awaitable[None]) -> None:
-        """Await a group's ``work``; the next request for a batch raises its failure, other groups continue."""
+    async def _collect(self, group: Group, rows: RowTable | None = None) -> None:
+        """Sample, grade and finish one group; ``rows``: only finish it, because these are its graded rows.
+
+        The next request for a batch raises its failure; other groups continue.
+        """
         try:
-            await work
+            if rows is None:
+                seed = sample_seed(self._seed, group.group_id)
+                prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
+                rows = (await self.rollouts.group(prompt, self.sampling, self._clock)).rows
+                for transform in self.graded_transforms:
+                    transform(rows)  # in place
+                if self.refill and zero_advantage_rows(rows).all():
+                    with self._changed:
+                        fresh = self._slots.discard(group, rows)
+                        self._changed.notify_all()
+                    self._submit(fresh)
+                    return
+            for transform in self.group_transforms:
+                transform(rows)  # in place
+            if self._reference is not None:
+                with self._clock.stage(REFERENCE):
+                    rows = await result(self._reference(rows))
+            with self._changed:
+                self._slots.finish(group, rows)
+                self._changed.notify_all()
         except GeneratorExit:  # the collector was deleted
             raise
         except BaseException as failure:
             self._fail(failure)
-
-    async def _collect_group(self, group: Group) -> None:
-        """Sample, grade and finish one group."""
-        seed = sample_seed(self._seed, group.group_id)
-        prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
-        graded = await self.rollouts.group(prompt, self.sampling, self._clock)
-        for transform in self.graded_transforms:
-            transform(graded.rows)  # in place
-        if self.refill and zero_advantage_rows(graded.rows).all():
-            with self._changed:
-                fresh = self._slots.discard(group, graded.rows)
-                self._changed.notify_all()
-            self._submit(fresh)
-        else:
-            await self._finish(group, graded.rows)
-
-    async def _finish(self, group: Group, rows: RowTable) -> None:
-        for transform in self.group_transforms:
-            transform(rows)  # in place
-        if self._reference is not None:
-            with self._clock.stage(REFERENCE):
-                rows = await result(self._reference(rows))
-        with self._changed:
-            self._slots.finish(group, rows)
-            self._changed.notify_all()
 
     def _dispatch(self) -> None:
         while not self._closed:

@@ -43,11 +43,6 @@ class GroupStorage(ListStorage):
         """Return the number of groups in the storage."""
         return sum(group is not None for group in self._storage)
 
-    def free(self, indices: Sequence[int]) -> None:
-        """Remove the groups at ``indices``."""
-        for index in indices:
-            self._storage[index] = None
-
     def state_dict(self) -> dict[str, Any]:
         sizes = [0 if group is None else len(group) for group in self._storage]
         return {"sizes": sizes, "rows": RowTable.cat([group for group in self._storage if group]).state_dict()}
@@ -294,7 +289,8 @@ class GroupReplayBuffer(ReplayBuffer):
             try:
                 return super(GroupReplayBuffer, self).sample(batch_size, return_info)
             finally:  # the groups are removed even if a transform fails
-                self.storage.free(self.sampler.sampled)
+                for index in self.sampler.sampled:
+                    self.storage._storage[index] = None
 
         return draw() if self.around_sample is None else self.around_sample(draw)
 

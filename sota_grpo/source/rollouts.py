@@ -11,7 +11,7 @@ from functools import partial
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import EventLoop, as_completed, result
+from sota_grpo.engines.stepping import EventLoop, Task, as_completed, result
 from sota_grpo.envs import PromptSource
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.rl.collate import drawn_entries, group_table, last_turn
@@ -106,7 +106,7 @@ class Rollouts:
         self.env, self.engine, self.poll = env, engine, poll
 
     async def group(self, prompt: Prompt, sampling: Sampling, clock: StageClock | None = None) -> Graded:
-        """Sample and grade one group; a coroutine for :meth:`EventLoop.start`, not for asyncio.
+        """Sample and grade one group; a coroutine for a :class:`Task` that posts to an event loop, not for asyncio.
 
         The task may limit the length of ``sampling`` further. ``clock`` counts the group in each stage. UserError: the
         prompt is longer than the environment allows, or cannot be rendered. ValueError: the prompt leaves no room for a
@@ -145,4 +145,4 @@ class Rollouts:
         If the iterator is dropped or raises (see :meth:`group`), the groups that are not finished are cancelled.
         """
         loop = EventLoop(self.engine, self.poll)
-        return as_completed(loop, (partial(loop.start, self.group(prompt, sampling)) for prompt in prompts))
+        return as_completed(loop, (partial(Task, self.group(prompt, sampling), loop.post) for prompt in prompts))

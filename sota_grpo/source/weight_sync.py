@@ -92,9 +92,10 @@ class EngineWeightSync(WeightSyncScheme):
         began = time.perf_counter()
         version = self.engine.version + 1 if version is None else version
         if isinstance(weights, Iterator):
-            weights = list(weights)  # read again by _verify
+            weights = list(weights)  # read again by compared()
         pushed = self.policy_weights() if weights is None else named_weights(weights)
-        self.wake()  # after gathering, whose cached memory this releases
+        if self.make_room is not None:
+            self.wake()  # after gathering, whose cached memory this releases
         self.engine.update_weights(pushed, version)
         if self.engine.version != version:
             raise RuntimeError(
@@ -103,13 +104,15 @@ class EngineWeightSync(WeightSyncScheme):
         if verify and self._reports is not False:
             if isinstance(pushed, Iterator):  # the engine has consumed it
                 pushed = self.policy_weights()
-            self._verify(pushed, version)
+            compared = self.compared(pushed)
+            if self._reports is None:  # later a single worker may be ready, whose adapter has nothing to compare with
+                self._reports = compared.reported
+            if compared.differing or compared.unread or not compared.reported:
+                self._report(compared, pushed, version)
         self.seconds = time.perf_counter() - began
 
-    def _verify(self, pushed: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        compared = self.compared(pushed)
-        if self._reports is None:  # later a single worker may be ready, whose adapter has nothing to compare with
-            self._reports = compared.reported
+    def _report(self, compared: Compared, pushed: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Raise RunFailed if weights differ (of an adapter: log a warning); log which weights cannot be compared."""
         if compared.differing:
             name, values = next(iter(compared.differing.items()))
             fault = (

@@ -490,26 +490,22 @@ class Fleet:
         logger.info("Worker %s is ready.", slot.who)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
-        self._while_ready(slot, self._watch)
+        slot.life.create_task(self._while_ready(slot, self._watch))
         self._offer(slot)
         for broadcast in self._broadcasts:
             if broadcast.needs_another:
                 self._send_to(broadcast, slot)
         self._dispatch()
 
-    def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """Run ``function(slot, *args)`` while the worker is ready; its WorkerDied or _Unfit replaces the worker."""
-
-        async def live() -> None:
-            try:
-                await function(slot, *args)
-            except (WorkerDied, _Unfit):
-                slot.state = "starting"
-                slot.settled.clear()
-                self._offer(slot)
-                raise
-
-        slot.life.create_task(live())
+    async def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run ``function(slot, *args)`` in the life of a ready worker; WorkerDied or _Unfit replaces the worker."""
+        try:
+            await function(slot, *args)
+        except (WorkerDied, _Unfit):
+            slot.state = "starting"
+            slot.settled.clear()
+            self._offer(slot)
+            raise
 
     async def _watch(self, slot: Slot) -> None:
         """Ping a ready worker four times per ``silence_s``; raise if it should be replaced."""
@@ -573,7 +569,7 @@ class Fleet:
             task, slot = heapq.heappop(self._queue), next(iter(line))
             slot.tasks[task.number] = task
             self._offer(slot)
-            self._while_ready(slot, self._run, task)
+            slot.life.create_task(self._while_ready(slot, self._run, task))
 
     async def _run(self, slot: Slot, task: Task) -> None:
         """Run a task on the slot's worker and set its result."""
@@ -630,7 +626,7 @@ class Fleet:
 
     def _send_to(self, broadcast: Broadcast, slot: Slot) -> None:
         broadcast.waiting.add(slot.index)
-        self._while_ready(slot, self._answer, broadcast)
+        slot.life.create_task(self._while_ready(slot, self._answer, broadcast))
 
     async def _answer(self, slot: Slot, broadcast: Broadcast) -> None:
         answer = self._call(slot, broadcast.method, *broadcast.args)

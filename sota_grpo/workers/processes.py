@@ -196,23 +196,21 @@ class ProcessWorker:
                 if self._connection not in wait(watched):
                     # Descendants of the process may keep its end of the socket open.
                     self._socket.shutdown(socket.SHUT_RDWR)
-                self._resolve(*receive(self._connection))
+                (number, succeeded), load = receive(self._connection)
+                if number == _PID:
+                    self.pid = load()
+                    continue
+                try:
+                    value = load()
+                except Exception as error:  # this process cannot unpickle it: only this call fails
+                    succeeded, value = False, error
+                self._calls.resolve(number, succeeded, value)
+                del load, value  # which may be large
         except Exception:  # the process ended, or sent an invalid message
             self._reap()
         finally:
             if death is not None:
                 os.close(death)
-
-    def _resolve(self, head: tuple[int, bool], load: Callable[[], Any]) -> None:
-        number, succeeded = head
-        if number == _PID:
-            self.pid = load()
-            return
-        try:
-            value = load()
-        except Exception as error:  # this process cannot unpickle it: only this call fails
-            succeeded, value = False, error
-        self._calls.resolve(number, succeeded, value)
 
     def _reap(self) -> None:
         with suppress(subprocess.TimeoutExpired):

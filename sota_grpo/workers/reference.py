@@ -160,7 +160,7 @@ class ReferenceService:
             write_reference(rows, log_probs, in_reward_coeff=self._in_reward_coeff)
             return rows
 
-        if not rows.has(keys.REF_LOG_PROBS):
+        if keys.REF_LOG_PROBS not in rows.columns:
             return self.fleet.start(complete())
         done = pending_future()
         done.set_result(rows)

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
-from sota_grpo.engines.stepping import EventLoop
+from sota_grpo.engines.stepping import Task
 from sota_grpo.errors import RunFailed
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
@@ -90,7 +90,7 @@ def test_a_request_has_its_example_where_the_dialog_continues(multi_turn: bool) 
     engine, example, requests = make_scripted(env), env.task.train[3], []
     engine.submit = lambda request, sampling: requests.append(request) or Future()
     prompt = Prompt(7, example, num_samples=2, seed=5)
-    EventLoop(engine).start(Rollouts(env, engine).group(prompt, Sampling(max_tokens=8)))
+    Task(Rollouts(env, engine).group(prompt, Sampling(max_tokens=8)))
     (request,) = requests
     assert (request.group_id, request.num_samples, request.seed) == (7, 2, 5)
     assert request.prompt_ids == env.prompt_ids(example)

