@@ -220,6 +220,14 @@ def test_a_union_is_a_tool_for_each_type_of_action(urls: dict[str, str]) -> None
         assert instances.finish(key).result(WAIT_S) == 2.0
 
 
+def test_an_action_whose_schema_has_null_for_what_is_absent_is_a_tool() -> None:
+    schema = {"title": "StopAction", "description": None, "oneOf": None, "anyOf": None, "$defs": None, "required": None}
+    for properties in (None, {"kind": {"const": "stop"}, "why": True}):
+        ((tool, fields),) = server_tools.action_types(schema | {"properties": properties})
+        assert (tool["function"]["name"], tool["function"]["parameters"]["required"]) == ("stop", [])
+        assert fields == ({"kind": "stop"} if properties else {})
+
+
 def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:
     with started(urls["notes"]) as instances:
         instances.wait_ready()
