@@ -207,7 +207,7 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
     list of such code and of ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing. An endless assertion
     fails, and so do all later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
     and with exit status 0; white space at the ends of lines and of the output is ignored. OSError if the sandbox itself
-    fails, SyntaxError for invalid code, KeyError for a pair without ``stdout``.
+    fails, SyntaxError or UnicodeEncodeError for invalid code, KeyError for a pair without ``stdout``.
     """
 
     def lines(text: str) -> list[str]:

@@ -275,7 +275,12 @@ def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) 
     assert task.messages(example)[-1] == {"role": "user", "content": example.query}
 
 
-@pytest.mark.parametrize("tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}]])
+HALVES = ["assert f() == '\ud83d'", [{"stdout": "\ud83d"}], [{"stdin": "\ud83d", "stdout": "1"}]]
+
+
+@pytest.mark.parametrize(
+    "tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}], *HALVES]
+)
 def test_rows_without_tests_are_refused(tests: object) -> None:
     with pytest.raises(DatasetError, match="here: "):
         CodeTask(sandbox=NOWHERE).read_row({"prompt": "?", "tests": tests}, "here")
