@@ -199,8 +199,12 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Start an episode with ``seed`` and ``row`` in a new session; return the observation, None if empty."""
-        return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
+        """Start an episode with ``seed`` and ``row`` in a new session; return the observation, None if empty.
+
+        A column ``seed`` replaces ``seed``, unless it is None, with which the server would draw one for each sample.
+        """
+        seed = self.seed if row.get("seed") is None else row["seed"]
+        return self._observed(self._first({"type": "reset", "data": {**row, "seed": seed}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Execute the action, or call the tool, ``name`` after :meth:`reset`; return its observation, None if empty.
