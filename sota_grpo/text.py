@@ -18,6 +18,7 @@ _KEPT = frozenset("\u00a0\u3000\u200c\u200d")  # spaces, and the joiners that so
 # Characters that JSON does not escape, but that harm terminals, line readers or UTF-8: more control characters, line
 # separators, direction overrides, halves of surrogate pairs.
 _RAW = "\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+SURROGATE = re.compile("[\ud800-\udfff]")  # in Python text always half of a pair, which UTF-8 lacks
 _ODD, _ODD_IN_HTML = re.compile(f"[{_RAW}]"), re.compile(f"[<>&{_RAW}]")
 
 

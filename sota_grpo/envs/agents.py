@@ -19,6 +19,7 @@ from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
+from sota_grpo.rewards.functions import plain
 from sota_grpo.rl.records import LARGEST, TASK, TURNS, GroupOutput, GroupRequest, Sampling
 from sota_grpo.tasks.wrappers import row_of
 from sota_grpo.text import one_line
@@ -163,7 +164,7 @@ def _result(content: str, is_error: bool) -> dict[str, Any]:
         value = json.loads(content)
         reward = float(value.pop("reward") if isinstance(value, dict) else value)
         if abs(reward) <= LARGEST:
-            return {"reward": reward, **({"info": value} if isinstance(value, dict) and value else {})}
+            return {"reward": reward, **({"info": plain(value)} if isinstance(value, dict) and value else {})}
     except (ValueError, TypeError, KeyError, OverflowError):
         pass
     return {"error": f"the agent returned {one_line(content, 80)}, which is no finite reward; return a number"}

@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rl.tool_schemas import call_id
-from sota_grpo.text import sentence
+from sota_grpo.text import SURROGATE, sentence
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -63,9 +63,12 @@ class ChatTokens:
     def ids(self, messages: Messages) -> tuple[int, ...]:
         """Return the token ids of the rendered messages; logs once if a message names a special token.
 
-        UserError if the template fails, or if the messages would have other special tokens than plain words have.
+        UserError if the template fails, if a message has half of a surrogate pair, or if the messages would have other
+        special tokens than plain words have.
         """
         text = self._render(messages)
+        if half := SURROGATE.search(text):
+            raise UserError(f"a message has half of a surrogate pair, {half[0]!r}, which has no tokens; remove it.")
         ids = self._tokenizer(text, add_special_tokens=self._add_special_tokens)["input_ids"]
         framing = self._framing(messages)
         # equal specials prove nothing if a content names one: a template may omit its own

@@ -34,6 +34,7 @@ from sota_grpo.rl.tool_schemas import (
     ToolCall,
     argument_error,
     call_id,
+    keyword,
     parameters_by_name,
     quoted,
 )
@@ -268,7 +269,7 @@ def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> Tool
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments are not a JSON object", identity)
     if untyped:
-        properties = tools[name].get("properties", {})
+        properties = keyword(tools[name], "properties", {})
         arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
         try:
             check_json(arguments)

@@ -24,35 +24,41 @@ from sota_grpo.http import HttpClient, ServerError
 MAX_OUTPUT_BYTES = 1 << 20
 _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # time for a killed sandbox to end after its deadline
-# starts in the sandbox: sets limits that the program cannot raise, then runs the program as main module
+# Both run the model's code in a module of sys.modules, which dataclasses, pickle and typing look up, and keep their own
+# names in a function: the code would pass without an import that it lacks, or read the marks of its tests.
+# _START runs in the sandbox: sets limits that the program cannot raise, then runs the program as main module
 _START = """
-import resource, sys
-limits = {{"AS": {memory}, "CPU": {cpu}, "FSIZE": {file}, "CORE": 0, "NOFILE": 64, "NPROC": {tasks}}}
-for name, most in limits.items():
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-with open("/program.py", encoding="utf-8", errors="surrogateescape") as file:
-    source = file.read()
-exec(compile(source, "/program.py", "exec"), {{"__name__": "__main__"}})
+def start():
+    import resource
+    limits = {{"AS": {memory}, "CPU": {cpu}, "FSIZE": {file}, "CORE": 0, "NOFILE": 64, "NPROC": {tasks}}}
+    for name, most in limits.items():
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+    with open("/program.py", encoding="utf-8", errors="surrogateescape") as file:
+        return compile(file.read(), "/program.py", "exec")
+exec(globals().pop("start")())
 """
-# runs a program, then its tests, and prints the marks of the tests that pass; other output is discarded
+# _TESTING runs a program, then its tests, and prints the marks of the tests that pass; other output is discarded
 _TESTING = """
-import json, os, sys
-job = json.loads(sys.stdin.read())
-marks = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-space = {"__name__": "program"}
-steps = [(mark, compile(step, "test", "exec")) for mark, step in job.pop("steps")]
-run, write, leave = exec, os.write, os._exit  # before the program can replace them
-try:
-    run(compile(job.pop("code"), "program", "exec"), space)
-    for mark, step in steps:
-        try:
-            run(step, space)
-        except:  # a test that raises fails, and no other
-            continue
-        write(marks, (mark + "\\n").encode())
-finally:
-    leave(0)
+def start():
+    import json, os, sys
+    job = json.loads(sys.stdin.read())
+    marks = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    program = sys.modules["program"] = type(sys)("program")
+    space = vars(program)
+    steps = [(mark, compile(step, "test", "exec")) for mark, step in job.pop("steps")]
+    run, write, leave = exec, os.write, os._exit  # before the program can replace them
+    try:
+        run(compile(job.pop("code"), "program", "exec"), space)
+        for mark, step in steps:
+            try:
+                run(step, space)
+            except:  # a test that raises fails, and no other
+                continue
+            write(marks, (mark + "\\n").encode())
+    finally:
+        leave(0)
+globals().pop("start")()
 """
 
 
@@ -201,7 +207,7 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
     list of such code and of ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing. An endless assertion
     fails, and so do all later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
     and with exit status 0; white space at the ends of lines and of the output is ignored. OSError if the sandbox itself
-    fails, SyntaxError for invalid code, KeyError for a pair without ``stdout``.
+    fails, SyntaxError or UnicodeEncodeError for invalid code, KeyError for a pair without ``stdout``.
     """
 
     def lines(text: str) -> list[str]:

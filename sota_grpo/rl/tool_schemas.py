@@ -142,8 +142,8 @@ def parameters_by_name(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Mappin
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UserError(f"tool {number} (from 0) has the name {name!r:.60}; use letters, digits and underscores")
-        parameters = function.get("parameters", {})
-        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties", {}), Mapping):
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties") or {}, Mapping):
             raise UserError(f"the parameters of the tool {name} are no JSON schema; use function_schemas")
         if name in parameters_of:
             raise UserError(f"two tools are called {name!r}; rename one")
@@ -158,22 +158,41 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
     The check reads ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``, ``prefixItems``,
     ``properties``, ``required`` and ``additionalProperties``, without which an unknown argument does not fit. Nothing
-    is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number.
+    is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number. Servers
+    send ``null``, and draft 3's ``"required": true``: keywords without a value of JSON Schema are ignored, and unknown
+    types.
     """
-    properties = parameters.get("properties", {})
-    for name in parameters.get("required", ()):
+    properties = keyword(parameters, "properties", {})
+    for name in _names(parameters, "required"):
         if name not in arguments:
             return f"the argument {name!r} is missing"
     for name, value in arguments.items():
         if name in properties:
             reason = _misfit(properties[name], value)
-        elif parameters.get("additionalProperties"):
+        elif parameters.get("additionalProperties") not in (None, False):
             reason = _misfit(parameters["additionalProperties"], value)
         else:
             return f"there is no argument {quoted(name)}; available: {', '.join(properties) or 'none'}"
         if reason is not None:
             return f"the argument {quoted(name)} {reason}"
     return None
+
+
+def keyword(schema: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of a schema's keyword if it is an object or a list as ``default`` is; else ``default``.
+
+    >>> keyword({"properties": None}, "properties", {})
+    {}
+    """
+    value = schema.get(name)
+    return value if isinstance(value, type(default)) else default
+
+
+def _names(schema: Mapping[str, Any], name: str) -> list[str]:
+    """Return the strings of a keyword that is a string or a list of strings; an empty list for any other."""
+    value = schema.get(name)
+    names = [value] if isinstance(value, str) else keyword(schema, name, [])
+    return names if all(isinstance(one, str) for one in names) else []
 
 
 def quoted(text: str) -> str:
@@ -183,44 +202,44 @@ def quoted(text: str) -> str:
 
 def _misfit(schema: Any, value: Any) -> str | None:
     """Return why ``value`` does not fit the schema, as a phrase that follows the argument's name; None if it fits."""
-    if not isinstance(schema, Mapping):  # true allows every value, false none
-        return None if schema else "is not allowed"
+    if not isinstance(schema, Mapping):  # false allows no value
+        return "is not allowed" if schema is False else None
     if value is None and schema.get("nullable"):
         return None
     for union in ("anyOf", "oneOf"):
-        if union in schema and all(_misfit(choice, value) is not None for choice in schema[union]):
+        branches = keyword(schema, union, [])
+        if branches and all(_misfit(branch, value) is not None for branch in branches):
             return f"is {_kind(value)}, which fits none of the allowed types"
-    types_of = schema.get("type", ())
-    allowed = [types_of] if isinstance(types_of, str) else [*types_of]
+    allowed = _names(schema, "type")
     if allowed and not any(_is_a(name, value) for name in allowed):
         return f"is {_kind(value)}, not {' or '.join(map(_article, allowed))}"
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices is not None and not any(type(choice) is type(value) and choice == value for choice in choices):
+    choices = keyword(schema, "enum", [schema["const"]] if "const" in schema else [])
+    if choices and not any(type(choice) is type(value) and choice == value for choice in choices):
         return f"is {quoted(json.dumps(value))}, not one of {', '.join(map(json.dumps, choices))}"
     if isinstance(value, list):
-        prefix = schema.get("prefixItems")
-        if prefix is not None and len(value) != len(prefix):
+        prefix = keyword(schema, "prefixItems", [])
+        if prefix and len(value) != len(prefix):
             return f"has {len(value)} items, not {len(prefix)}"
         for index, item in enumerate(value):
-            reason = _misfit(prefix[index] if prefix is not None else schema.get("items", True), item)
+            reason = _misfit(prefix[index] if prefix else schema.get("items"), item)
             if reason is not None:
                 return f"has an item, number {index}, that {reason}"
     if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        for name in schema.get("required", ()):
+        properties = keyword(schema, "properties", {})
+        for name in _names(schema, "required"):
             if name not in value:
                 return f"has no entry {name!r}"
         for name, item in value.items():
-            reason = _misfit(properties[name] if name in properties else schema.get("additionalProperties", True), item)
+            reason = _misfit(properties.get(name, schema.get("additionalProperties")), item)
             if reason is not None:
                 return f"has an entry {quoted(name)} that {reason}"
     return None
 
 
 def _is_a(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
+    if isinstance(value, bool) and name in _PYTHON_TYPES:
         return name == "boolean"
-    return isinstance(value, _PYTHON_TYPES.get(name, ()))
+    return isinstance(value, _PYTHON_TYPES.get(name, object))
 
 
 def _kind(value: Any) -> str:

@@ -1,13 +1,15 @@
 """Run a user's agent (``env.agent``) in an environment worker: a Python function, or a command line.
 
 A function ``run(row, base_url, api_key)``, which may be ``async``, gets the dataset row and the address and key of the
-run's server, and returns the reward: a number, or a dict with ``reward`` and further results. A command gets the row in
-a JSON file, whose path is its last argument, and address and key in the environment variables of OpenAI's and
-Anthropic's clients; the last line that it prints is the result, as JSON. Does not import torch.
+run's server, and returns the reward: a number, or a dict with ``reward`` and further results (32,768 characters in
+all). A command gets the row in a JSON file, whose path is its last argument, and address and key in the environment
+variables of OpenAI's and Anthropic's clients; the last line that it prints is the result, as JSON. Does not import
+torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -16,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +26,14 @@ from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference, load_python
+from sota_grpo.rewards.functions import plain
 from sota_grpo.text import one_line
 from sota_grpo.workers.instances import InstanceLost, InstanceSpec
 
 AGENT = "agent"
 SESSIONS = "sessions"  # the value of the option with which outside programs run the episodes
 OPTION = f"env.{AGENT}"
+_MOST_CHARS = 1 << 15  # of a result, less than a worker returns
 _LOADS = threading.Lock()
 
 
@@ -74,8 +78,8 @@ class Agent:
         """
         if self._run is not None:
             made = self._run(self._row, **arguments)
-            return made.item() if hasattr(made, "item") else made  # a scalar of numpy or torch
-        return self._command(**arguments)
+            return _awaited(made) if inspect.isawaitable(made) else _result(made)
+        return _result(self._command(**arguments))
 
     def _command(self, base_url: str, api_key: str) -> Any:
         with tempfile.TemporaryDirectory(prefix="sota_grpo_agent_") as folder:
@@ -113,6 +117,25 @@ class Agent:
         if (process := self._process) is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _awaited(made: Awaitable[Any]) -> Any:
+    return _result(await made)
+
+
+def _result(made: Any) -> Any:
+    """Return a scalar of NumPy or torch as a number, and a dict as JSON types (:func:`~.functions.plain`).
+
+    Of a dict, ``reward``, then numbers, then other entries are kept as far as they have room.
+    """
+    if not isinstance(made, Mapping):
+        return made.item() if hasattr(made, "item") else made
+    entries, kept, left = plain(made), dict[str, Any](), _MOST_CHARS
+    for name in sorted(entries, key=lambda name: (name != "reward", not isinstance(entries[name], (int, float)))):
+        size = len(json.dumps([name, entries[name]]))
+        if size <= left:
+            kept[name], left = entries[name], left - size
+    return kept
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, run_tests
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
+from sota_grpo.text import SURROGATE
 
 
 class CodeTask(FileTask):
@@ -67,11 +68,13 @@ class CodeTask(FileTask):
         column = row.get("tests")
         tests = list(column) if isinstance(column, (list, tuple)) else [column]
         for test in tests:
-            pair = isinstance(test, Mapping) and isinstance(test.get("stdout"), str)
+            pair = False
+            if isinstance(test, Mapping) and isinstance(test.get("stdout"), str):
+                pair = not any(SURROGATE.search(str(text)) for text in test.values())
             if not pair and not (isinstance(test, str) and _is_code(test)):
                 raise DatasetError(
                     f"{location}: tests must be Python code with assertions, or a list of such code and of "
-                    f"{{'stdin', 'stdout'}} pairs, found {str(test)[:60]!r}."
+                    f"{{'stdin', 'stdout'}} pairs, without halves of surrogate pairs, found {str(test)[:60]!r}."
                 )
         if not tests:
             raise DatasetError(f"{location}: tests is an empty list; give at least one test.")

@@ -266,7 +266,7 @@ def hash_ordered(examples: Iterable[Example]) -> list[Example]:
 
 
 def _hash(question: str) -> bytes:
-    return hashlib.sha256(f"0:{question}".encode()).digest()
+    return hashlib.sha256(f"0:{question}".encode("utf-8", "surrogatepass")).digest()
 
 
 def two_sides(

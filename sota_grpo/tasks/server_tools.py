@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
+from sota_grpo.rl.tool_schemas import keyword
 from sota_grpo.tasks.servers import KEY, content_text, headers_of
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceLost
@@ -198,8 +199,12 @@ class OpenEnv:
             raise self._unlike() from error
 
     def reset(self, **row: Any) -> str | None:
-        """Start an episode with ``seed`` and ``row`` in a new session; return the observation, None if empty."""
-        return self._observed(self._first({"type": "reset", "data": {"seed": self.seed, **row}}))
+        """Start an episode with ``seed`` and ``row`` in a new session; return the observation, None if empty.
+
+        A column ``seed`` replaces ``seed``, unless it is None, with which the server would draw one for each sample.
+        """
+        seed = self.seed if row.get("seed") is None else row["seed"]
+        return self._observed(self._first({"type": "reset", "data": {**row, "seed": seed}}))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
         """Execute the action, or call the tool, ``name`` after :meth:`reset`; return its observation, None if empty.
@@ -373,18 +378,18 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], di
     >>> tool["function"]["name"], tool["function"]["parameters"]["required"], fields
     ('go_up', ['steps'], {'kind': 'up'})
     """
-    definitions = schema.get("$defs", {})
-    for branch in schema.get("oneOf") or schema.get("anyOf") or [schema]:
+    definitions = keyword(schema, "$defs", {})
+    for branch in keyword(schema, "oneOf", []) or keyword(schema, "anyOf", []) or [schema]:
         if isinstance(named := branch.get("$ref"), str):
             branch = definitions.get(named.rpartition("/")[2], {})
-        properties = {name: one for name, one in branch.get("properties", {}).items() if name != "metadata"}
-        fields = {name: one["const"] for name, one in properties.items() if "const" in one}
+        properties = {name: one for name, one in keyword(branch, "properties", {}).items() if name != "metadata"}
+        fields = {name: one["const"] for name, one in properties.items() if isinstance(one, Mapping) and "const" in one}
         chosen = {name: one for name, one in properties.items() if name not in fields}
-        required = [name for name in branch.get("required", []) if name in chosen]
+        required = [name for name in keyword(branch, "required", []) if name in chosen]
         parameters = {"type": "object", "properties": chosen, "required": required}
         if "$ref" in json.dumps(chosen):
             parameters["$defs"] = definitions
-        name, purpose = tool_name(branch.get("title", "")), branch.get("description") or "Take this action."
+        name, purpose = tool_name(branch.get("title") or ""), branch.get("description") or "Take this action."
         yield function_schema(name, purpose, parameters), fields
 
 

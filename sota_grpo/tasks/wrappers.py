@@ -191,12 +191,7 @@ class FunctionScorer:
         """Return the score of one response from the functions' outputs and the task's score."""
         terms = {name: output.value for name, output in outputs.items()}
         errors = [output.error for output in outputs.values() if output.error is not None]
-        verdicts = [
-            bool(output.info[name] >= 1)
-            for output in outputs.values()
-            for name in VERDICTS
-            if isinstance(output.info.get(name), (bool, int, float))
-        ]
+        verdicts = [verdict for output in outputs.values() for verdict in _verdicts(output.info)]
         info = {  # with several functions, entries are prefixed by the function's name
             name if len(outputs) == 1 else f"{function}/{name}": value
             for function, output in outputs.items()
@@ -213,6 +208,10 @@ class FunctionScorer:
         reward = _reward(terms, self.term_weights)
         success = verdicts[0] if verdicts else reward is not None and reward > self._success_above
         return Score({name: terms[name] for name in self.term_weights}, success, info=info, reply=reply)
+
+
+def _verdicts(info: Mapping[str, Any]) -> list[bool]:
+    return [bool(info[name] >= 1) for name in VERDICTS if isinstance(info.get(name), (bool, int, float))]
 
 
 def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
@@ -280,7 +279,8 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
     """Return a copy of ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
     ``info`` gets ``tool_calls``, ``tool_errors``, ``requests`` (of an agent) and ``ended_by_turns`` (1 if the turn
-    limit ended the dialog), which are logged as metrics. A dialog whose environment was lost has an error.
+    limit ended the dialog), which are logged as metrics, and what an agent returned besides its reward; an entry
+    ``success``, ``acc`` or ``correct`` there decides success. A dialog whose environment was lost has an error.
 
     Args:
         task: any task, with its own reward or that of functions.
@@ -337,10 +337,11 @@ def _of_dialog(
     reward, terms = record.get("reward"), dict(score.terms)
     if ENVIRONMENT in term_weights:
         terms[ENVIRONMENT] = reward
-    info = {name: record[name] for name in _COUNTED if name in record}
+    returned = record.get("info", {})
+    info = {**score.info, **returned} | {name: record[name] for name in _COUNTED if name in record}
     info |= {"ended_by_turns": int(record["ended"] == TURNS)} if record else {}
-    is_success = reward is not None and reward > success_above
-    return Score(terms, score.success if adds_task_terms else is_success, info={**score.info, **info})
+    is_success = score.success if adds_task_terms else reward is not None and reward > success_above
+    return Score(terms, next(iter(_verdicts(returned)), is_success), info=info)
 
 
 def _record_of(response: str) -> Mapping[str, Any]:

@@ -148,6 +148,37 @@ def test_a_test_at_which_a_program_raises_fails_alone(fault: str) -> None:
     assert run_tests(PlainRunner(), program, "\n".join([raises, *right])) == [False, True, True]
 
 
+LOOKED_UP = {
+    "a string annotation": "from dataclasses import *\n@dataclass\nclass A:\n    x: 'int' = 1\ndef f(): return A().x",
+    "annotations as strings": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n"
+        "def f(): return A().x"
+    ),
+    "pickle": "import pickle\nclass A: x = 1\ndef f(): return pickle.loads(pickle.dumps(A())).x",
+    "type hints": (
+        "import typing\nclass A:\n    x: 'B'\nclass B: pass\ndef f(): return int(typing.get_type_hints(A)['x'] is B)"
+    ),
+    "its own module": "import sys\nx = 1\ndef f(): return sys.modules[__name__].x",
+}
+
+
+@pytest.mark.parametrize("program", LOOKED_UP.values(), ids=LOOKED_UP)
+def test_a_programs_classes_are_found_in_its_module(program: str) -> None:
+    assert run_tests(PlainRunner(), program, "assert f() == 1") == [True]
+    if why_no_bwrap() is None:
+        assert run_tests(RUNNER, f"{program}\nprint(f())", [{"stdout": "1"}]) == [True]
+
+
+def test_the_main_module_has_no_name_of_the_starters() -> None:
+    """A program that forgets an import passes nothing, and the marks of its tests are not in a module."""
+    names = "sorted(name for name in vars(__import__('__main__')) if not name.startswith('__'))"
+    assert run_tests(PlainRunner(), f"names = {names}", ["assert names == []", "assert sys", "assert os"]) == [
+        True, False, False
+    ]  # fmt: skip
+    if why_no_bwrap() is None:
+        assert printed(f"print({names})") == "[]\n"
+
+
 @needs_bwrap
 @pytest.mark.parametrize(
     "program",
@@ -244,7 +275,12 @@ def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) 
     assert task.messages(example)[-1] == {"role": "user", "content": example.query}
 
 
-@pytest.mark.parametrize("tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}]])
+HALVES = ["assert f() == '\ud83d'", [{"stdout": "\ud83d"}], [{"stdin": "\ud83d", "stdout": "1"}]]
+
+
+@pytest.mark.parametrize(
+    "tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}], *HALVES]
+)
 def test_rows_without_tests_are_refused(tests: object) -> None:
     with pytest.raises(DatasetError, match="here: "):
         CodeTask(sandbox=NOWHERE).read_row({"prompt": "?", "tests": tests}, "here")

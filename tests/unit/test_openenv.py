@@ -220,6 +220,24 @@ def test_a_union_is_a_tool_for_each_type_of_action(urls: dict[str, str]) -> None
         assert instances.finish(key).result(WAIT_S) == 2.0
 
 
+@pytest.mark.parametrize(("row", "seed"), [({}, 3), ({"seed": None}, 3), ({"seed": 8}, 8)], ids=str)
+def test_siblings_share_a_seed_whatever_their_row_has(row: dict[str, Any], seed: int) -> None:
+    """An empty cell is no seed: with null, a server draws one for each session."""
+    game, sent = server_tools.OpenEnv("http://127.0.0.1:9"), []
+    game.seed, game._lists_tools = 3, False
+    game._first = lambda message: sent.append(message) or {"observation": {}}
+    game.reset(**row, level=1)
+    assert sent == [{"type": "reset", "data": {"level": 1, "seed": seed}}]
+
+
+def test_an_action_whose_schema_has_null_for_what_is_absent_is_a_tool() -> None:
+    schema = {"title": "StopAction", "description": None, "oneOf": None, "anyOf": None, "$defs": None, "required": None}
+    for properties in (None, {"kind": {"const": "stop"}, "why": True}):
+        ((tool, fields),) = server_tools.action_types(schema | {"properties": properties})
+        assert (tool["function"]["name"], tool["function"]["parameters"]["required"]) == ("stop", [])
+        assert fields == ({"kind": "stop"} if properties else {})
+
+
 def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:
     with started(urls["notes"]) as instances:
         instances.wait_ready()

@@ -111,6 +111,14 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
 
+def test_a_prompt_with_half_of_a_surrogate_pair_is_one_that_cannot_be_read(tmp_path: Path) -> None:
+    path = table(tmp_path / "rows.jsonl", [("half \ud83d " if i % 7 == 2 else "") + f"row {i}?" for i in range(40)])
+    with pytest.raises(UserError, match=rf"^the prompt of 'half .*' \({path}, row \d+\): .* half of a surrogate pair"):
+        env_of(of_table(path))
+    task = env_of(of_table(path, "env.skip_unreadable=true")).task
+    assert sorted(int(one.query[4:-1]) for one in (*task.train, *task.heldout)) == [i for i in range(40) if i % 7 != 2]
+
+
 def test_a_row_cannot_forge_a_line_of_the_log(long_rows: Path, caplog: pytest.LogCaptureFixture) -> None:
     turns = [{"role": "x\n2026-01-01 ERROR sota_grpo: forged", "content": "?"}, {"role": "user", "content": "?"}]
     with long_rows.open("a") as file:

@@ -163,7 +163,7 @@ def test_an_unknown_format_is_named() -> None:
 
 
 HOSTILE = [
-    "\\boxed{", "{", "}", "\\", "1", "1,", "1,111", ",111", "1/", "-", "$-", " ", "\n", ".1", "1e", "a1",
+    "\\boxed{", "{", "}", "\\", "1", "1,", "12,", "1,111", ",111", "1/", "-", "$-", " ", "\n", ".1", "1e", "a1",
     "<answer>", "</answer>", "####", "<think>", "</think>", "<", "\\boxed ", "\\frac{1}{",
     "\\boxed{1},", "\\boxed{1} and ", "\\boxed{\\boxed{", "$", "$x$", "$x$,", "$$", "\\$", "$ ", "\\(", "\\[x\\]",
     "\\[", "answer", "answer is ", "answer is 5 or", "answer:", "x ", "\\x",
@@ -178,6 +178,16 @@ def test_a_long_text_of_anything_takes_linear_time(unit: str | None) -> None:
         answer = extract_answer(text, answer_format)
         assert answer is None or len(answer) < 64 or parse_number(answer) is None
     extract_answer(text, "any", mathematics=True)
+
+
+def test_a_number_may_fill_an_answer_and_none_is_the_end_of_a_longer_list() -> None:
+    for number, value in (("1" + ",000" * 63, 10**189), ("1" + ",00" * 83 + ",000", 10**169)):
+        assert parse_number(number) == value
+        assert find_last_number(f"so {number}.") == number
+    for longer in ("1" + ",00" * 20_000 + ",000", "1" + ",123" * 90 + ",12" * 3 + ",123", "7" + ",123" * 20_000):
+        last = find_last_number(longer)
+        assert last is not None
+        assert parse_number(last) is None
 
 
 SEED = random.randrange(1 << 30)

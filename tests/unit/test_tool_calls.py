@@ -178,6 +178,24 @@ def ids_of(tokenizer: Any, text: str, *, spelled: bool = False) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=spelled)["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["tiny", "xml"])
+def test_a_schema_with_null_for_what_is_absent_is_read(name: str) -> None:
+    """Of a server, or an agent's request: a call is read as if the keywords were absent."""
+    tokenizer = make_tokenizer(*FORMATS[name])
+    properties = {"path": {"type": "string", "required": True}, "depth": {"type": None, "anyOf": None}}
+    schemas = [
+        {"type": "function", "function": {"name": tool, "description": "List.", "parameters": parameters}}
+        for tool, parameters in (
+            ("list", {"type": "object", "properties": properties, "required": None}),
+            ("stop", {"type": "object", "properties": None}),
+        )
+    ]
+    reader = ToolCallReader(tokenizer, schemas)
+    calls = [("list", {"path": "a", "depth": "1"}), ("stop", {})]
+    said = turn_of(tokenizer, calls)
+    assert [call.error for call in reader.read(ids_of(tokenizer, said)).calls] == [None, None], said
+
+
 # round trips ---------------------------------------------------------------------------------------------------------
 
 WORDS = st.text(  # without marks, which the tokenizer's normaliser would join with what precedes them

@@ -131,6 +131,31 @@ def test_arguments_are_checked_as_jsonschema_does(schema: dict[str, Any], value:
     assert (reason is None) == Draft202012Validator(schema).is_valid(value), reason
 
 
+KEYWORDS = ("type", "nullable", "enum", "anyOf", "oneOf", "items", "prefixItems", "properties", "required")
+IGNORED = [{name: odd} for name in (*KEYWORDS, "additionalProperties") for odd in (None, True)]
+IGNORED += [None, {"type": [None]}, {"type": [{}, "null"]}, {"type": ""}, {"type": "any"}, {"required": [{}]}]
+IGNORED += [{"anyOf": []}, {"enum": []}, {"properties": []}, {"properties": {"k": None}}]
+
+
+@pytest.mark.parametrize("schema", IGNORED, ids=str)
+def test_keywords_without_a_value_that_can_be_used_are_ignored(schema: Any) -> None:
+    """Servers send null for what is absent, and draft 3's ``"required": true``: neither refuses an argument."""
+    nested = {"properties": {"k": schema}, "items": schema, "anyOf": [schema]}
+    for value in ({"k": 1}, [1], "x", True, None):
+        assert argument_error({"properties": {"it": schema}}, {"it": value}) is None
+        assert argument_error({"properties": {"it": nested}}, {"it": value}) is None
+
+
+@pytest.mark.parametrize(
+    "none", [None, [], {}, *({name: None} for name in ("properties", "additionalProperties"))], ids=str
+)
+def test_a_tool_may_have_no_arguments(none: Any) -> None:
+    tool = parameters_by_name([{"name": "a", "parameters": none}])["a"] | {"required": None}
+    assert argument_error(tool, {}) is None
+    assert argument_error(tool, {"x": 1}) == "there is no argument 'x'; available: none"
+    assert argument_error(tool | {"additionalProperties": {}}, {"x": 1}) is None
+
+
 @pytest.mark.parametrize(
     ("schemas", "reason"),
     [

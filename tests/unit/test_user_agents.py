@@ -19,7 +19,7 @@ from sota_grpo.envs.agents import AgentEngine, Agents
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, SampledText, Sampling
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
@@ -70,6 +70,14 @@ def wordy(row, base_url, api_key):
 
 def huge(row, base_url, api_key):
     return 10**400
+
+def rich(row, base_url, api_key):
+    import numpy
+    entries = {"log": "x" * 70_000, "hops": numpy.int64(3), "loss": float("nan"), "acc": numpy.bool_(False)}
+    return {**entries, "reward": numpy.float32(0.5)}
+
+async def rich_later(row, base_url, api_key):
+    return rich(row, base_url, api_key)
 
 def hangs(row, base_url, api_key):
     ask(base_url, api_key, row["prompt"])
@@ -154,6 +162,17 @@ def test_an_agent_that_fails_has_an_error_and_no_reward(run, name, words) -> Non
     assert not run.rig.gateway.sessions
 
 
+PRINTED = "import json; print(json.dumps(dict(log='x' * 70_000, hops=3, loss=float('nan'), acc=False, reward=0.5)))"
+
+
+@pytest.mark.parametrize("name", ["rich", "rich_later", shlex.join([sys.executable, "-c", PRINTED])])
+def test_a_reward_beside_entries_of_any_type_and_length_is_kept(run, name) -> None:
+    """Arrays' numbers are numbers, NaN is null, and a text without room is left out."""
+    (sample,) = run(name).samples
+    assert (sample.record["reward"], sample.record["error"]) == (0.5, None)
+    assert sample.record["info"] == {"hops": 3, "loss": None, "acc": False}
+
+
 def test_the_server_is_asked_without_a_proxy_however_many_episodes_there_are(monkeypatch) -> None:
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "example.org")
@@ -210,6 +229,17 @@ def test_rows_of_agents_are_graded_by_their_rewards(run, file) -> None:
     assert [score.success for score in graded.scores] == [True, True]
 
 
+def test_what_an_agent_returns_besides_its_reward_is_information_of_its_score(run) -> None:
+    """Numbers there are metrics; a verdict decides success, as one of a reward function does."""
+    for adds_task_terms in (False, True):
+        task = with_tools(run.task, has_reward=True, adds_task_terms=adds_task_terms)
+        for info, success in (({"hops": 3}, True), ({"hops": 3, "acc": False}, False), ({"hops": 3, "acc": 1}, True)):
+            record = {"reward": 0.5, "error": None, "info": info, "ended": "answer", "requests": 2}
+            text = run.task.gold_response(run.task.train[0])
+            score = task.score(SampledText(text, (), record), run.task.train[0])
+            assert (score.success, score.info["hops"], score.info["requests"]) == (success, 3, 2)
+
+
 def test_outside_programs_run_episodes_and_end_them_with_a_reward(run) -> None:
     rig, queue = run.rig, SessionQueue(2.0, "outside")
     with closing(Gateway(rig.engine, rig.tokenizer, queue=queue)) as gateway:
@@ -222,7 +252,7 @@ def test_outside_programs_run_episodes_and_end_them_with_a_reward(run) -> None:
         assert post("/v1/sessions", "wrong").status == 401
         request = GroupRequest(0, (), 3, seed=1, example=run.task.train[0])
         future = engine.submit(request, Sampling(max_tokens=30))
-        for reward in (0.5, {"reward": 2, "steps": 3}, None):
+        for reward in (0.5, {"reward": 2, "steps": 3, "loss": float("nan")}, None):
             episode = post("/v1/sessions", "outside").json()
             assert episode["base_url"] == f"{gateway.url}/v1"
             messages = {"messages": episode["row"]["prompt"]}
@@ -232,7 +262,7 @@ def test_outside_programs_run_episodes_and_end_them_with_a_reward(run) -> None:
         records = [sample.record for sample in future.result(timeout=60).samples]
     assert [record["reward"] for record in records] == [0.5, 2.0, None]
     assert "TimeoutError" in records[2]["error"]
-    assert records[1]["info"] == {"steps": 3}
+    assert records[1]["info"] == {"steps": 3, "loss": None}
 
 
 def test_a_saved_config_runs_its_agent_with_consent_only() -> None:
