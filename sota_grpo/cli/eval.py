@@ -66,7 +66,8 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate the model or run, print the result, write the files of ``--out`` and ``--responses``; return 0."""
     _require_writable(options.out)
-    if options.responses is not None and options.responses == options.out:
+    files = [Path(name).resolve() for name in (options.out, options.responses) if name is not None]
+    if len(files) != len({*files}):
         raise UserError(f"--out and --responses both write {options.out}; give two files.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
