@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from sota_grpo import keys
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.rl.records import TASK, Example, metric_tasks
 from sota_grpo.rl.table import Row, RowTable
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -56,10 +59,14 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         keys.EXTRA, keys.REWARD_INFO, *((*keys.REWARD_TERMS, name) for name in batch.names(keys.REWARD_TERMS))
     )
     extras = _extras(rows)
-    numbers = [
-        {info_metric(name, extra.get(TASK)): value for name, value in _info(row).items() if is_number(value)}
-        for row, extra in zip(rows, extras, strict=True)
-    ]
+    numbers, named = [dict[str, float]() for _ in rows], dict[str, str]()
+    for row, extra, values_of_row in zip(rows, extras, numbers, strict=True):
+        for name, value in _info(row).items():
+            metric = info_metric(name, extra.get(TASK))
+            if is_number(value) and (first := named.setdefault(metric, name)) == name:
+                values_of_row[metric] = value
+            elif is_number(value):
+                _warn_of_one_name(metric, first, name)
     means |= {term_metric(name): value for name, value in _means([_terms(row) for row in rows]).items()}
     means |= _means(numbers)
     columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
@@ -69,6 +76,12 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
+
+
+@lru_cache
+def _warn_of_one_name(metric: str, logged: str, name: str) -> None:
+    """Log, once per process, that a grader's number ``name`` has no metric, because ``logged`` has its name."""
+    logger.warning("%s is the grader's %r; its %r would have that name: rename one to log both.", metric, logged, name)
 
 
 def _jumps(row: Row) -> torch.Tensor:
