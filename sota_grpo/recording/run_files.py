@@ -233,7 +233,7 @@ def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 record = json.loads(file.read())
             if not _is_replay(record):
                 raise ValueError(path)
-            replays.append(record)
+            replays.append({name: record[name] for name in ("title", "tables", "notes")})
         except (OSError, ValueError, RecursionError) as error:
             problem = getattr(error, "strerror", None) or "it was not written by sota-grpo replay"
             sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))

@@ -29,6 +29,7 @@ from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, witho
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
+from sota_grpo.recording.metrics import is_number
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import (
     BEST_FILE,
@@ -262,7 +263,8 @@ class Run:
         if name is None:
             self.checkpoints.best = best.get("step")
             return
-        self.best = best["value"] if best.get("metric") == name and best.get("step") in there else None
+        is_known = best.get("metric") == name and best.get("step") in there and is_number(best.get("value"))
+        self.best = best["value"] if is_known else None
         self.checkpoints.best = None if self.best is None else best["step"]
         if self.best is None:
             path.unlink(missing_ok=True)

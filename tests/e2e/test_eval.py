@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -148,6 +149,35 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
     output = capsys.readouterr().err
     assert sentence in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("run.json", '{"finished": true}', []),
+        ("run.json", '{"finished": true, "num_steps": 2, "reached": 3}', []),
+        ("best.json", '{"value": 0.5}', ["--step", "best"]),
+        ("before.json", '{"steps": 1, "counts": {}, "problems": "x", "max_tokens": 1}', ["--against", "before.json"]),
+    ],
+)
+def test_a_damaged_file_is_named(
+    name: str,
+    text: str,
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf", "config.json").write_text("{}")
+    Path("config.yaml").write_text("model: {name: tiny}")
+    Path(name).write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", ".", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"sota-grpo: .*{name} is .*damaged.*\n", error)
 
 
 @pytest.mark.slow
