@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -136,8 +137,8 @@ def _run_target(
         for sentence in a_mixture_names_tasks_and_their_options(config):
             raise UserError(sentence)
         config = task_configs(config)[task]
-    exported = exported_steps(run_dir, config)
-    if step is None and exported is not None:
+    exported = exported_steps(run_dir, config) if step is None else None
+    if exported is not None:
         of_stored = ("model.name", "model.size", "model.quantization", "model.load_kwargs")
         _require_unset(overrides, f"that of {name}", *of_stored)
         config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
@@ -154,10 +155,21 @@ def _require_unset(overrides: Sequence[str], model: str, *options: str) -> None:
 
 
 def exported_steps(run_dir: Path, config: Config) -> int | None:
-    """Return the training steps of a finished run's exported model; None if it is not finished or exported none."""
+    """Return the training steps of a finished run's exported model; None if it is not finished or exported none.
+
+    UserError if its record is damaged.
+    """
     record = read_record(run_dir) or {}
     is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
-    return int((record.get("reached") or {}).get("step", record["num_steps"])) if is_whole else None
+    reached = record.get("reached") or {"step": record.get("num_steps")}
+    return _step_of(reached, run_dir / RUN_FILE) if is_whole else None
+
+
+def _step_of(record: Any, path: Path) -> int:
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int):
+        raise UserError(f"{path} is damaged: it has no number of steps; give one with --step.")
+    return step
 
 
 def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, Path]:
@@ -166,7 +178,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
         best = read_json(run_dir / BEST_FILE)
         if not best:
             raise UserError(f"{run_dir} has no {BEST_FILE}, which train.keep_best=METRIC writes; give a step instead.")
-        step = int(best["step"])
+        step = _step_of(best, run_dir / BEST_FILE)
     paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has no checkpoint; resume the run if it is unfinished, or give another run.")

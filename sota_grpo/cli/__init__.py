@@ -27,7 +27,7 @@ _NO_PREFIX = "\0"  # begins no argument, so argparse passes all arguments to Hyd
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a ``sota-grpo`` command and exit: 2 after a user's mistake, 1 after a failure, 130 after Ctrl-C, else 0."""
     argv = sys.argv[1:] if arguments is None else arguments
-    run_command("sota-grpo", lambda: _run(without_tokens(argv)), "nothing was written")
+    run_command("sota-grpo", lambda: _run(argv), "nothing was written")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -47,8 +47,9 @@ def _run(arguments: Sequence[str]) -> int:
     options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) after options
     if left and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        options.overrides = [*options.overrides, *left]
+    overrides = without_tokens([*getattr(options, "overrides", ()), *left])  # other arguments are texts of the user
+    if hasattr(options, "overrides"):
+        options.overrides = overrides
     return options.run(options)
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
     from sota_grpo.training.evaluate import Evaluator, Response
 
+_OF_ANOTHER = ("model", "steps", "task", "max_tokens", "problems", "num_problems", "greedy", "counts")  # of --against
 _PLAIN_LINE_S = 10.0  # seconds between lines of progress if stderr is no terminal
 
 
@@ -66,7 +67,8 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Evaluate the model or run, print the result, write the files of ``--out`` and ``--responses``; return 0."""
     _require_writable(options.out)
-    if options.responses is not None and options.responses == options.out:
+    files = [Path(name).resolve() for name in (options.out, options.responses) if name is not None]
+    if len(files) != len({*files}):
         raise UserError(f"--out and --responses both write {options.out}; give two files.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
@@ -146,11 +148,18 @@ def _read_result(name: str) -> dict[str, Any]:
     """Read a result file that ``--out`` has written."""
     try:
         result = json.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--against {name} cannot be read ({error}); give a file that --out has written.") from error
-    if not isinstance(result, dict) or not {"steps", "counts", "problems", "max_tokens"} <= result.keys():
-        raise UserError(f"--against {name} is not a result of sota-grpo eval; give a file that --out has written.")
-    return result
+    try:
+        used = {key: result[key] for key in _OF_ANOTHER}
+        shares = [used["greedy"] if key == "accuracy" else used["greedy"][key] for key in used["counts"]]
+        for share, counts in zip(shares, used["counts"].values()):
+            _ = share["accuracy"] + share["stderr"], sum(hits for hits, _ in counts) / sum(tried for _, tried in counts)
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(
+            f"--against {name} is not a result of sota-grpo eval, or damaged; give a file that --out has written."
+        ) from error
+    return used
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -175,8 +176,14 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
     if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is not an empty folder; name a new one, or empty it.")
     try:
-        with atomic_folder(out) as partial:
-            yield partial
+        if out.is_dir() and not is_ours:  # it may be the working directory or a mount, which nothing can replace
+            with tempfile.TemporaryDirectory(prefix=".export_", dir=out) as partial:
+                yield Path(partial)
+                for path in [*Path(partial).iterdir()]:
+                    path.rename(out / path.name)
+            return
+        with atomic_folder(out.resolve()) as folder:
+            yield folder
     except UserError:
         raise
     except OSError as error:

@@ -30,7 +30,7 @@ _TASK = r"[A-Za-z_][\w-]*"
 #: Patterns of the placeholders in names; in a mixture the task's name precedes the name of a term or number.
 _PLACEHOLDERS = {
     "<term>": rf"({_TASK}/)?[A-Za-z_][\w.-]*",
-    "<name>": rf"({_TASK}/)?[\w.-]+",
+    "<name>": rf"({_TASK}/)?(?u:[\w.-])+",
     "<task>": rf"{_TASK}(/{_TASK})?",
 }
 
@@ -214,10 +214,12 @@ def term_metric(term: str) -> str:
 def info_metric(name: str, task: str | None = None) -> str:
     """Return the metric of a grader's number ``name`` (of ``task`` in a mixture), with ``_`` for odd characters.
 
-    >>> info_metric("acc"), info_metric("pass rate", "maths")
-    ('grader/acc', 'grader/maths/pass_rate')
+    Letters and digits of all alphabets are kept.
+
+    >>> info_metric("长度"), info_metric("pass rate", "maths")
+    ('grader/长度', 'grader/maths/pass_rate')
     """
-    return ("grader/" if task is None else f"grader/{task}/") + (re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) or "_")
+    return ("grader/" if task is None else f"grader/{task}/") + (re.sub(r"[^\w.-]", "_", name) or "_")
 
 
 def is_number(value: object) -> bool:

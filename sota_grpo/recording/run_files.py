@@ -25,7 +25,7 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 EVALUATED = "eval/accuracy"  # metric that only rows of evaluations have
-OVERRIDES_FILE = ".hydra/overrides.yaml"  # written by Hydra, before any other file
+OVERRIDES_FILE = ".hydra/overrides.yaml"  # written first once the directory is locked
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf"  # the exported model
 INPUTS = "inputs"  # Python inputs
@@ -233,7 +233,7 @@ def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 record = json.loads(file.read())
             if not _is_replay(record):
                 raise ValueError(path)
-            replays.append(record)
+            replays.append({name: record[name] for name in ("title", "tables", "notes")})
         except (OSError, ValueError, RecursionError) as error:
             problem = getattr(error, "strerror", None) or "it was not written by sota-grpo replay"
             sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from sota_grpo import keys
 from sota_grpo.recording.metrics import info_metric, is_number, term_metric
 from sota_grpo.rl.records import TASK, Example, metric_tasks
 from sota_grpo.rl.table import Row, RowTable
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, str]]
 _NUMBERS = (
@@ -63,11 +66,16 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     rows = batch.rows(keys.EXTRA, keys.REWARD_INFO)
     extras = _extras(rows)
     infos: dict[str, list[float]] = {}
+    named: dict[str, str] = {}  # the grader's name of each metric
     for row, extra in zip(rows, extras, strict=True):
-        info = json.loads(row[keys.REWARD_INFO], parse_constant=str)
-        of_row = {info_metric(name, extra.get(TASK)): value for name, value in info.items() if is_number(value)}
-        for name, value in of_row.items():  # names that differ only in odd characters are one metric
-            infos.setdefault(name, []).append(float(value))
+        for name, value in json.loads(row[keys.REWARD_INFO], parse_constant=str).items():
+            if not is_number(value):
+                continue
+            metric = info_metric(name, extra.get(TASK))
+            if (first := named.setdefault(metric, name)) == name:
+                infos.setdefault(metric, []).append(float(value))
+            else:
+                _warn_of_one_name(metric, first, name)
     means |= {name: statistics.fmean(infos[name]) for name in sorted(infos)}
     columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
     tasks = [metric_tasks(extra) for extra in extras]
@@ -76,6 +84,12 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
+
+
+@lru_cache
+def _warn_of_one_name(metric: str, logged: str, name: str) -> None:
+    """Log, once per process, that a grader's number ``name`` has no metric, because ``logged`` has its name."""
+    logger.warning("%s is the grader's %r; its %r would have that name: rename one to log both.", metric, logged, name)
 
 
 def _jumps(row: Row) -> torch.Tensor:

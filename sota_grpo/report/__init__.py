@@ -185,7 +185,7 @@ def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
             and name.partition(".")[0] not in FREE_SECTIONS
             and not (name in inputs and Path(str(value)).parent.name == INPUTS)
         )
-        key = (signed, safe_json(run.passed)) if signed else index  # a run without a config is a group of its own
+        key = (signed, shown(run.passed)) if signed else index  # a run without a config is a group of its own
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

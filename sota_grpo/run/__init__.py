@@ -17,22 +17,25 @@ if TYPE_CHECKING:
 
 
 def launch(
-    config: Config, run_dir: Path, inputs: PythonInputs | None = None, *, before: Callable[[], None] = lambda: None
+    config: Config,
+    run_dir: Path,
+    inputs: PythonInputs | None = None,
+    *,
+    on_locked: Callable[[Path], object] = lambda run_dir: None,
 ) -> None:
     """Check the config, import torch, and train until the last step or ``eval.target``.
 
-    ``before`` is called after the checks and before torch is imported. ``inputs.run_dir`` becomes the run's directory.
+    ``on_locked`` is called with the run's directory once this process has locked it; ``inputs.run_dir`` becomes that.
     UserError: the run cannot start or continue. KeyboardInterrupt: an interrupt; the message may say how to resume.
     """
     preflight(config, run_dir)
-    before()
     with Heartbeat():
         announce(config)
         from sota_grpo.assembly.python_inputs import PythonInputs
         from sota_grpo.run.app import CONTINUES, train
 
         inputs = inputs or PythonInputs()
-        done = train(config, run_dir, inputs)
+        done = train(config, run_dir, inputs, on_locked=on_locked)
     is_finished = (read_record(inputs.run_dir or run_dir) or {}).get("finished")  # at its last step, or its target
     if done < num_steps(config) and not is_finished:
         raise KeyboardInterrupt(CONTINUES)

@@ -119,9 +119,10 @@ class Result:
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
             steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
-            indices = (0, -1) if len(steps) > 1 else (0,)
+            counts = evaluations["eval/num_samples"]
+            indices = (0, -1) if len(steps) > 1 and counts.iloc[0] == counts.iloc[-1] else (-1,)  # else one of a subset
             shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in indices)
-            problems = int(evaluations["eval/num_samples"].iloc[-1])
+            problems = int(counts.iloc[-1])
             lines.append(f"held out   {shown} right of {problems} problems, greedy")
             rewards = evaluations.get("eval/reward")
             if rewards is not None and not (rewards == evaluations[EVALUATED]).all():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, witho
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
+from sota_grpo.recording.metrics import is_number
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import (
     BEST_FILE,
@@ -268,7 +269,8 @@ class Run:
         if name is None:
             self.checkpoints.best = best.get("step")
             return
-        self.best = best["value"] if best.get("metric") == name and best.get("step") in there else None
+        is_known = best.get("metric") == name and best.get("step") in there and is_number(best.get("value"))
+        self.best = best["value"] if is_known else None
         self.checkpoints.best = None if self.best is None else best["step"]
         if self.best is None:
             path.unlink(missing_ok=True)
@@ -366,20 +368,26 @@ class Run:
         self.components.close()
 
 
-def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> int:
+def train(
+    config: Config,
+    run_dir: Path,
+    inputs: PythonInputs | None = None,
+    *,
+    on_locked: Callable[[Path], object] = lambda run_dir: None,
+) -> int:
     """Validate the config, build components, train and close; return the completed steps, with those before a resume.
 
     A finished run is not trained again. Paths of existing files in ``config`` become absolute. ``inputs.run_dir``
-    becomes the directory of the run: ``run_dir``, or that of the run to resume. Number of threads, random states and
-    transformers' progress bars are restored. UserError: the run cannot start or continue. KeyboardInterrupt: Ctrl-C at
-    start-up, or a second one; the first saves and returns.
+    becomes the directory of the run, ``run_dir`` or that of the run to resume, and ``on_locked`` is called with it once
+    it is locked. Number of threads, random states and transformers' progress bars are restored. UserError: the run
+    cannot start or continue. KeyboardInterrupt: Ctrl-C at start-up, or a second one; the first saves and returns.
     """
     require_tokens()
     validate(config)
     threads, random_state, had_bars = torch.get_num_threads(), rng_state(), is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        return _train(config, run_dir, inputs or PythonInputs())
+        return _train(config, run_dir, inputs or PythonInputs(), on_locked)
     finally:
         torch.set_num_threads(threads)
         set_rng_state(random_state)
@@ -387,11 +395,12 @@ def train(config: Config, run_dir: Path, inputs: PythonInputs | None = None) -> 
             enable_progress_bar()
 
 
-def _train(config: Config, run_dir: Path, inputs: PythonInputs) -> int:
+def _train(config: Config, run_dir: Path, inputs: PythonInputs, on_locked: Callable[[Path], object]) -> int:
     anchor_paths(config)
     signed = asdict(config) | inputs.signature
     total = num_steps(config)
     with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
+        on_locked(directory.path)
         inputs.write(directory.path, config)
         if directory.finished:
             reached = directory.reached

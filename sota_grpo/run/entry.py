@@ -30,7 +30,7 @@ from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_command
 from sota_grpo.files import write_text
-from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, note_failure, reason
+from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, is_held, note_failure, reason
 from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
 from sota_grpo.text import RED, ConsoleHandler, Output, readable, say
@@ -291,13 +291,17 @@ class Jobs:
             return objective(run_dir)
         except RunRefused as error:  # the directory is another run's
             self._print_error(error)
-        except Exception as error:  # of any kind: the other runs of the sweep still run
+        except (Exception, KeyboardInterrupt) as error:  # of any kind: the other runs of the sweep still run
+            with suppress(OSError, UserError):
+                if not is_held(run_dir):  # by another process
+                    note_options(run_dir, composed)
+                    if isinstance(error, Exception):
+                        note_failure(run_dir, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
             if not isinstance(error, self._mistakes):
                 traceback.print_exc()
             self._print_error(error)
-            with suppress(OSError, UserError):
-                note_options(run_dir, composed)
-                note_failure(run_dir, error)
         finally:
             with suppress(OSError, UserError):  # printed at the end
                 write_summary(sweep_dir)
@@ -374,5 +378,5 @@ def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     config = resumed_config(config, overrides)
-    launch(config, run_dir, before=lambda: note_options(run_dir, composed))
+    launch(config, run_dir, on_locked=lambda path: note_options(path, composed))
     return config

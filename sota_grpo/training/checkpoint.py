@@ -32,6 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import PicklingError
 from typing import IO, Any, cast
 
 import numpy as np
@@ -43,7 +44,7 @@ from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.sharding import Ranks, local_shard
 from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
-from sota_grpo.text import one_line
+from sota_grpo.text import one_line, sentence
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
 from sota_grpo.workers.packing import emptied, filled
@@ -114,8 +115,8 @@ class CheckpointStore:
             shards: the files that ranks are writing in a :meth:`folder` of this step; ``save`` waits for them.
 
         Raises:
-            TypeError: ``torch.load(weights_only=True)`` would refuse to read a value; the message has its type.
-            CheckpointError: a write failed (disk full, no permission) or a rank died; older checkpoints are unchanged.
+            CheckpointError: a write failed (disk full, no permission), a rank died, or a value cannot be pickled or
+                would be refused by ``torch.load(weights_only=True)``; older checkpoints are unchanged.
         """
         path = self.directory / f"checkpoint_{step:06d}.pt"
         earlier = _inode(path)
@@ -319,9 +320,18 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, cast(IO[bytes], writer))
         except RuntimeError as error:
             raise writer.error or error from error
+        except (TypeError, AttributeError, PicklingError) as error:  # it cannot be pickled
+            raise _not_plain(sentence(error).rstrip(".")) from error
         file.write(_MAGIC + writer.hash.digest())
     if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise TypeError(f"a checkpoint holds only tensors, dicts, lists, tuples and plain values, not {refused[0]}")
+        raise _not_plain(f"not {refused[0]}")
+
+
+def _not_plain(reason: str) -> RunFailed:
+    return RunFailed(
+        f"it holds only tensors, dicts, lists, tuples and plain values ({reason}), and so must the state_dict() of a "
+        "sampler of train.sampler"
+    )
 
 
 def _require_intact(file: IO[bytes], path: str | os.PathLike[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> N
     script = tmp_path / "bug.py"
     script.write_text(
         "import sota_grpo.run.app as app, sota_grpo.run.entry as entry\n"
-        "def deep(config, run_dir, passed): raise OSError('deep inside')\n"
+        "def deep(config, run_dir, passed, **_): raise OSError('deep inside')\n"
         "app.train = deep\n"
         "entry.entry('sync')"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -135,6 +136,7 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
         (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
+        (["tiny", "--out", "a.json", "--responses", "./a.json"], "--out and --responses both write a.json; give two"),
         (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
         (["tiny", "--temperature", "0"], "is not a temperature above 0"),
@@ -147,6 +149,35 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: 
     output = capsys.readouterr().err
     assert sentence in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("run.json", '{"finished": true}', []),
+        ("run.json", '{"finished": true, "num_steps": 2, "reached": 3}', []),
+        ("best.json", '{"value": 0.5}', ["--step", "best"]),
+        ("before.json", '{"steps": 1, "counts": {}, "problems": "x", "max_tokens": 1}', ["--against", "before.json"]),
+    ],
+)
+def test_a_damaged_file_is_named(
+    name: str,
+    text: str,
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    Path("hf", "config.json").write_text("{}")
+    Path("config.yaml").write_text("model: {name: tiny}")
+    Path(name).write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", ".", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"sota-grpo: .*{name} is .*damaged.*\n", error)
 
 
 @pytest.mark.slow

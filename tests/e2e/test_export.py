@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -110,11 +111,19 @@ def test_verls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
         export(run_dir, "--to", "verl")
+        monkeypatch.chdir(run_dir / "export" / "verl")
+    export(run_dir, "--to", "verl", "--out", ".")
     assert (run_dir / "export" / "verl" / "run_verl.sh").is_file()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    export(run_dir, "--to", "hf", "--step", "1", "--out", ".")
+    assert {"config.json", "model.safetensors", "README.md"} < {path.name for path in Path().iterdir()}
+    shutil.rmtree(tmp_path / "empty")
+    monkeypatch.undo()
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(SystemExit) as ended:
         main(["export", str(run_dir), "--to", "verl", "--out", str(tmp_path)])

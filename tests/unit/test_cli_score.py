@@ -189,7 +189,8 @@ def test_an_interrupt_says_how_many_rows_are_written(
 
 def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "scored.jsonl"
-    assert ended("--task", "gsm8k", "--text", "#### 4", "--row", '{"answer": "4"}', "--output", str(target)) == 0
+    text = "I set api_key = 5, so #### 4"  # no option with a key
+    assert ended("--task", "gsm8k", "--text", text, "--row", '{"answer": "4"}', "--output", str(target)) == 0
     assert json.loads(target.read_text())["reward"] == 1.0
     assert capsys.readouterr().out == ""
 

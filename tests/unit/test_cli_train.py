@@ -22,7 +22,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     def run(*arguments: str) -> list[Config]:
         actual: list[Config] = []
 
-        def train(config: Config, run_dir: Path, passed: object = None) -> int:
+        def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
             actual.append(config)
             return num_steps(config)
 

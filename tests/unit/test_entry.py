@@ -21,7 +21,7 @@ from sota_grpo.recording.run_files import FAILURE_FILE, read_json
 from sota_grpo.run import entry
 from sota_grpo.run.app import CONTINUES, train
 from sota_grpo.sweeps import SWEEP_FILE
-from sota_grpo.training.runs import RunRefused
+from sota_grpo.training.runs import RunRefused, open_run
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 def noting(found: list[Config]) -> Callable[..., int]:
     """A fake training that records its config and does all steps."""
 
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object, on_locked: Callable[[Path], None]) -> int:
+        on_locked(run_dir)
         found.append(config)
         return num_steps(config)
 
@@ -51,7 +52,7 @@ def noting(found: list[Config]) -> Callable[..., int]:
 
 
 def raising(error: BaseException) -> Callable[..., int]:
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
         raise error
 
     return train
@@ -68,7 +69,8 @@ def test_overrides_may_be_on_both_sides_of_an_option(command, tmp_path: Path) ->
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object, on_locked: Callable[[Path], None]) -> int:
+        on_locked(run_dir)
         (run_dir / "run.json").write_text("{}")
         return num_steps(config)
 
@@ -80,6 +82,19 @@ def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, 
     assert command(train, "seed=4", "optimizer.lr=0.5") == 2
     assert command(train, "seed=5", "train.resume=auto") == 0
     assert {path.name: path.read_text() for path in noted.iterdir()} == before
+
+
+def test_only_the_process_with_the_lock_writes_to_a_directory(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two commands that start in one second, the second is refused after its checks; a sweep may be, before them."""
+    monkeypatch.setattr(sota_grpo.run, "preflight", lambda *_: None)
+    with open_run(tmp_path / "run", {"train": {}}, None, num_steps=1):
+        assert command(train, "seed=4") == 2
+    with open_run(tmp_path / "sweep" / "0", {"train": {}}, None, num_steps=1):
+        assert command(raising(UserError("Mend it.")), "--multirun", "seed=4") == 2
+    for folder in ("run", "sweep/0"):
+        assert [path.name for path in (tmp_path / folder).iterdir()] == [".lock"]
 
 
 def test_a_run_that_is_named_continues_with_its_own_config(command, tmp_path: Path) -> None:
@@ -100,7 +115,7 @@ def test_a_run_is_announced_and_its_start_is_watched(command, caplog: pytest.Log
     logger, before = logging.getLogger("sota_grpo"), logging.getLogger("sota_grpo").handlers[:]
     watched = []
 
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
         watched.extend(handler for handler in logger.handlers if isinstance(handler, Heartbeat))
         return num_steps(config)
 
@@ -121,7 +136,7 @@ def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, c
 def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
     calls = []
 
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
         calls.append(run_dir)
         if how == "at once":
             raise KeyboardInterrupt
@@ -191,7 +206,7 @@ def test_a_run_that_fails_leaves_its_reason_and_the_others_continue(
 ) -> None:
     trained = []
 
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
         if config.seed == 1:
             raise error
         trained.append(config.seed)
@@ -219,7 +234,7 @@ def test_a_sweeper_gets_what_a_run_measured_and_each_run_is_named(
     """Accuracy first; a run that failed gives nothing, which a sweeper counts as a failure."""
     from sota_grpo.run.entry import Jobs
 
-    def train(config: Config, run_dir: Path, passed: object = None) -> int:
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
         if config.seed == 2:
             raise RunFailed("It died.")
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.75, "reward": 0.5}\n')

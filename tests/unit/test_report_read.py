@@ -123,6 +123,15 @@ def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Pa
         shutil.rmtree(damaged)
 
 
+def test_numbers_that_json_lacks_end_no_report(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "run.json").write_text('{"num_steps": 2, "finished": true, "passed": NaN}')
+    (run / "replays").mkdir()
+    (run / "replays" / "a.json").write_text('{"title": "t", "notes": [], "tables": [], "step": Infinity}')
+    _, data = page_of(run, out=tmp_path / "report.html")
+    assert data["runs"][0]["replays"] == [{"title": "t", "tables": [], "notes": []}]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [

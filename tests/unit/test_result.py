@@ -57,6 +57,11 @@ def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
     rows = [{"step": n, "eval/accuracy": 0.0, "eval/num_samples": 8, "eval/reward": n - 3.25} for n in (0, 2)]
     write(run_dir / "metrics.jsonl", rows)
     assert "0.0 % right of 8 problems, greedy\n             -3.25 -> -1.25 mean reward" in repr(Result(run_dir))
+    rows[0]["eval/num_samples"] = 2  # of a quarter, with eval.target
+    write(run_dir / "metrics.jsonl", rows)
+    assert repr(Result(run_dir)).endswith(
+        "held out   0.0 % right of 8 problems, greedy\n             -1.25 mean reward"
+    )
     write(run_dir / "metrics.jsonl", [{"step": n, "reward": float(n)} for n in range(100)])
     assert "reward     4.5 -> 94.5 (first and last 10 steps)" in repr(Result(run_dir))
     write(run_dir / "metrics.jsonl", [])

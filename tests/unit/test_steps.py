@@ -325,6 +325,20 @@ def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:
     assert all(map(math.isfinite, actual.values()))
 
 
+def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [row(3, 2, reward, 0.0, 4, False) for reward in (1.0, 0.0)]
+    for entry in rows:
+        del entry["next", "reward_terms", "std"]
+        entry["next", "reward_info"] = NonTensorData(json.dumps({"长度": 4, "个数": 1, "a b": 2, "a_b": 3}))
+    for _ in range(2):
+        actual = batch_metrics(RowTable.of(rows), version=5)
+    numbers = {name: value for name, value in actual.items() if name.startswith("grader/")}
+    assert numbers == {"grader/长度": 4, "grader/个数": 1, "grader/a_b": 2}
+    assert all(declared(name).name == "grader/<name>" for name in numbers)
+    (message,) = caplog.messages
+    assert message == "grader/a_b is the grader's 'a b'; its 'a_b' would have that name: rename one to log both."
+
+
 def test_a_term_that_would_hide_another_metric_is_refused() -> None:
     with pytest.raises(ValueError, match="std"):
         batch_metrics(RowTable.of([row(1, 1, 1.0, 0.0, 0, False)]), version=0)
