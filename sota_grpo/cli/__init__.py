@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sota_grpo.config.secrets import without_tokens
+from sota_grpo.config.secrets import take_tokens, without_tokens
 from sota_grpo.errors import UserError, run_command
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def _run(arguments: Sequence[str]) -> int:
         module.add_command(commands)
     if arguments[:1] == [_QUERY]:
         return _complete(arguments, commands.choices)
-    options, left = parser.parse_known_args(arguments)  # which takes no overrides (OPTION=VALUE) after options
+    # parse_known_args takes no overrides (OPTION=VALUE) after options
+    options, left = parser.parse_known_args(take_tokens(arguments))
     if left and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     overrides = without_tokens([*getattr(options, "overrides", ()), *left])  # other arguments are texts of the user

@@ -219,7 +219,7 @@ class AlgorithmConfig:
     aggregation: str = opt("sequence", "average over tokens, see docs/algorithm.md", ("token", "sequence", "constant"))
     kl_estimator: str = opt(
         "k3",
-        "estimator of the KL to the reference; _unbiased: times the ratio in the loss, for an unbiased gradient "
+        "estimator of the KL to the reference; _unbiased: in the loss times policy / sampling policy, for its gradient "
         "(DeepSeek-V3.2)",
         ("k1", "k2", "k3", "k1_unbiased", "k3_unbiased"),
     )
@@ -449,7 +449,7 @@ def has_reference(config: Config) -> bool:
 
 
 def kl_is_unbiased(config: Config) -> bool:
-    """Return whether the KL in the loss is multiplied by the importance ratio, so that its gradient is unbiased."""
+    """Return whether the KL in the loss is multiplied by policy / sampling policy, so that its gradient is unbiased."""
     return config.algorithm.kl_estimator.endswith("_unbiased")
 
 

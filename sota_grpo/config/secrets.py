@@ -24,27 +24,34 @@ _ELSEWHERE = re.compile(r"(hub_token|api_key)['\"]?\s*[:=@]")
 _TOKEN = re.compile(r"[\w.~+/=-]+", re.ASCII)
 
 
-def without_tokens(overrides: Sequence[str]) -> list[str]:
-    """Move ``model.hub_token`` and ``engine.api_key`` from the overrides to environment variables; return the others.
+def take_tokens(arguments: Sequence[str]) -> list[str]:
+    """Move ``model.hub_token`` and ``engine.api_key`` from arguments to environment variables; return the others.
 
-    ``null`` keeps the variable. UserError, which shows no token, if one is malformed, or another override sets one.
+    ``null`` keeps the variable. UserError, which shows no token, if one is malformed.
 
-    >>> without_tokens(["seed=1", "model.hub_token=null"])
+    >>> take_tokens(["seed=1", "model.hub_token=null"])
     ['seed=1']
     """
     others = []
-    for override in overrides:
-        if match := _GIVEN.fullmatch(override):
+    for argument in arguments:
+        if match := _GIVEN.fullmatch(argument):
             token = match[2].strip().strip("'\"")
             if token.lower() not in ("", "null"):
                 os.environ[TOKENS[match[1]]] = _checked(TOKENS[match[1]], token)
-        elif _ELSEWHERE.search(override):
+        else:
+            others.append(argument)
+    return others
+
+
+def without_tokens(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides without those of :func:`take_tokens`; UserError also if another override sets a token."""
+    others = take_tokens(overrides)
+    for override in others:
+        if _ELSEWHERE.search(override):
             given = [f"{WHAT[variable]} as {option}=TOKEN or in {variable}" for option, variable in TOKENS.items()]
             ways = ", ".join([*given, f"{WHAT[JUDGE_KEY]} in {JUDGE_KEY}"])
             option = re.split("[=:@{]", override)[0]
             raise UserError(f"The option {option} would save a token or key in the run's files; give {ways}.")
-        else:
-            others.append(override)
     require_tokens()
     return others
 

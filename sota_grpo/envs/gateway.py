@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_REQUEST = 8 << 20  # bytes of a request's body
 MOST_CONTEXTS = 8  # a sample with more than this many times the policy's context in tokens gets no further response
+_ATTEMPTS = 4  # responses that may be requested for each one that a sample may have; clients give up some
 _MOST_CHARACTERS = 64  # for each token of the context: a longer request is refused before it is tokenised
 PORT = "SOTA_GRPO_AGENTS_PORT"  # environment variable with the port for outside programs; not set: a free one
 _START_S = 30.0
@@ -111,7 +112,8 @@ class Session:
 
     def __init__(self, gateway: Gateway, request: GroupRequest, index: int, sampling: Sampling, max_turns: int):
         self.key, self.tree, self.messages = f"sk-{secrets.token_urlsafe(24)}", TokenTree(), list[dict[str, Any]]()
-        self.num_turns = self.num_calls = self._num_requested = 0
+        self.num_turns = self.num_calls = 0
+        self._num_requested = self._num_pending = 0  # responses, of which clients may have given up some
         self.truncated = False  # the last response
         self.failure: Exception | None = None
         self._gateway, self._request, self._sampling, self._max_turns = gateway, request, sampling, max_turns
@@ -159,10 +161,16 @@ class Session:
                     f"context of {limit} (inference_model.max_model_len); send fewer or shorter ones.",
                     code="context_length_exceeded",
                 )
-            if self.num_turns + chat.n > self._max_turns:
+            if (count := self.num_turns + self._num_pending) + chat.n > self._max_turns:
                 raise BadRequest(
-                    f"the sample has had {self.num_turns} responses and this request asks for {chat.n} more, but at "
-                    f"most {self._max_turns} are allowed; raise env.max_steps.",
+                    f"the sample has had {count} responses and this request asks for {chat.n} more, but at most "
+                    f"{self._max_turns} are allowed; raise env.max_steps.",
+                    code="too_many_responses",
+                )
+            if self._num_requested >= _ATTEMPTS * self._max_turns:
+                raise BadRequest(
+                    f"the client gave up {self._num_requested - count} responses before they were complete; raise its "
+                    "timeout.",
                     code="too_many_responses",
                 )
             if len(self.tree) > MOST_CONTEXTS * limit:
@@ -179,12 +187,12 @@ class Session:
             future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=most))
             self._pending.add(future)
             self._num_requested += chat.n
-            self.num_turns += chat.n
+            self._num_pending += chat.n
         try:
             output = await asyncio.wrap_future(future)
         except BaseException as error:
             with self._lock:  # the client has left, or the engine failed: there is no response
-                self.num_turns -= chat.n
+                self._num_pending -= chat.n
             if self.is_open and isinstance(error, Exception):  # fails the group: no reward for the engine's failure
                 self.failure = error
             raise
@@ -192,8 +200,10 @@ class Session:
             self._pending.discard(future)
         replies = []
         with self._lock:
+            self._num_pending -= chat.n
             if not self.is_open:
                 raise BadRequest("the session has ended.", 401)
+            self.num_turns += chat.n
             node = self.tree.add_prompt(prompt_ids)
             for sample in output.samples:
                 end = self.tree.add_response(node, sample)

@@ -62,7 +62,8 @@ def group_advantages(
     The result has the dtype of the rewards (float32 for integer or boolean rewards).
 
     If the baseline or the scale is one of the group, every *group* of equal rewards (or of one response) gets exactly
-    0; if one is of the batch, a *batch* of equal rewards does. Else rounding errors would be divided by ``eps``. A
+    0; if one is of the batch, a *batch* of equal rewards does (under ``advantage_std`` also one of equal ``r - b``).
+    Else rounding errors would be divided by ``eps``. A
     constant group in a varied batch keeps its signal under ``batch_mean`` with ``batch_std`` or ``none`` (REINFORCE++).
 
     Args:
@@ -100,6 +101,8 @@ def group_advantages(
     _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     sizes = counts[index]
     centred = torch.where(alike, 0.0, _centred(values, index, sizes, baseline, lengths))
+    if scale == "advantage_std":
+        alike |= centred.max() == centred.min()
     return torch.where(alike, 0.0, centred / _scale(values, centred, index, sizes, scale, eps)).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Write the folders of ``sota-grpo export`` atomically: the model with a model card, or files for verl."""
+"""Write the folders of ``sota-grpo export``: the model with a model card, or files for verl."""
 
 from __future__ import annotations
 
@@ -171,15 +171,21 @@ def script_name(run_dir: Path) -> str:
 
 @contextmanager
 def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
-    """Yield a new folder that becomes ``out`` at the end; only an earlier export in RUN/export is replaced."""
+    """Yield a new folder that becomes ``out`` at the end; only an earlier export in RUN/export is replaced.
+
+    An empty folder is filled at the end, ``config.json`` last; what a killed export left there is removed.
+    """
     is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not the target of a link of that name
-    if out.exists() and not is_ours and (not out.is_dir() or any(out.iterdir())):
+    leftovers = [*out.glob(f"{_PARTIAL}*")] if out.is_dir() else []
+    if out.exists() and not is_ours and (not out.is_dir() or {*out.iterdir()} - {*leftovers}):
         raise UserError(f"--out {out} is not an empty folder; name a new one, or empty it.")
     try:
         if out.is_dir() and not is_ours:  # it may be the working directory or a mount, which nothing can replace
-            with tempfile.TemporaryDirectory(prefix=".export_", dir=out) as partial:
+            for leftover in leftovers:
+                shutil.rmtree(leftover)
+            with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=out) as partial:
                 yield Path(partial)
-                for path in [*Path(partial).iterdir()]:
+                for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
                     path.rename(out / path.name)
             return
         with atomic_folder(out.resolve()) as folder:
@@ -197,6 +203,7 @@ _AMOUNTS = (
     "seed",
 )
 _PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
+_PARTIAL = ".export_"  # begins the name of the folder of an unfinished export
 _PATHS = (*PATH_OPTIONS, "train.resume")
 
 _TEXT = """---

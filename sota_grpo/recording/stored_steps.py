@@ -156,7 +156,7 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
 
 
 class StoredSteps:
-    """Stores the first step of a start, and each step after a checkpoint, in ``steps/``.
+    """Stores the first step of a process, and each step after a checkpoint, in ``steps/``.
 
     The step's batch passes through :meth:`measure`, the collector's ``post_collect_hook`` while a step is due, before
     the learner trains on it; :meth:`write` then stores the step. Storing a step takes an additional forward pass. A

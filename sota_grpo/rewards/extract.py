@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
 
-# 1,080 and 1,00,000; only from a first entry with a group of three ahead, and near, is a list read to its end
+# 1,080 and 1,00,000; the lookahead keeps the search linear: a list without a group of three digits nearby is not read
 _GROUPED_AHEAD = rf"(?=(?:,\d{{2,3}}){{0,{MAX_ANSWER_CHARS // 3}}},\d{{3}}(?!\d))"
 _MAGNITUDE = rf"(?:\d{{1,3}}{_GROUPED_AHEAD}(?:,\d{{2,3}})*,\d{{3}}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _SCALES = {"k": 10**3, "m": 10**6, "b": 10**9, "dozen": 12, "hundred": 100}

@@ -24,8 +24,8 @@ from sota_grpo.http import HttpClient, ServerError
 MAX_OUTPUT_BYTES = 1 << 20
 _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # time for a killed sandbox to end after its deadline
-# Both run the model's code in a module of sys.modules, which dataclasses, pickle and typing look up, and keep their own
-# names in a function: the code would pass without an import that it lacks, or read the marks of its tests.
+# Both run the model's code in a module of sys.modules, because dataclasses, pickle and typing look it up. Their own
+# names are in a function, so that code which lacks an import fails.
 # _START runs in the sandbox: sets limits that the program cannot raise, then runs the program as main module
 _START = """
 def start():
@@ -44,7 +44,7 @@ def start():
     job = json.loads(sys.stdin.read())
     marks = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    program = sys.modules["program"] = type(sys)("program")
+    program = sys.modules["program"] = sys.modules["__main__"] = type(sys)("program")
     space = vars(program)
     steps = [(mark, compile(step, "test", "exec")) for mark, step in job.pop("steps")]
     run, write, leave = exec, os.write, os._exit  # before the program can replace them

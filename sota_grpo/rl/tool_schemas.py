@@ -158,9 +158,8 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
     The check reads ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf``, ``items``, ``prefixItems``,
     ``properties``, ``required`` and ``additionalProperties``, without which an unknown argument does not fit. Nothing
-    is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number. Servers
-    send ``null``, and draft 3's ``"required": true``: keywords without a value of JSON Schema are ignored, and unknown
-    types.
+    is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number. Keywords whose value
+    JSON Schema does not allow, such as ``null`` or draft 3's ``"required": true``, and unknown types are ignored.
     """
     properties = keyword(parameters, "properties", {})
     for name in _names(parameters, "required"):
@@ -213,7 +212,8 @@ def _misfit(schema: Any, value: Any) -> str | None:
     allowed = _names(schema, "type")
     if allowed and not any(_is_a(name, value) for name in allowed):
         return f"is {_kind(value)}, not {' or '.join(map(_article, allowed))}"
-    choices = keyword(schema, "enum", [schema["const"]] if "const" in schema else [])
+    is_fixed = "const" in schema and (schema["const"] is not None or not allowed or "null" in allowed)
+    choices = keyword(schema, "enum", [schema["const"]] if is_fixed else [])
     if choices and not any(type(choice) is type(value) and choice == value for choice in choices):
         return f"is {quoted(json.dumps(value))}, not one of {', '.join(map(json.dumps, choices))}"
     if isinstance(value, list):

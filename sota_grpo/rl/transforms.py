@@ -312,7 +312,8 @@ class GroupAdvantage(RowTransform):
     separately; they are written once the group is complete.
 
     If only the KL penalty makes the rewards of a group differ, or under a scale of the batch those of the batch, the
-    advantage is the penalty minus its baseline, not divided by the scale. A response with a grader error
+    advantage is the penalty minus its baseline (of your own estimator: its advantage), not divided by the scale. A
+    response with a grader error
     (``("next", "reward_error")``) is left out of baseline and scale; its advantage is 0.
 
     Args:

@@ -25,7 +25,7 @@ def launch(
 ) -> None:
     """Check the config, import torch, and train until the last step or ``eval.target``.
 
-    ``on_locked`` is called with the run's directory once this process has locked it; ``inputs.run_dir`` becomes that.
+    ``on_locked`` is called with the run's directory once this process has locked it; ``inputs.run_dir`` is set to it.
     UserError: the run cannot start or continue. KeyboardInterrupt: an interrupt; the message may say how to resume.
     """
     preflight(config, run_dir)

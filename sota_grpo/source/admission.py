@@ -99,7 +99,7 @@ class Refill:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Return whether a new prompt may replace one of the ``num_held`` zero-advantage groups now; there is one."""
+        """Return whether a new prompt may replace a zero-advantage group now; call it only if ``num_held`` is not 0."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
         return not spent and self.num_draws < self._limit()
 

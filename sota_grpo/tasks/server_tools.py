@@ -383,7 +383,8 @@ def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], di
         if isinstance(named := branch.get("$ref"), str):
             branch = definitions.get(named.rpartition("/")[2], {})
         properties = {name: one for name, one in keyword(branch, "properties", {}).items() if name != "metadata"}
-        fields = {name: one["const"] for name, one in properties.items() if isinstance(one, Mapping) and "const" in one}
+        mappings = {name: one for name, one in properties.items() if isinstance(one, Mapping)}
+        fields = {name: one["const"] for name, one in mappings.items() if one.get("const") is not None}
         chosen = {name: one for name, one in properties.items() if name not in fields}
         required = [name for name in keyword(branch, "required", []) if name in chosen]
         parameters = {"type": "object", "properties": chosen, "required": required}

@@ -118,10 +118,12 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         monkeypatch.chdir(run_dir / "export" / "verl")
     export(run_dir, "--to", "verl", "--out", ".")
     assert (run_dir / "export" / "verl" / "run_verl.sh").is_file()
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".export_killed").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "empty")
     export(run_dir, "--to", "hf", "--step", "1", "--out", ".")
-    assert {"config.json", "model.safetensors", "README.md"} < {path.name for path in Path().iterdir()}
+    names = {path.name for path in Path().iterdir()}
+    assert {"config.json", "model.safetensors", "README.md"} < names
+    assert not any(name.startswith(".") for name in names)
     shutil.rmtree(tmp_path / "empty")
     monkeypatch.undo()
     (tmp_path / "mine.txt").write_text("precious")

@@ -158,6 +158,7 @@ LOOKED_UP = {
     "type hints": (
         "import typing\nclass A:\n    x: 'B'\nclass B: pass\ndef f(): return int(typing.get_type_hints(A)['x'] is B)"
     ),
+    "the main module": "import __main__\ndef f(): return __main__.g()\ndef g(): return 1",
     "its own module": "import sys\nx = 1\ndef f(): return sys.modules[__name__].x",
 }
 

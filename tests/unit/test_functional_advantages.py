@@ -199,3 +199,12 @@ def test_soft_overlong_penalty_by_the_plain_loop() -> None:
         expected = 0.0 if length <= 24 else max((24 - length) / 16, -1.0)
         assert actual == expected
         assert math.copysign(1.0, actual) == 1.0 or actual < 0
+
+
+def test_equal_advantages_are_not_divided_by_rounding() -> None:
+    """An estimator that gives 0.2 to every response of unequal rewards: there is no spread to divide by."""
+    rewards = torch.tensor([1.0, 0.0, 3.0, 5.0])
+    actual = group_advantages(
+        rewards, torch.tensor([0, 0, 1, 1]), baseline=torch.full((4,), 0.2), scale="advantage_std"
+    )
+    assert not actual.any()

@@ -8,16 +8,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 import urllib3
 
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs.gateway import LARGEST_REQUEST, Gateway, Session
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rl.records import GroupRequest, Sampling
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 from tests.process_rigs import wait_for
 
 pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
@@ -321,6 +324,28 @@ def test_requests_that_a_client_gave_up_are_no_responses(rig) -> None:
     assert session.num_turns == 2
     assert len({*asked}) == 4
     assert session.failure is None
+    impatient = rig.session(max_turns=1)
+    for _ in range(4):
+        impatient._num_requested += 1  # as of clients that left
+    answer = rig.post(impatient, {"messages": [QUESTION]})
+    assert (answer.status, "gave up 4 responses" in answer.json()["error"]["message"]) == (400, True)
+    assert impatient.num_turns == 0
+
+
+def test_a_response_that_comes_after_its_session_is_none(rig) -> None:
+    """An engine in workers cannot cancel it, so it comes; the sample's record does not depend on when."""
+    session, late = rig.session(max_turns=1), Future()
+    rig.gateway.engine = SimpleNamespace(submit=lambda request, sampling: late)
+    late.set_running_or_notify_cancel()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(rig.post, session, {"messages": [QUESTION]})
+        wait_for(lambda: session._num_pending == 1)
+        session.close()
+        assert (session.num_turns, session.is_full) == (0, False)
+        sample = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1), False)
+        late.set_result(GroupOutput(0, (sample,), None))
+        assert answer.result(60).status == 401
+    assert (session.num_turns, session.is_full) == (0, False)
 
 
 def test_a_client_that_does_not_read_holds_up_no_other(rig) -> None:

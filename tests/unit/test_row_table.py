@@ -253,6 +253,9 @@ def test_rows_are_counted_where_they_lie() -> None:
 
 
 def test_ranks_are_given_no_rows_of_which_some_lack_an_entry() -> None:
+    """All but those that have a default, as a support that no token of the row needs."""
     rows = [{keys.FULL_TOKENS: torch.ones(2), keys.SUPPORT_IDS: torch.ones(1)}, {keys.FULL_TOKENS: torch.ones(1)}]
-    with pytest.raises(ValueError, match=r"kept.*is missing in 1 of 2 rows"):
+    assert len(travelling(rows)) == 2
+    rows[0][keys.REF_LOG_PROBS] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"ref_log_probs.*is missing in 1 of 2 rows"):
         travelling(rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sota_grpo.cli import main
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, VARIABLE, key_of, require_tokens, without_tokens
 from sota_grpo.errors import UserError
 
@@ -28,6 +29,17 @@ def test_tokens_leave_the_overrides_and_the_last_one_counts() -> None:
         assert (os.environ[VARIABLE], key_of(API_KEY)) == ("hf_a", "sk-1")
     assert without_tokens(["model.hub_token=hf_b", f"model.hub_token={TOKEN}", "model.hub_token=null"]) == []
     assert os.environ[VARIABLE] == TOKEN
+
+
+@pytest.mark.parametrize("words", [["export", "no-run", "--to", "hf"], ["report", "no-run"], ["eval"]])
+def test_every_command_takes_the_tokens_and_shows_none(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, f"model.hub_token={TOKEN}"])
+    assert ended.value.code == 2
+    assert os.environ[VARIABLE] == TOKEN
+    output = capfd.readouterr()
+    assert TOKEN not in output.out + output.err
+    assert "unrecognized" not in output.err
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_arguments_are_checked_as_jsonschema_does(schema: dict[str, Any], value:
 KEYWORDS = ("type", "nullable", "enum", "anyOf", "oneOf", "items", "prefixItems", "properties", "required")
 IGNORED = [{name: odd} for name in (*KEYWORDS, "additionalProperties") for odd in (None, True)]
 IGNORED += [None, {"type": [None]}, {"type": [{}, "null"]}, {"type": ""}, {"type": "any"}, {"required": [{}]}]
+IGNORED += [{"type": ["boolean", "integer", "string", "array", "object"], "nullable": True, "const": None}]
 IGNORED += [{"anyOf": []}, {"enum": []}, {"properties": []}, {"properties": {"k": None}}]
 
 
