@@ -203,7 +203,7 @@ _AMOUNTS = (
     "seed",
 )
 _PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
-_PARTIAL = ".export_"  # begins the name of the folder of an unfinished export
+_PARTIAL = ".sota_grpo_export_"  # begins the name of the folder of an unfinished export
 _PATHS = (*PATH_OPTIONS, "train.resume")
 
 _TEXT = """---

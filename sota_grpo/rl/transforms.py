@@ -400,8 +400,8 @@ class GroupAdvantage(RowTransform):
                 is_spread = self.scale == "batch_std" or self.estimator is not None
                 divided = plain if is_spread else group_advantages(plain, ids, scale="none", **options)
                 alike = (divided == divided[:1]).all()
-            penalised = reward[used].double() - (0.0 if self.estimator else plain)
-            unscaled = group_advantages(penalised, ids, scale="none", **options).to(values.dtype)
+            penalty = reward[used].double() - plain
+            unscaled = group_advantages(penalty, ids, scale="none", **options).to(values.dtype)
             values = torch.where(alike, unscaled, values)
         advantage = torch.zeros_like(reward, dtype=values.dtype)
         advantage[used] = values

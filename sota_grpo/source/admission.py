@@ -99,9 +99,9 @@ class Refill:
             self._began += 1
 
     def may_draw(self) -> bool:
-        """Return whether a new prompt may replace a zero-advantage group now; call it only if ``num_held`` is not 0."""
+        """Return whether a new prompt may replace a zero-advantage group now."""
         spent = self._replaced >= (self.max_draws - 1) * self.num_groups
-        return not spent and self.num_draws < self._limit()
+        return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
         """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index."""
@@ -239,7 +239,7 @@ class Slots:
         """Draw a prompt for each free slot and for each group that ``refill`` replaces; return the new groups."""
         free = self.count - len(self.in_flight) - len(self._finished) - self.refill.num_held - self.num_taken
         fresh = []
-        while free > 0 or (self.refill.num_held and self.refill.may_draw()):
+        while free > 0 or self.refill.may_draw():
             step, index = self.refill.begin_draw() if free > 0 else self.refill.replace()
             free -= 1
             ((group_id, example),) = self._stream.draw(1)
@@ -264,9 +264,7 @@ class Slots:
             return len(self._finished) >= self.num_groups
         finished = self._finished.versions
         in_flight = Counter(group.version for group in self.in_flight.values())
-        admitted = in_flight + finished
-        if self.refill.num_held:
-            admitted += self.refill.held_versions()
+        admitted = in_flight + finished + self.refill.held_versions()
         return oldest_are_finished(self.num_groups, admitted, finished)
 
     def settle(self) -> list[tuple[Group, RowTable]]:

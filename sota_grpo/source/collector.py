@@ -499,8 +499,7 @@ class PromptGroupCollector(BaseCollector):
             ValueError: ``max_policy_age`` is above 0, but :meth:`start` was not called.
             RuntimeError: the engine's weights are older than the loaded state.
         """
-        if not self._begun:
-            self._begin()
+        self._begin()
         with self._changed:
             return self._batch_is_ready()
 
@@ -509,7 +508,9 @@ class PromptGroupCollector(BaseCollector):
         return self._loop.drain()
 
     def _begin(self) -> None:
-        """Start the groups that a saved run had in flight, then new ones."""
+        """On the first call, start the groups that a saved run had in flight, then new ones."""
+        if self._begun:
+            return
         if self.max_policy_age and not self._concurrent:
             raise ValueError(f"max_policy_age={self.max_policy_age} needs concurrent collection: call start() first.")
         if self._saved_version is not None and self.policy.version < self._saved_version:
@@ -541,8 +542,7 @@ class PromptGroupCollector(BaseCollector):
 
     def _wait_for_batch(self) -> None:
         """Wait until the batch is ready; without a dispatcher thread, run the groups' coroutines meanwhile."""
-        if not self._begun:
-            self._begin()
+        self._begin()
         began, counts = time.monotonic(), self._clock.counts
         while True:
             if self.rollouts.poll is not None:

@@ -94,8 +94,7 @@ class EngineWeightSync(WeightSyncScheme):
         if isinstance(weights, Iterator):
             weights = list(weights)  # read again by compared()
         pushed = self.policy_weights() if weights is None else named_weights(weights)
-        if self.make_room is not None:
-            self.wake()  # after gathering, whose cached memory this releases
+        self.wake()  # after gathering, whose cached memory this releases
         self.engine.update_weights(pushed, version)
         if self.engine.version != version:
             raise RuntimeError(

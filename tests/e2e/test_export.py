@@ -118,7 +118,7 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         monkeypatch.chdir(run_dir / "export" / "verl")
     export(run_dir, "--to", "verl", "--out", ".")
     assert (run_dir / "export" / "verl" / "run_verl.sh").is_file()
-    (tmp_path / "empty" / ".export_killed").mkdir(parents=True)
+    (tmp_path / "empty" / ".sota_grpo_export_killed").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "empty")
     export(run_dir, "--to", "hf", "--step", "1", "--out", ".")
     names = {path.name for path in Path().iterdir()}

@@ -164,6 +164,14 @@ def test_a_kl_penalty_alone_is_never_divided_by_its_own_spread(baseline: str, sc
             torch.testing.assert_close(actual, size * expected, rtol=1e-5, atol=1e-14)
 
 
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "advantage_std"])
+def test_an_own_estimator_is_not_divided_where_only_a_kl_penalty_differs(scale: str) -> None:
+    rewards = 3 + 1e-4 * torch.rand(8, dtype=torch.float64)
+    batch = batch_of(rewards.tolist(), [0, 0, 0, 0, 1, 1, 1, 1]).set(keys.GRADED_REWARD, torch.full((8, 1), 3.0))
+    actual = GroupAdvantage(lambda rewards: rewards - rewards.mean(), scale)(batch)["advantage"].flatten()
+    torch.testing.assert_close(actual, rewards - rewards.mean(), rtol=1e-5, atol=1e-14)
+
+
 def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
     """Weights 1 and -0.5 of ``right`` and ``long``; w (t - mean) / (std + eps) added by hand; one row has None."""
     right, long = [1.0, 0.0, 1.0, 0.0], [3.0, 1.0, None, 8.0]
