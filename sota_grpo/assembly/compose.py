@@ -254,7 +254,7 @@ def needs_consent(config: Config) -> dict[str, str]:
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
-    """Raise UserError with ``acts``, phrases as of :func:`needs_consent`, and ``remedy``, unless ``acts`` is empty."""
+    """Raise UserError unless ``acts`` is empty; it lists them (of :func:`needs_consent`) and ends with ``remedy``."""
     if acts:
         raise UserError(f"The config of {run_dir} asks to {' and to '.join(acts)}; if you trust its author, {remedy}.")
 

@@ -113,7 +113,7 @@ class Learning:
         return (model.parameters - matrices) * self.weight_bytes + packed
 
     def optimizer_bytes(self, model: Architecture) -> int:
-        """Bytes of the optimizer's state between steps."""
+        """Bytes of the optimizer's state between steps, of all ranks together."""
         trained = Trained.of(model, rank=self.rank, weight_bytes=self.weight_bytes)
         return OPTIMIZERS[self.optimizer].state_bytes(trained)
 
@@ -124,7 +124,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sizes of one micro-batch: numbers of packed tokens, sampled tokens and padded slots."""
+    """Sizes of one micro-batch: packed tokens, sampled tokens, and slots if its rows are padded."""
 
     tokens: int  # packed, each prompt counted once
     predicted: int  # sampled tokens: those with logits

@@ -54,9 +54,9 @@ globals().update(pickle.loads(Path(__file__).with_name("transforms.pkl").read_by
 
 @dataclass
 class PythonInput:
-    """One argument of :func:`sota_grpo.train`, as the contents of its files in the run directory."""
+    """An object passed to :func:`sota_grpo.train`, with its files in the run directory."""
 
-    option: str  # that is set to the files' paths, such as reward.path
+    option: str  # set to the file's path or FILE.py:NAME, such as reward.path
     digest: str  # of the object
     files: Mapping[str, bytes | None]  # content by name; None: the object cannot be pickled
     value: str | list[str]  # of the option, relative to the folder of the files
@@ -93,9 +93,9 @@ class PythonInputs:
         set_option(config, item.option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
-        """Add ``objects`` as the input ``name``, and set ``option`` in ``config`` to the paths of its files.
+        """Add ``objects`` as the input ``name``, and set ``option`` in ``config`` to their ``FILE.py:NAME``.
 
-        These are a pickle and ``text``, Python that reads it, in a temporary folder. UserError if pickling fails.
+        The file holds ``text``, which reads a pickle in the same temporary folder. UserError if pickling fails.
         """
         pickle = pickled(objects, name, "make what it needs inside the function")
         names = [f"{name}.py:{one}" for one in objects]

@@ -151,7 +151,7 @@ def print_trust(options: argparse.Namespace, config: Config) -> None:
 def require_run(options: argparse.Namespace, unused: Sequence[str]) -> Path:
     """Check the run in ``options.run_dir`` before torch is imported, and return its directory.
 
-    UserError if it is no valid run, or options not in ``unused`` need ``--trust-run``, which prints what it allows.
+    UserError if it is no valid run, or options not in ``unused`` lack ``--trust-run``. With it, print what it allows.
     """
     from sota_grpo.assembly.compose import load_config
     from sota_grpo.run.entry import quiet_console

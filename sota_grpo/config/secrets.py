@@ -57,7 +57,7 @@ def without_tokens(overrides: Sequence[str]) -> list[str]:
 
 
 def require_tokens() -> None:
-    """Strip spaces around ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``; UserError, without the token, if one is malformed."""
+    """Strip spaces around ``HF_TOKEN`` and ``SOTA_GRPO_API_KEY``; UserError, not quoting it, if one is malformed."""
     for variable in (VARIABLE, API_KEY):
         if token := os.environ.get(variable, "").strip():
             os.environ[variable] = _checked(variable, token)

@@ -70,14 +70,14 @@ class EngineOptions:
         dtype: of the weights: ``float32``, ``bfloat16`` or ``float16``; ``auto``: bfloat16 on CUDA, float32 on a CPU.
         device: device of the transformers engine; None: CUDA if available. vLLM uses the first visible GPUs.
         max_model_len: context in tokens; None: the maximum of the model or the server.
-        max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, a server refuses it.
+        max_rows: most samples decoded at once; more wait. A larger group: transformers decodes it, servers refuse it.
         trust_remote_code: run Python code from the model's repository.
         attn_implementation, load_kwargs: see :func:`sota_grpo.policy.load.load_model` (transformers).
         gpu_memory_utilization: fraction of GPU memory for weights and KV cache (vLLM and servers; unused on a CPU).
         tensor_parallel_size: GPUs that hold one copy of the model (vLLM and servers). vLLM spawns a process per GPU,
             which imports the main module again: a script needs ``if __name__ == "__main__":``.
         seed: seed of the engine's global random state, on which no sample depends (vLLM and servers).
-        url: address of a running server, which may hold any weights of the model; None: start a server.
+        url: address of a running server, whose weights are replaced; None: start a server.
         api_key: API key of the server at ``url``.
         log_path: file to which the output of a server that is started is appended.
         shared_folder: folder in which the server at ``url``, if it is on another machine, reads pushed weights.

@@ -196,15 +196,15 @@ class Flight(NamedTuple):
 class SteppingEngine(Streams, ABC):
     """Base class of engines; a subclass implements how to start, step and drop groups, identified by tickets.
 
-    Every state change holds the engine's lock, which no thread acquires twice in a row while another waits: a push of
-    weights waits for at most one step of each thread before it in line. Futures are resolved without the lock, by a
-    thread that calls :meth:`advance` or :meth:`close`, so that their callbacks may push or submit. A cancelled group is
-    dropped at the next state change.
+    Every state change but ``submit`` holds the engine's lock, which no thread acquires twice in a row while another
+    waits: while one thread steps, a push of weights waits for at most one step. Futures are resolved without the
+    lock, by a thread that calls :meth:`advance` or :meth:`close`, so that their callbacks may push or submit. A
+    cancelled group is dropped at the next state change.
 
     A subclass sets ``name`` and ``max_model_len``, uses ``with self._between_steps():`` around code that must not run
-    within a step (pushing weights), and implements the hooks below, which are called with the lock held. A subclass
-    that can free device memory sets ``_can_sleep`` and, except in ``_start``, calls :meth:`_wake_now` before it needs
-    that memory.
+    within a step (pushing weights), and implements the private hooks below, which are called with the lock held. A
+    subclass that can free device memory sets ``_can_sleep`` and calls :meth:`_wake_now` before it uses that memory;
+    ``_start`` finds the engine awake.
     """
 
     name: str

@@ -397,7 +397,7 @@ class TransformersEngine(SteppingEngine):
         return ended
 
     def may_start(self, num_rows: int) -> bool:
-        """Return whether the next step would start a batch, if one fits, after ``num_rows`` more rows are submitted."""
+        """Return whether the next step starts a batch if ``num_rows`` more rows come; ``max_rows`` is not checked."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
         running = sum(decoder.num_rows for _, decoder in self._running)
         return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
@@ -448,7 +448,7 @@ class TransformersEngine(SteppingEngine):
 
 
 def transformers_engine(options: EngineOptions) -> TransformersEngine:
-    """Build the engine from resolved options: copy ``model``, or load ``model_path``; UserError if it is unusable."""
+    """Build the engine from resolved options: copy ``model`` or load ``model_path``; UserError: unusable model."""
     from sota_grpo.policy.load import load_model
 
     model = options.model or load_model(

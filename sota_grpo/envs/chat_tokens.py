@@ -200,7 +200,7 @@ class TurnTokens:
 
         The template's end-of-turn token is omitted if the policy sampled it. ``replies`` are messages with ``role``
         (``user`` or ``tool``, else ValueError), ``content`` and perhaps ``name`` and ``tool_call_id``. UserError if the
-        template cannot render a conversation of several turns, or see :meth:`ChatTokens.ids`.
+        template cannot render a conversation of several turns, or as by :meth:`ChatTokens.ids`.
         """
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised

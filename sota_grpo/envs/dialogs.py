@@ -166,10 +166,10 @@ class ToolEpisode:
 
     Graders read its record as ``response.record``: ``messages`` in TRL's form (``role``, ``content``, ``tool_calls`` of
     the policy, ``name`` and ``tool_call_id`` of a tool), ``failed`` (indices of the messages that report a failed
-    call), ``tool_calls`` and ``tool_errors`` (counts, without the calls of an unanswered last turn), ``ended``
+    call), ``tool_calls`` and ``tool_errors`` (counts over the answered turns), ``ended``
     (``answer``, ``truncated``, ``lost`` or ``turns``), ``reward`` (of ``get_reward``, or None), ``error`` (why the
     instance was lost, or None) and, if a reward function reads it, ``environment`` (final attributes by name). A call
-    keeps its sampled id of nine letters and digits, which every template accepts; any other call gets one by number.
+    keeps its sampled id if that has nine letters and digits, which every template accepts; else its number is its id.
 
     Args:
         key: the instance's key; None without an instance.
@@ -196,7 +196,6 @@ class ToolEpisode:
         calls = self._parse(token_ids)
         if not calls or self._error is not None:
             return None
-        self._num_calls += len(calls)
         sound = [(call.name, call.arguments) for call in calls if call.error is None]
         answers: list[Answer] = []
         if sound:
@@ -206,6 +205,7 @@ class ToolEpisode:
             except InstanceLost as error:
                 self._key, self._error, self._ended = None, str(error), LOST
                 return None
+        self._num_calls += len(calls)
         left = iter(answers)
         replies: list[dict[str, str]] = []
         for call in calls:

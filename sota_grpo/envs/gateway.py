@@ -175,8 +175,8 @@ class Session:
                 )
             if len(self.tree) > MOST_CONTEXTS * limit:
                 raise BadRequest(
-                    f"the sample has {len(self.tree)} tokens, more than {MOST_CONTEXTS} times the context of {limit}; "
-                    "end the episode.",
+                    f"the episode has {len(self.tree)} tokens, more than {MOST_CONTEXTS} times the context of {limit}; "
+                    "end it.",
                     code="too_many_tokens",
                 )
             if not self.is_open:

@@ -73,8 +73,8 @@ class PromptStream:
         """Return the example drawn with the current seed as ``group_id``, without a new draw; ValueError if none."""
         if not self._first_group_id <= group_id < self.next_group_id:
             raise ValueError(
-                f"group {group_id} is not of this stream: with the current seed it has drawn "
-                f"{self.next_group_id - self._first_group_id} groups from {self._first_group_id} on; pass one of them."
+                f"group {group_id} is not of this stream: since its seed was set it has drawn "
+                f"{self.next_group_id - self._first_group_id} groups from {self._first_group_id} on; pass one of these."
             )
         draw = group_id - self._first_group_id
         name, seed = "", self.seed

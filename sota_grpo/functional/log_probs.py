@@ -76,8 +76,8 @@ class LogitTiles:
     def raw(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """Return ``x = hidden weight^T + bias[columns]`` ``[r, c]``, or ``sigmoid(2 x / s)`` with a softcap ``s``.
 
-        It is a view of buffer 0, which the next call overwrites. ``factor`` times it is the logits in base 2, with a
-        softcap up to a constant: ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
+        ``weight`` is cut to ``columns``. ``x`` is a view of buffer 0, which the next call overwrites. ``factor`` times
+        it is the logits in base 2, with a softcap up to a constant: ``s tanh(x / s) = 2 s sigmoid(2 x / s) - s``.
         """
         shape = (len(hidden), len(weight))
         x = self.buffers[0, : shape[0] * shape[1]].view(shape)

@@ -260,7 +260,7 @@ class Surrogate:
     """Declaration of one value of ``algorithm.objective``: its loss, its mask of clipped tokens, and what it supports.
 
     A function gets those of ``TENSORS`` and ``OPTIONS`` that are its parameters; its other parameters must have a
-    default. A function with a parameter ``mask`` always receives whole rows.
+    default. Tensors are whole padded rows; ``mask`` is True at trained tokens.
 
     >>> SURROGATES["cispo"].reads("clip_high"), SURROGATES["reinforce"].reads("log_ratio")
     (True, False)

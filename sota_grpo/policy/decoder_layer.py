@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a decoder layer; each tuple of matrices is computed as one product, with outputs in this order."""
+    """Weights of a decoder layer; the matrices of a tuple are joined, in this order, for one product."""
 
     qkv: tuple[Tensor, ...]
     out: tuple[Tensor, ...]
@@ -187,7 +187,7 @@ class Joined:
 
 
 def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) -> None:
-    """Make ``layers`` joined, in place: they call :func:`decoder_layer` for packed half-precision rows on a GPU.
+    """Make ``layers``, in place, call :func:`decoder_layer` for packed half-precision rows on a GPU.
 
     :func:`fits` must be True for each layer. ``windows``: one sliding window per layer, in tokens; None: no window.
     """

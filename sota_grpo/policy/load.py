@@ -115,10 +115,10 @@ def load_model(
         attn_implementation: name in transformers (``"sdpa"``, ``"eager"``, ...); None: transformers' default.
         trust_remote_code: allow Python code in the model's repository to run.
         gradient_checkpointing: keep one activation per decoder layer and recompute the others in the backward pass.
-        weights: False: read no weights and use no memory for them, for a rank that receives its shard later
+        weights: False: repeat one number in no memory (on a CPU) instead, for a rank that receives its shard later
             (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
-        option: the name of ``name`` in messages.
+        option: the option that messages name.
 
     Raises:
         UserError: the model is not found (ModelNotFoundError) or not usable with these options; the message says why.

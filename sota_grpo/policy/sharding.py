@@ -272,10 +272,10 @@ def join_ranks(
 def shard(policy: CausalPolicy, ranks: Ranks) -> None:
     """Shard the parameters of ``policy`` over the ranks, in place; the forward pass gathers one layer at a time.
 
-    Rank 0 broadcasts its parameters, so other ranks need not load any, and decides for all whether rows are packed.
+    Rank 0 broadcasts its parameters (others: ``load_model(weights=False)``) and decides whether rows are packed.
     Parameters may be on the CPU: each layer is moved to the ranks' device by itself. Gradients are sums over the ranks,
     not means. All ranks must call this, before they build an optimizer. RuntimeError if their models differ in shape;
-    NotImplementedError if tensor parallelism does not support the model's plan.
+    NotImplementedError if tensor parallelism does not support its ``base_model_tp_plan``.
     """
     mesh = ranks.mesh()
     names = mesh.mesh_dim_names or ()

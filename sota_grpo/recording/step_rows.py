@@ -107,7 +107,7 @@ def _extras(rows: Sequence[Row]) -> list[Mapping[str, Any]]:
 def rollout_rows(
     batch: RowTable, tokenizer: Any, messages: Callable[[Example], Messages] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row of ``rollouts.jsonl`` per response; ``messages`` (``Task.messages``) adds the prompts of dialogs."""
+    """Return a row of ``rollouts.jsonl`` per response; ``messages`` (``Task.messages``): of each dialog's prompt."""
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
     rows = batch.rows()

@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A whole training step; ``fields``, ``pieces`` and ``measured`` have one entry per row of ``rows``."""
+    """A stored training step; ``fields``, ``pieces`` and ``measured`` (or None) have one entry per row of ``rows``."""
 
     step: int  # counted from 0
     metrics: Mapping[str, float | None]  # the step's row of metrics.jsonl

@@ -164,8 +164,8 @@ def read_run(path: Path) -> RunData:
         rows.setdefault(row["step"], {}).update(row)
     state, note = state_of(path)
     if not rows:
-        how = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note.rstrip('.')})" if note else "")
-        raise UserError(f"The run in {path} has not finished a step: {how}.")
+        condition = f"it {'is' if state == 'running' else 'has'} {state}" + (f" ({note.rstrip('.')})" if note else "")
+        raise UserError(f"The run in {path} has not finished a step: {condition}.")
     record = read_record(path) or {}
     num_steps = record.get("num_steps")
     return RunData(

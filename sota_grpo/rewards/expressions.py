@@ -86,7 +86,7 @@ class _Parser:
 
     def _factor(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
-            raise ExpressionError(f"brackets or signs are more than {MAX_DEPTH} deep")
+            raise ExpressionError(f"brackets or signs nest over {MAX_DEPTH} deep")
         if self.next in ("+", "-"):
             return self._factor(depth + 1) if self._take() == "+" else -self._factor(depth + 1)
         if self.next == "(":

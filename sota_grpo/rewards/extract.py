@@ -194,7 +194,7 @@ _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
 def without_thinking(text: str) -> str:
-    """Return the text after the last ``</think>``, up to an unclosed ``<think>``; the whole text without these tags."""
+    """Return what follows the last ``</think>``, cut at a ``<think>`` after it; without these tags, all of ``text``."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 

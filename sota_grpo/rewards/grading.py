@@ -59,7 +59,7 @@ def guarded_scores(
     pairs: Sequence[tuple[str, Example]],
     tick: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """Return the scores of ``(response, example)`` pairs, in order; failures and exceptions: :func:`guarded_score`.
+    """Return the scores of ``(response, example)`` pairs, in order, each graded as :func:`guarded_score` does.
 
     A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If ``score_group`` raises,
     the pairs are graded one by one, so that only the response that the grader cannot grade fails; if it returns another

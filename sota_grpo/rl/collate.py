@@ -136,7 +136,7 @@ def _parents(num_prompt_tokens: int, sample: Sample) -> Tensor:
     """Return the position of each token's predecessor in a sample's row, int64 ``[P + R]`` (``keys.PARENTS``)."""
     line = torch.arange(-1, num_prompt_tokens + len(sample.token_ids) - 1)
     if sample.parents is not None and len(sample.parents) and int(sample.parents[0]) >= num_prompt_tokens:
-        raise ValueError("a sample's parents begin after the prompt; set GroupOutput.prompt_ids to the sample's prompt")
+        raise ValueError("a sample's first parent is after the prompt; set GroupOutput.prompt_ids to its prompt")
     return line if sample.parents is None else torch.cat([line[:num_prompt_tokens], sample.parents])
 
 
@@ -324,8 +324,8 @@ def _padded(values: Sequence[Tensor], padding: float) -> Tensor:
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     """Undo :func:`pad_rows`: return a lazy stack of rows without the positions where ``all_attention_mask`` is False.
 
-    Entries ``[N, T, ...]`` are cut, others only split. ``("tokens", "prompt")`` and ``("tokens", "response")`` are
-    dropped, because they are padded to other widths.
+    Entries ``[N, T, ...]`` and support ids are cut, others only split. ``("tokens", "prompt")`` and
+    ``("tokens", "response")`` are dropped, because they are padded to other widths.
     """
     real = batch.get(keys.ATTENTION_MASK).bool()
     rows = []

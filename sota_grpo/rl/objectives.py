@@ -403,7 +403,7 @@ class GRPOLoss(LossModule):
     def coefficients(self, batch: TensorDictBase) -> Tensor:
         """Return ``-d loss_objective / d log_prob`` ``[N, T]``: positive if a step makes the token likelier.
 
-        Correction and off-policy masking are ignored; masked tokens have 0. RuntimeError for the aggregation ``none``.
+        ``correction`` and off-policy masks are ignored; masked tokens have 0. RuntimeError: aggregation ``none``.
         """
         tokens = self._read(batch)
         with torch.enable_grad():

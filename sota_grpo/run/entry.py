@@ -248,9 +248,9 @@ class Jobs:
         return max(self._codes)
 
     def run(self, composed: DictConfig) -> float | None:
-        """Execute one run; return a sweep's objective (accuracy, else reward), None for a failed or single run.
+        """Execute one run; return its objective in a sweep (accuracy, else reward), or None.
 
-        The failure of a sweep's run is printed; in another process of a launcher it is also raised.
+        A UserError is printed, in a sweep any error; in a launcher's job it is also raised.
         """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode

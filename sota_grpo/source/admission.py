@@ -319,7 +319,7 @@ class Slots:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``; a batch that was taken counts as trained and released.
 
-        UserError: its batch size differs or its ``max_policy_age`` is larger. ValueError: its prompt stream is another.
+        UserError: the saved batch size differs or ``max_policy_age`` is larger. ValueError: another prompt stream.
         """
         saved = (state["num_groups"], state["max_policy_age"])
         if saved[0] != self.num_groups or saved[1] > self.max_policy_age:

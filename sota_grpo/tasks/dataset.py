@@ -108,7 +108,7 @@ def is_file(name: str) -> bool:
 
 
 def optional_text(row: Row, columns: Iterable[str]) -> str:
-    """Return the text of the first of ``columns`` that holds text; an empty string if none does."""
+    """Return the first string in ``columns``, even an empty one; an empty string if there is none."""
     return next((row[name] for name in columns if isinstance(row.get(name), str)), "")
 
 
@@ -251,7 +251,7 @@ def normalised(question: str) -> str:
 
 
 def unique_examples(examples: Sequence[Example]) -> list[Example]:
-    """Return the examples without repetitions of :func:`normalised` question, answer and ``extra`` (but ``prompt``)."""
+    """Drop examples that repeat an earlier one's answer, ``extra`` (but ``prompt``) and :func:`normalised` question."""
     unique: dict[tuple[str, ...], Example] = {}
     for example in examples:
         columns = {name: value for name, value in example.extra.items() if name != "prompt"}
@@ -378,7 +378,7 @@ class FileTask(BaseTask):
         return replace(self.read_row(row, location), query=question, place=location)
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
-        """Return a dataset's examples; ``DatasetError`` for a bad row (on the hub: for more than ``max_broken``)."""
+        """Return a dataset's examples; ``DatasetError`` for a bad row (hub: for a fraction above ``max_broken``)."""
         try:
             rows = load_rows(name, splits, self.hub_config)
         except NoConfig:

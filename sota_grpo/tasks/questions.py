@@ -307,7 +307,7 @@ class ReasoningTask(QuestionTask):
         self.term_weights = {**self.term_weights, "thinking": _THINKING_WEIGHT}
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the three terms; ``info`` has ``think_words`` (a count) and any ``answer_found`` (200 characters)."""
+        """Return the class's terms; ``info``: ``think_words`` (a count) and, if there is one, ``answer_found``."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
         answer = extract_answer(response, self.answer_format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)

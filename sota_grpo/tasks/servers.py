@@ -71,7 +71,7 @@ class ToolServer:
         return None
 
     def require(self) -> None:
-        """Raise UserError if package, command or credentials cannot be used; requires that :meth:`fault` is None."""
+        """Raise UserError if package, command or credentials are unusable; :meth:`fault` must have returned None."""
         if self.url:
             headers_of(self.url)
         package, option = _PACKAGES[self.protocol], f"env.environment={one_line(self.written)}"

@@ -139,7 +139,7 @@ class TrainingComponents:
 
     @property
     def measured(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trainer's log-probs and entropies at the checks' ``n`` sampled tokens: two ``[n]``, in nats, cached."""
+        """The trainer's log-probs and entropies of the sampled tokens of ``rows``: two ``[n]``, in nats, cached."""
         log_probs, entropies = self._measured[0]
         return log_probs, entropies
 
@@ -287,7 +287,7 @@ def _whose_gap(run: TrainingComponents) -> str:
 def first_ratio_is_one(run: TrainingComponents) -> Check:
     """Check that before any update mean ratio and effective sample size are 1, the KL 0, and in float32 nothing clips.
 
-    Allowed: with ``v`` the ``square`` of :func:`allowed_gaps`, a sample size of at least ``1 - v`` and a KL of at most
+    With ``v = allowed_gaps(run).square``, these are allowed: a sample size of at least ``1 - v`` and a KL of at most
     ``v / 2``, which are the effects of small log-prob gaps; a mean ratio within 0.01 + 4 standard errors of 1.
     """
     diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
@@ -305,7 +305,7 @@ def first_ratio_is_one(run: TrainingComponents) -> Check:
 
 
 def prompts_are_computed_once(run: TrainingComponents) -> Check:
-    """Check that rows are packed (each prompt is computed once), unless the model or the options prevent it."""
+    """Check that rows are packed, each prompt computed once; it passes too if the model or an option forbids that."""
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
@@ -693,7 +693,7 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 
 
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
-    """Return the checks that apply; a reference is checked if it is another model, or the policy at version 0."""
+    """Return the checks that apply; a reference that is the policy's start is checked only at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
     left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
     return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]

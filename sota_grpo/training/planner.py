@@ -106,7 +106,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Splits rows into optimizer steps, ranks and micro-batches; equal fields, rows and versions give equal splits."""
+    """Splits rows into optimizer steps, ranks and micro-batches; equal fields, rows and version: equal splits."""
 
     settings: LearnerSettings
     seed: int  # of the learner

@@ -307,7 +307,7 @@ class RemoteLearner:
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gathered :meth:`Learner.state_dict`."""
+        """Return :meth:`Learner.state_dict` with whole tensors."""
         return self._call("state_dict").state()
 
     def require_folder(self, folder: Path) -> None:

@@ -221,7 +221,7 @@ class Fleet:
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Wait until all workers were ready together once; WorkerDied if a slot is retired or the fleet ends before."""
+        """Wait until all workers have once been ready together; WorkerDied if a slot or the fleet ends before."""
         self._ready.result()
 
     def submit(self, *args: Any) -> Future[Any]:
@@ -242,10 +242,10 @@ class Fleet:
     async def run(self, *args: Any) -> Any:
         """Queue a task: call ``run(*args)`` on the least loaded worker that has capacity, and return the result.
 
-        Await it on the fleet's thread (:meth:`start`). It ends :meth:`sleep`.
+        Await it on the fleet's thread (:meth:`start`). A task ends :meth:`sleep`.
 
         Raises:
-            TaskOverdue: the task took longer than ``task_deadline_s`` (a TimeoutError).
+            TaskOverdue: the task, or a part that ``progress`` reports, took longer than ``task_deadline_s``.
             TaskLost, WorkerDied: ``max_attempts`` workers died or hung with the task, or the fleet has ended.
             Exception: raised by the worker's method.
         """

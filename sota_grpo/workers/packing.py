@@ -75,7 +75,7 @@ class StatePack:
         return cls(WeightPack.of(tensors.items()), rest)
 
     def state(self, *, views: bool = False) -> Any:
-        """Return the state with copies of its tensors; with ``views``, views: do not write or ``torch.save`` them."""
+        """Return the state with copies of its tensors, or with ``views`` that you must not write or ``torch.save``."""
         return filled(self.rest, {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()})
 
 

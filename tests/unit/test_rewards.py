@@ -231,7 +231,7 @@ def test_by_hand(text: str, value: Fraction) -> None:
         ("__import__('os')", "unexpected '_'"),
         ("\x003", r"unexpected '\\x00'"),
         ("1/(5-5)", "division by zero"),
-        ("(" * 33 + "1" + ")" * 33, "more than 32 deep"),
+        ("(" * 33 + "1" + ")" * 33, "nest over 32 deep"),
         ("1+" * 100 + "1", "more than 200 characters"),
     ],
 )

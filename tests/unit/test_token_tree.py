@@ -142,7 +142,7 @@ def test_rows_of_agents_are_padded_with_others_and_with_those_that_said_nothing(
     rows = pad_rows([row for table in tables for row in table.rows()], pad_token_id=0)
     assert rows[keys.PARENTS].tolist()[1:] == [[-1, 0, *[-1] * 4], [-1, 0, 1, *[-1] * 3]]
     assert int(rows[keys.SUPPORT_COUNTS][1].sum()) == 0
-    with pytest.raises(ValueError, match="parents begin after the prompt"):
+    with pytest.raises(ValueError, match="first parent is after the prompt"):
         group_table(drawn_entries(1, Example("q", "a"), [3]), [replace(tree.sample(2), text="")], None)
 
 

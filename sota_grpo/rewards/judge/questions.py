@@ -150,7 +150,7 @@ class Question:
         return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
 
     def read(self, answer: Any) -> Verdict:
-        """Return the verdict in the JSON ``answer``; Unreadable if its text has none, WrongForm for other JSON."""
+        """Return the verdict in JSON ``answer``; Unreadable if the judge wrote none, WrongForm for other JSON."""
         try:
             return self.parse(answer)
         except Unreadable:
