@@ -66,7 +66,7 @@ SMALLEST = 5e-3  # smallest bound in half precision: for a confident policy, few
 LARGEST = 0.25  # largest bound: a trainer that is wrong in half precision would count its mistake as rounding
 FAR = 1.0  # allowed gap of a single token in half precision, nats
 SINGLE_FAR = 20 * SINGLE  # the same in float32
-LEFT_OUT = 0.27  # fraction of the estimated gap of one layer that is not sent; measured: 0.4 or more (30 layers)
+LEFT_OUT = 0.34  # fraction of the estimated gap of one layer that is not sent; measured: 0.4 or more (30 layers)
 SLOPE = 0.05  # allowed relative difference of the temperatures
 RATIO = 0.01  # allowed distance of the mean ratio from 1
 
@@ -345,7 +345,7 @@ def pushed_weights_landed(run: TrainingComponents) -> Check:
     must be below *old*. In float32 it may be 1e-4; in half precision the larger of ``1.5 back``, scaled by the ratio of
     both rounding errors, and ``LEFT_OUT old / sqrt(L)``: one missing layer of ``L`` makes a gap of about ``old /
     sqrt(L)``. If rounding is not measurable, the larger of ``2 back`` and ``old / 10`` is allowed. Gaps count for at
-    most 1 nat. On SmolLM2 in bfloat16, correct pushes reach 0.50 to 0.73 of the bound, one without a layer 1.5 or more.
+    most 1 nat. On SmolLM2 in bfloat16, correct pushes reach 0.40 to 0.81 of the bound, one without a layer 1.2 or more.
 
     Rounding may hide one missing tensor, so checksums of all tensors are compared if the engine reports them. In
     float32, the effect on log-probs shows which tensors are missing.

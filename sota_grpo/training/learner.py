@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import time
@@ -60,10 +61,17 @@ METRIC_NAMES = {
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # dtype by ``LearnerSettings.precision``
 SHARE = "gradient_share/max_token"
 PROBE_SHARE = 0.01  # fraction of a tensor's elements that change sign: moves it by 2 sqrt(0.01) = 0.2 of its norm
+TRIMMED_EVERY = 8  # updates on a CPU; trimming costs about a second of page faults
 
 
 class NonFiniteStep(UserError):
     """A loss or gradient is NaN or infinite; the message has the path of the saved batch."""
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system; glibc keeps most of it, and ever more as micro-batches differ in size."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Learner:
@@ -156,6 +164,8 @@ class Learner:
                 "optimizer.name=adamw_8bit, train_model.lora.enabled=true or more train_model.num_devices."
             ) from error
         self.version += 1
+        if self.device.type == "cpu" and self.version % TRIMMED_EVERY == 0:
+            trim_heap()
         metrics = reduce_updates(steps)
         # later optimizer steps measure the mismatch of weights that already changed
         is_clean = share.scoring and not self.settings.recompute
