@@ -161,7 +161,6 @@ class InstructionsTask(IFEvalTask):
 
     name, hub_name = "instructions", ""  # no dataset
     unseen: frozenset[str] = frozenset()  # instructions that no training prompt has
-    sizes: tuple[int, ...] = (3, 2, 1)  # weights of prompts with one, two and three instructions, as in the benchmark
 
     @classmethod
     def load(  # type: ignore[override]
@@ -184,7 +183,7 @@ class InstructionsTask(IFEvalTask):
         task = cls(**options)
         read = [] if eval_path is None else unique_examples(task.read(eval_path, HELDOUT_SPLITS))
         examples = hash_ordered(read)
-        draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen, cls.sizes)
+        draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen)
         task.train = DrawnExamples([draw], seed, False, num_train)
         task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)
         task._warn_without_punkt(INSTRUCTIONS)
@@ -192,13 +191,12 @@ class InstructionsTask(IFEvalTask):
 
 
 class SeenInstructionsTask(InstructionsTask):
-    """Generated prompts with one of 20 of the 25 instructions; the other five are in held-out prompts only.
+    """Generated prompts with 20 of the 25 instructions; the other five are in held-out prompts only.
 
     The five are those whose names have the smallest SHA-256, so their choice depends on no result.
     """
 
     name = "instructions_20"
-    sizes = (1,)
     unseen = frozenset(
         {
             "keywords:letter_frequency",
@@ -230,6 +228,7 @@ def texts() -> dict[str, Any]:
     return read
 
 
+_SIZES = (3, 2, 1)  # weights of prompts with one, two and three instructions, as in the benchmark
 _CHOICE, _REPEAT = "detectable_format:constrained_response", "combination:repeat_prompt"
 # Ranges of n are chosen for responses of about a hundred words.
 _RELATIONS = {  # kwargs of the relation and of n, ranges of n for "at least" and for "less than"
@@ -248,13 +247,11 @@ _COUNTS = {  # kwarg of n, its range
 Kwargs = dict[str, Any]
 
 
-def _draw(
-    taken: frozenset[str], unseen: frozenset[str], sizes: Sequence[int], rng: random.Random, heldout: bool
-) -> Example:
+def _draw(taken: frozenset[str], unseen: frozenset[str], rng: random.Random, heldout: bool) -> Example:
     """Return a random example of a split; its prompt is not ``taken``, its instructions in training not ``unseen``."""
     names = [name for name in texts()["instructions"] if heldout or name not in unseen]
     while True:
-        request, chosen = _draw_instructions(rng, heldout, names, sizes)
+        request, chosen = _draw_instructions(rng, heldout, names)
         sentences = [_say(rng, name, kwargs) for name, kwargs in chosen.items()]
         prompt = _arrange(rng, request, sentences, request_first=_REPEAT in chosen)
         if normalised(prompt) not in taken:
@@ -263,9 +260,7 @@ def _draw(
             return Example(prompt, "", {"instruction_id_list": ids, "kwargs": kwargs})
 
 
-def _draw_instructions(
-    rng: random.Random, heldout: bool, names: list[str], sizes: Sequence[int]
-) -> tuple[str, dict[str, Kwargs]]:
+def _draw_instructions(rng: random.Random, heldout: bool, names: list[str]) -> tuple[str, dict[str, Kwargs]]:
     """Return a random request of the split and ``{instruction: kwargs}`` of ``names`` that can be combined."""
     words_of, order = texts(), rng.sample(names, len(names))
     is_question = order[0] == _CHOICE
@@ -276,7 +271,7 @@ def _draw_instructions(
             break
     words = words_of["topics"][topic].split()
     request, words = form.format(topic=topic), rng.sample(words, len(words))
-    num_instructions = rng.choices(range(1, len(sizes) + 1), sizes)[0]
+    num_instructions = rng.choices(range(1, 4), _SIZES)[0]
     chosen: dict[str, Kwargs] = {}
     for name in order:
         kwargs = _draw_kwargs(rng, name, words, request)
