@@ -48,6 +48,18 @@ LENGTH = 200_000
         ("1 800", 1800),
         ("1\u202f080\u202f000", 1_080_000),
         ("1,00,000", 100_000),
+        ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("$x = -\\dfrac{3}{4}$", Fraction(-3, 4)),
+        ("2\\frac{1}{2}", Fraction(5, 2)),
+        ("x = -½", Fraction(-1, 2)),
+        ("x = - 5", -5),
+        ("\u20137", -7),
+        ("18-million", 18_000_000),
+        ("6 \\times 3 = 18", 18),
+        ("18\\text{ cm}^2", 18),
+        ("18 \\, \\mathrm{m}^{3}", 18),
+        ("18m^2", 18),
+        ("18 meters^2", 18),
     ],
 )
 def test_numbers_are_read(text: str, value: Fraction | int) -> None:
@@ -71,10 +83,18 @@ def test_numbers_are_read(text: str, value: Fraction | int) -> None:
         "1e99999",
         "\u0663",
         "9" * 257,
+        "10 - 5",
+        "3\\cos^2",
     ],
 )
 def test_anything_but_one_number_is_no_number(text: str) -> None:
     assert parse_number(text) is None
+
+
+def test_the_power_of_a_unit_is_not_the_last_number() -> None:
+    for unit in ("m^2", "cm^{2}", "\\text{ cm}^2", "square meters"):
+        assert find_last_number(f"2 * 9 is 18, so the area is 18 {unit}.") == "18"
+    assert find_last_number("from 3\u20135") == "5"
 
 
 def test_equality_is_exact_and_needs_two_numbers() -> None:
