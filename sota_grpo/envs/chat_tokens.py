@@ -198,14 +198,16 @@ class TurnTokens:
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """Return the token ids between ``last_id``, the policy's last sampled token, and the policy's next turn.
 
-        The template's end-of-turn token is omitted if the policy sampled it. ``replies`` are messages with ``role``
+        The template's end-of-turn token, and blanks before it, are omitted if the policy sampled it. ``replies`` are messages with ``role``
         (``user`` or ``tool``, else ValueError), ``content`` and perhaps ``name`` and ``tool_call_id``. UserError if the
         template cannot render a conversation of several turns, or see :meth:`ChatTokens.ids`.
         """
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised
         ids = tokenised(tuple(tuple(reply.items()) for reply in replies))
-        return ids[1:] if ids and ids[0] == last_id else ids
+        ends = ids.index(last_id) if last_id in ids else 0
+        is_sampled = last_id in ids and not self._tokenizer.decode(ids[:ends], skip_special_tokens=False).strip()
+        return ids[ends + 1 :] if is_sampled else ids
 
     def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
         messages = [dict(items) for items in replies]
