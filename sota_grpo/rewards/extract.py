@@ -206,9 +206,23 @@ _CONSTANT = re.compile(  # a multiple of pi or a root as plain text, which is no
 _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
 def without_thinking(text: str) -> str:
-    """Return the text after the last ``</think>``, up to an unclosed ``<think>``; the whole text without these tags."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """Return the text after the last ``</think>``, up to an unclosed ``<think>``; the whole text without these tags.
+
+    ``[THINK]`` and ``[/THINK]`` are such tags, too. Empty if the prompt has opened the thinking
+    (:class:`~sota_grpo.rl.records.SampledText`) and the text does not end it.
+
+    >>> without_thinking("18?</think>It is 18."), without_thinking("It is 18. <think>Or")
+    ('It is 18.', 'It is 18. ')
+    """
+    if getattr(text, "thinks", False) and not any(ends in text for _, ends in THINKING):
+        return ""
+    for begins, ends in THINKING:
+        text = text.rpartition(ends)[2].partition(begins)[0]
+    return text
 
 
 def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:

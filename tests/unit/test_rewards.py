@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 
 from sota_grpo.rewards.expressions import MAX_DEPTH, MAX_EXPRESSION_CHARS, ExpressionError, parse_expression
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
+from sota_grpo.rl.records import SampledText
 
 RNG = random.Random(random.randrange(1 << 30))
 LENGTH = 200_000
@@ -175,6 +177,15 @@ def test_answers_in_sentences_are_found_where_mathematics_is_required(text: str,
     assert extract_answer(text, "any", mathematics=True) == answer
     assert extract_answer(f"#### 1\n{text}", "any", mathematics=True) == "1"
     assert extract_answer(text, "any") == find_last_number(text)
+
+
+def test_what_is_thought_is_no_answer() -> None:
+    said = "[THINK]\\boxed{1}[/THINK]No box."
+    assert extract_answer(said, "boxed") is None
+    thought = SampledText("So \\boxed{1}, but", thinks=True)
+    assert (extract_answer(thought, "any"), extract_answer(str(thought), "any")) == (None, "1")
+    assert extract_answer(SampledText("Hm.</think>\\boxed{1}", thinks=True), "any") == "1"
+    assert pickle.loads(pickle.dumps(thought)).thinks
 
 
 def test_an_unknown_format_is_named() -> None:

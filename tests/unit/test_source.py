@@ -19,6 +19,7 @@ from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.recording.metrics import declared
@@ -31,7 +32,7 @@ from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.process_rigs import wait_for
-from tests.training_rigs import collector_of, make_env
+from tests.training_rigs import collector_of, make_env, make_saying
 from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
@@ -693,3 +694,17 @@ def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -
     rig.source.release()
     assert ids(rig.source.next_batch()) == [4, 5, 6, 7]
     rig.source.close()
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_response_that_ends_in_the_thinking_of_its_prompt_gives_no_answer(opens: bool) -> None:
+    env = small_env()
+    env.tokenizer.chat_template += "{% if add_generation_prompt and " + str(opens).lower() + " %}<think>\n{% endif %}"
+    example = env.task.train[0]
+    gold = env.task.gold_response(example)
+    said = [gold, f"Let me see.</think>{gold}", f"<think>Let me see.</think>{gold}"]
+    engine = make_saying(env, lambda request, index: said[index])
+    (group,) = Rollouts(env, engine).stream([Prompt(0, example, len(said), 0)], Sampling(max_tokens=512))
+    assert [score.success for score in group.scores] == [not opens, True, True]
+    turn = TurnTokens(env.tokenizer).text(torch.tensor(env.tokenizer(gold)["input_ids"]))
+    assert env.task.score(turn, example).success is not opens
