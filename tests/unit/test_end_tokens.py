@@ -84,6 +84,17 @@ def test_the_end_of_a_turn_is_the_one_that_the_template_writes(template: Any) ->
     assert end_of_turn(made) == [number for number in ids if number in made.all_special_ids][-1]
 
 
+def test_a_blank_token_after_a_turn_is_not_its_end() -> None:
+    """As in tokenizers that have tokens for several spaces or line breaks, with a template that is plain text."""
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    made = characters(plain)
+    made.add_tokens(["\n\n", "  "])
+    assert made("\n\n", add_special_tokens=False)["input_ids"] == [made.convert_tokens_to_ids("\n\n")]
+    assert end_of_turn(made) is None
+    made.chat_template = plain.replace("\n\n", "\n\n" + made.eos_token)
+    assert end_of_turn(made) == made.eos_token_id
+
+
 @pytest.mark.parametrize(
     ("of_tokenizer", "of_model", "expected"),
     [(2, 2, (2,)), (2, [7, 2], (2, 7)), (2, None, (2,)), (None, 9, (9,)), (None, None, ())],
