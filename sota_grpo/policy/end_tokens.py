@@ -54,4 +54,6 @@ def response_text(tokenizer: Any, token_ids: Any) -> str:
     """Return the text of a response, ids ``[R]``, without end tokens and padding; other special tokens are kept."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-    return tokenizer.decode([number for number in ids if number not in left_out], skip_special_tokens=False)
+    said = [number for number in ids if number not in left_out]
+    # some tokenizers would remove spaces beside signs, as in ' '.join(words)
+    return tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
