@@ -23,7 +23,7 @@ from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
@@ -577,6 +577,31 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
     for row in batch:
         torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), row.get(keys.LOG_PROBS) - 1)
         assert keys.ADVANTAGE in row
+
+
+def test_a_group_in_which_a_decoupled_term_varies_is_kept() -> None:
+    """Its rewards are equal (GDPO is for these), its advantages are not; a term that weighs 0 decides nothing."""
+
+    def grade(pairs) -> Future:
+        future: Future = Future()
+        signs = [sum(map(ord, text)) % 2 for text, _ in pairs]
+        future.set_result([Score({"a": float(sign), "b": 2.0 - 2 * sign, "c": 1.0}, False) for sign in signs])
+        return future
+
+    for decouple_terms, weights in itertools.product((True, False), ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.0})):
+        env = small_env()
+        env.task.term_weights = {**weights, "c": 1.0}
+        env.grader = SimpleNamespace(scores=grade)
+        said = make_saying(env, lambda request, index: "ab"[index % 2])
+        source = collector_of(
+            env, said, SAMPLING, seed=0, num_groups=2, refill=True, max_draws=2, decouple_terms=decouple_terms
+        )
+        batch = next(iter(source))
+        advantages = GroupAdvantage("none", "batch_std", decouple_terms=True, term_weights=env.task.term_weights)(batch)
+        varies = bool(advantages.get(keys.ADVANTAGE).any())
+        assert varies is (weights["a"] > 0)
+        assert source.metrics()["groups/zero_advantage"] == (0 if varies and decouple_terms else 2)
+        assert source.metrics()["groups/refilled"] == (0 if varies and decouple_terms else 2)
 
 
 def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
