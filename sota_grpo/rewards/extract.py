@@ -35,7 +35,8 @@ _UNIT_POWER = re.compile(
     re.ASCII,
 )
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
-_APART_MINUS = re.compile(r"(\A|[=(\[{:$])\s*-\s+(?=[$.\d])", re.ASCII)  # x = - 5
+_LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
+_APART_MINUS = re.compile(r"([=(\[{$])[^\S\n]*-[^\S\n]+(?=[$.\d])", re.ASCII)  # x = - 5
 _WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=-]*=")  # 6*3 = 18: the last side is the number
 _GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
 _VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
@@ -69,7 +70,7 @@ def parse_number(text: str) -> Fraction | None:
         lambda match: f"{match[1]} "[not match[1] :] + unicodedata.normalize("NFKC", match[2]).replace("⁄", "/"), text
     )
     text = _LATEX_FRACTION.sub(lambda match: f"{match[1]} "[not match[1] :] + f"{match[2]}/{match[3]} ", text)
-    text = _APART_MINUS.sub(r"\1-", text)
+    text = _LEADING_MINUS.sub("-", _APART_MINUS.sub(r"\1-", text))
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     matches = _NUMBER.finditer(text)
     number = next(matches, None)
@@ -91,7 +92,8 @@ def find_last_number(text: str) -> str | None:
     >>> find_last_number("She sold 48/2 = 24 clips, so $1,072.50.")
     '$1,072.50'
     """
-    last = deque(_NUMBER.finditer(_UNIT_POWER.sub(r"\1\2", text.translate(_ALIKE))), maxlen=1)
+    text = _APART_MINUS.sub(r"\1-", _UNIT_POWER.sub(r"\1\2", text.translate(_ALIKE)))
+    last = deque(_NUMBER.finditer(text), maxlen=1)
     return last[0][0] if last else None
 
 

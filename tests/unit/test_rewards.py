@@ -99,6 +99,12 @@ def test_the_power_of_a_unit_is_not_the_last_number() -> None:
     assert find_last_number("from 3\u20135") == "5"
 
 
+def test_a_sign_apart_belongs_to_its_number() -> None:
+    assert find_last_number("So x = - 5.") == "-5"
+    for text in ("Items:\n- 5 pens", "10 - 5", "- 5 pens", "x =\n- 5"):
+        assert find_last_number(text) == "5", text
+
+
 def test_equality_is_exact_and_needs_two_numbers() -> None:
     assert numbers_equal("0.1", "1/10")
     assert not numbers_equal("0.3333333333", "1/3")
