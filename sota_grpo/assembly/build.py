@@ -160,6 +160,7 @@ def build(
             graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
             seed=config.seed,
             refill=config.algorithm.dynamic_sampling,
+            decouple_terms=config.algorithm.decouple_terms,
             poll=learner.poll if isinstance(learner, RemoteLearner) else None,
             as_table=True,
             **options,

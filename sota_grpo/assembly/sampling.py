@@ -47,7 +47,7 @@ from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
 from sota_grpo.tasks.agents import AGENT, SESSIONS, agent_spec
-from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, unique_examples
+from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, normalised, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.table import TableTask
@@ -94,7 +94,8 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     env, reward = config.env, config.reward
     if env.mixture is not None:
         path = reward.path  # an entry may have other functions
-        return _mixed(config, lambda entry: task_of(entry, functions if entry.reward.path == path else None, bare=bare))
+        make = lambda entry: task_of(entry, functions if entry.reward.path == path else None, bare=bare)  # noqa: E731
+        return _mixed(config, make, trains=not bare)
     names = reward_names(config)
     values = {option: value for option, _, value in walk(config)}
     options: dict[str, Any] = {parameter: values[option] for option, parameter in READERS.items()}
@@ -119,8 +120,11 @@ def task_of(config: Config, functions: Functions | None = None, *, bare: bool = 
     return think_again(task) if env.reasoning else task
 
 
-def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
-    """Return the mixture of the tasks of ``env.mixture``; ``make`` builds each task from its entry's config."""
+def _mixed(config: Config, make: Callable[[Config], Task], *, trains: bool = False) -> Task:
+    """Return the mixture of the tasks of ``env.mixture``; ``make`` builds each task from its entry's config.
+
+    ``trains``: no task trains on a question that another task holds out, as two tasks may read one file.
+    """
     tasks, limits = {}, {}
     for name, entry in task_configs(config).items():
         try:
@@ -129,6 +133,13 @@ def _mixed(config: Config, make: Callable[[Config], Task]) -> Task:
             raise type(error)(f"env.mixture.{name}: {error}") from error
         if entry.inference_model.max_tokens < config.inference_model.max_tokens:
             limits[name] = entry.inference_model.max_tokens
+    heldout = [example for task in tasks.values() if isinstance(task.heldout, list) for example in task.heldout]
+    taken = {normalised(example.query) for example in heldout}
+    for name, task in tasks.items():
+        if trains and isinstance(task.train, list):
+            task.train = [example for example in task.train if normalised(example.query) not in taken]
+            if not task.train:
+                raise UserError(f"env.mixture.{name} has no question that no task holds out; give it other data.")
     return MixtureTask(tasks, weights(config), limits, group_sizes(config))
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sota_grpo.envs.chat_tokens import num_shared
+from sota_grpo.rewards.extract import THINKING
 from sota_grpo.rl.tool_schemas import MAX_NAME, call_id
 from sota_grpo.text import sentence
 
@@ -30,7 +31,6 @@ SPELLED, OTHER = "\ud800", "\ud801"
 MAX_DEPTH = 64  # nesting of arrays and objects in a call
 MAX_CHARS = 32_768  # in a call
 MAX_CALLS = 16  # in a turn
-THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 TEMPLATE_SECONDS = 5.0  # time limit of the regular expressions of a response_template, per turn
 
 _SPACE = re.compile(rf"[\s{OTHER}]*+")

@@ -16,6 +16,8 @@ from tokenizers import AddedToken
 
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.rewards.extract import THINKING
+from sota_grpo.rl.records import SampledText
 from sota_grpo.rl.tool_schemas import call_id
 from sota_grpo.text import SURROGATE, sentence
 
@@ -191,21 +193,28 @@ class TurnTokens:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._tokenizer, self._template_kwargs)  # without the caches
 
-    def text(self, token_ids: torch.Tensor) -> str:
+    def text(self, token_ids: torch.Tensor) -> SampledText:
         """Return the text that graders read: the turn ``[R]`` decoded without end tokens and padding."""
-        return response_text(self._tokenizer, token_ids)
+        return SampledText(response_text(self._tokenizer, token_ids), token_ids.tolist(), thinks=self._thinks)
+
+    @cached_property
+    def _thinks(self) -> bool:
+        return opens_thinking(self._rendered)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """Return the token ids between ``last_id``, the policy's last sampled token, and the policy's next turn.
 
-        The template's end-of-turn token is omitted if the policy sampled it. ``replies`` are messages with ``role``
-        (``user`` or ``tool``, else ValueError), ``content`` and perhaps ``name`` and ``tool_call_id``. UserError if the
-        template cannot render a conversation of several turns, or as by :meth:`ChatTokens.ids`.
+        The template's end-of-turn token, and blanks before it, are omitted if the policy sampled that token.
+        ``replies`` are messages with ``role`` (``user`` or ``tool``, else ValueError), ``content`` and perhaps ``name``
+        and ``tool_call_id``. UserError if the template cannot render a conversation of several turns, or as
+        by :meth:`ChatTokens.ids`.
         """
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised
         ids = tokenised(tuple(tuple(reply.items()) for reply in replies))
-        return ids[1:] if ids and ids[0] == last_id else ids
+        ends = ids.index(last_id) if last_id in ids else 0
+        is_sampled = last_id in ids and not self._tokenizer.decode(ids[:ends], skip_special_tokens=False).strip()
+        return ids[ends + 1 :] if is_sampled else ids
 
     def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
         messages = [dict(items) for items in replies]
@@ -243,6 +252,24 @@ class TurnTokens:
             [*before, *replies], tokenize=False, add_generation_prompt=True, **self._template_kwargs
         )
         return text.partition(_EARLIER)[2]
+
+
+def opened_thinking(prompt: str) -> str:
+    """Return the text that ends the thinking which a prompt, after the last message, leaves open; empty if it does not.
+
+    >>> opened_thinking("<|assistant|><think>"), opened_thinking("<|assistant|><think></think>")
+    ('</think>', '')
+    """
+    return next((ends for begins, ends in THINKING if prompt.rfind(begins) > prompt.rfind(ends)), "")
+
+
+def opens_thinking(render: Callable[[Messages], str]) -> bool:
+    """Return whether the prompt that ``render`` makes of messages leaves thinking open; False if it raises."""
+    try:
+        prompt = render([{"role": "user", "content": _PROBE}])
+    except Exception:  # a template is code from the model repository; its error is reported where a prompt needs it
+        return False
+    return bool(opened_thinking(prompt.rpartition(_PROBE)[2]))
 
 
 def num_shared(sequences: Sequence[Sequence[Any]]) -> int:

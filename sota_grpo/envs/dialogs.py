@@ -42,7 +42,6 @@ from sota_grpo.rl.records import (
     GroupOutput,
     GroupRequest,
     Sample,
-    SampledText,
     Sampling,
     SamplingSupport,
     sample_seed,
@@ -102,8 +101,7 @@ class GradedEpisode:
         self._replies: list[Messages] = []
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
-        text = SampledText(self._turns.text(token_ids), token_ids.tolist())
-        (score,) = await result(self._grader.scores([(text, self._example)]))
+        (score,) = await result(self._grader.scores([(self._turns.text(token_ids), self._example)]))
         if score.reply is None or score.error is not None:
             return None
         self._replies.append([score.reply])

@@ -87,7 +87,7 @@ class ChatForm:
         If a call cannot be parsed or its tool is unknown, the whole response is returned as text, without calls; a call
         whose arguments do not fit is returned as it is. The text ends before the first of the ``stop`` strings.
         """
-        text, calls = self.turns.text(sample.token_ids), tuple[ToolCall, ...]()
+        text, calls = str(self.turns.text(sample.token_ids)), tuple[ToolCall, ...]()
         turn = None if self._reader is None else self._reader.read(sample.token_ids.tolist())
         if turn is not None and turn.calls and all(call.error is None or call.is_misfit for call in turn.calls):
             text = turn.content

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.envs.chat_tokens import ChatTokens, Messages
+from sota_grpo.envs.chat_tokens import ChatTokens, Messages, opens_thinking
 from sota_grpo.errors import UserError
 from sota_grpo.policy.end_tokens import response_text
 from sota_grpo.rewards.grading import Grader, LocalGrader
@@ -222,6 +222,11 @@ class PromptSource:
                 "the problem from the dataset."
             )
         return ids
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether prompts end in an opened thinking block (``<think>``), in which every response begins."""
+        return opens_thinking(partial(self._rendered, self.template_kwargs))
 
     def group_size(self, example: Example) -> int:
         """Return the number of responses to ``example``: the task's ``group_size(example)``, else ``repeats``."""

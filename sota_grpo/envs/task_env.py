@@ -262,7 +262,7 @@ class TaskEnv(PromptSource, EnvBase):
         """Return the row in the form that graders read, with the output of step under ``next``."""
         dialog = self._dialogs[index]
         assert dialog is not None
-        text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record)
+        text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record, self.opens_thinking)
         ends = {
             name: flags[0] & dialog.is_over for name, flags in done_entries(torch.tensor([dialog.truncated])).items()
         }

@@ -18,7 +18,6 @@ from typing import Any
 from sota_grpo.envs.call_formats import (
     OTHER,
     SPELLED,
-    THINKING,
     BadCall,
     MarkedCalls,
     ParsedCall,
@@ -27,8 +26,9 @@ from sota_grpo.envs.call_formats import (
     derive,
     read_json,
 )
-from sota_grpo.envs.chat_tokens import num_shared
+from sota_grpo.envs.chat_tokens import num_shared, opened_thinking
 from sota_grpo.errors import UserError
+from sota_grpo.rewards.extract import THINKING
 from sota_grpo.rl.tool_schemas import (
     NAME,
     ToolCall,
@@ -217,9 +217,7 @@ class ToolCallReader:
         plain = self._probe("an answer", [_QUESTION, {"role": "assistant", "content": _ANSWER}], [])
         form = one and derive(one, two, _TOOL, _SIMPLE, plain.rpartition(_ANSWER)[2])
         if form:
-            after_question = prompt.rpartition(_QUESTION_TEXT)[2]
-            begun = [ends for begins, ends in THINKING if after_question.rfind(begins) > after_question.rfind(ends)]
-            yield replace(form, specials=specials, thinks_until=next(iter(begun), ""))
+            yield replace(form, specials=specials, thinks_until=opened_thinking(prompt.rpartition(_QUESTION_TEXT)[2]))
 
     def _reads(self, text: str, probe: Sequence[Mapping[str, Any]]) -> bool:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]

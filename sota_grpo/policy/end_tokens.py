@@ -33,7 +33,10 @@ def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, .
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the first added or special token after an assistant turn in the chat template, or None."""
+    """Return the id of the first added or special token after an assistant turn in the chat template, or None.
+
+    Added tokens that are blank, such as Gemma's for several line breaks, also occur within a turn and end none.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}]
@@ -41,7 +44,8 @@ def end_of_turn(tokenizer: Any) -> int | None:
         _, mark, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_SAID)
     except Exception:  # a template is the model's program; if prompts need it, its error is reported there
         return None
-    added = {*getattr(tokenizer, "added_tokens_decoder", ()), *tokenizer.all_special_ids}
+    known = getattr(tokenizer, "added_tokens_decoder", {})
+    added = {*tokenizer.all_special_ids, *(number for number, token in known.items() if token.content.strip(" \n\t▁"))}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if mark else []
     return next((number for number in ids if number in added), None)
 
@@ -50,4 +54,6 @@ def response_text(tokenizer: Any, token_ids: Any) -> str:
     """Return the text of a response, ids ``[R]``, without end tokens and padding; other special tokens are kept."""
     left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
     ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-    return tokenizer.decode([number for number in ids if number not in left_out], skip_special_tokens=False)
+    said = [number for number in ids if number not in left_out]
+    # some tokenizers would remove spaces beside signs, as in ' '.join(words)
+    return tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -23,20 +23,26 @@ _SCALES |= {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 1
 _NUMBER = re.compile(
     r"(?P<minus>(?<![\w.)\]}])-)?\$?(?P<minus2>(?<=\$)-)?"  # -5, -$5, $-5, but the 5 of 10-5 is not negative
     rf"(?<![\w.])(?P<magnitude>{_MAGNITUDE})(?P<exponent>[eE][+-]?\d+)?(?:/(?P<divisor>\d+)(?![\d/]))?"
-    r"(?P<scale>[kKMB](?!\w)|\s?(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b))?",  # 1.8k, 18 million
+    r"(?P<scale>[kKMB](?!\w)|[\s-]?(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b))?",  # 1.8k, 18 million
     re.ASCII,
 )
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
+_LATEX_FRACTION = re.compile(r"(\w?)\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
 _MAX_EXPONENT_CHARS = 4  # e-99: a longer exponent would make an integer of thousands of digits
 CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
-_UNIT_POWER = re.compile(r"\b([cmk]?m|ft|feet|in|inches|yd|units)\^(?:\d|\{\d\})", re.ASCII)  # cm^2 has no number
+# cm^2 and \text{ cm}^2 have no number
+_UNIT_POWER = re.compile(
+    r"(?<![A-Za-z])([cmk]?m|[a-z]*met(?:er|re)s?|ft|feet|in|inches|yd|yards|mi|miles|units)(\}?) ?\^ ?(?:\d|\{\d\})",
+    re.ASCII,
+)
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
-_WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=\u2212-]*=")  # 6*3 = 18: the last side is the number
+_APART_MINUS = re.compile(r"([=(\[{$])[^\S\n]*-[^\S\n]+(?=[$.\d])", re.ASCII)  # x = - 5
+_WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=-]*=")  # 6*3 = 18: the last side is the number
 _GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
 _VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
 _UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly after a number: 18², 5!, 18.0.0 are other numbers
-_REWRITES = (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"))
+_REWRITES = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "×"), ("\\cdot", "·"))
+_ALIKE = str.maketrans("\u2010\u2011\u2013\u2212“”‘’", "----\"\"''")  # hyphens, en dash and minus; quotation marks
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -54,14 +60,18 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
+    text = text.translate(_ALIKE)
     for old, new in _REWRITES:
         text = text.replace(old, new)
-    text = _UNIT_POWER.sub(r"\1", CALCULATION.sub("", text))
+    text = _UNIT_POWER.sub(r"\1\2", CALCULATION.sub("", text))
     text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
-    text = _VULGAR.sub(lambda match: f"{match[1]} {unicodedata.normalize('NFKC', match[2]).replace('⁄', '/')}", text)
-    text = _LEADING_MINUS.sub("-", text)
+    # a space only after a digit or letter: a sign stays next to its fraction
+    text = _VULGAR.sub(
+        lambda match: f"{match[1]} "[not match[1] :] + unicodedata.normalize("NFKC", match[2]).replace("⁄", "/"), text
+    )
+    text = _LATEX_FRACTION.sub(lambda match: f"{match[1]} "[not match[1] :] + f"{match[2]}/{match[3]} ", text)
+    text = _LEADING_MINUS.sub("-", _APART_MINUS.sub(r"\1-", text))
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
-    text = _LATEX_FRACTION.sub(r" \1/\2 ", text)
     matches = _NUMBER.finditer(text)
     number = next(matches, None)
     if number is None or next(matches, None) is not None or _UNREAD.match(text, number.end()):
@@ -70,17 +80,20 @@ def parse_number(text: str) -> Fraction | None:
     if len(exponent) > _MAX_EXPONENT_CHARS or divisor == 0:
         return None
     value = Fraction(number["magnitude"].replace(",", "") + exponent) / divisor
-    value *= _SCALES[number["scale"].strip().casefold()] if number["scale"] else 1
+    value *= _SCALES[number["scale"].strip().lstrip("-").casefold()] if number["scale"] else 1
     return -value if number["minus"] or number["minus2"] else value
 
 
 def find_last_number(text: str) -> str | None:
     """Return the last number in ``text`` as it is written there, but with ``-`` for a Unicode minus sign; or None.
 
+    The power of a unit (``cm^2``) is no number.
+
     >>> find_last_number("She sold 48/2 = 24 clips, so $1,072.50.")
     '$1,072.50'
     """
-    last = deque(_NUMBER.finditer(text.replace("\u2212", "-")), maxlen=1)
+    text = _APART_MINUS.sub(r"\1-", _UNIT_POWER.sub(r"\1\2", text.translate(_ALIKE)))
+    last = deque(_NUMBER.finditer(text), maxlen=1)
     return last[0][0] if last else None
 
 
@@ -103,8 +116,9 @@ _LABELLED = re.compile(r"[(\[]?([A-Z])[)\].:] .+")  # C) Paris
 def answers_equal(answer: str, gold: str) -> bool:
     """Return whether two answers are the same number, the same choice, or the same text.
 
-    Ignored are letter case, repeated spaces, spaces beside signs, a final period, LaTeX's text commands, and quotation
-    marks, asterisks or dollar signs around the text. If the gold answer is a letter, the answer may have it in brackets
+    Ignored are letter case, repeated spaces, spaces beside signs, a final period, LaTeX's text commands, quotation
+    marks, asterisks or dollar signs around the text, the form of quotation marks and hyphens, and how Unicode composes
+    letters. If the gold answer is a letter, the answer may have it in brackets
     and its text after it. Of equal numbers, units are ignored if the gold answer has none, or if only the gold answer,
     a number, has one: ``11`` is wrong for ``Apollo 11``, and ``3 am`` for ``3 pm``.
 
@@ -117,6 +131,7 @@ def answers_equal(answer: str, gold: str) -> bool:
     def folded(text: str) -> str:
         return _SPACED_SIGN.sub(r"\1", (_plain(text) or text).casefold())
 
+    answer, gold = (unicodedata.normalize("NFC", text.translate(_ALIKE)) for text in (answer, gold))
     if folded(answer) == folded(gold):
         return True
     if choice := _CHOICE.fullmatch(folded(gold)):
@@ -193,9 +208,23 @@ _CONSTANT = re.compile(  # a multiple of pi or a root as plain text, which is no
 _NEXT_SENTENCE = re.compile(r"[.!?]\s|\n")
 
 
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
 def without_thinking(text: str) -> str:
-    """Return what follows the last ``</think>``, cut at a ``<think>`` after it; without these tags, all of ``text``."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """Return what follows the last ``</think>``, cut at a ``<think>`` after it; without these tags, all of ``text``.
+
+    ``[THINK]`` and ``[/THINK]`` are such tags, too. Empty if the prompt has opened the thinking
+    (:class:`~sota_grpo.rl.records.SampledText`) and the text does not end it.
+
+    >>> without_thinking("18?</think>It is 18."), without_thinking("It is 18. <think>Or")
+    ('It is 18.', 'It is 18. ')
+    """
+    if getattr(text, "thinks", False) and not any(ends in text for _, ends in THINKING):
+        return ""
+    for begins, ends in THINKING:
+        text = text.rpartition(ends)[2].partition(begins)[0]
+    return text
 
 
 def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
@@ -210,16 +239,24 @@ def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the content of the last closed code block, or None; lines that begin with three backticks enclose it."""
+    """Return the content of the last closed code block, or None; lines that begin with three backticks enclose it.
+
+    A line with further backticks (```` ```f``` ````) begins no block. If the first line is indented, as in a list, so
+    much is removed from each line, if all have it.
+    """
     block: list[str] | None = None
     last = None
+    indent = ""
     for line in text.split("\n"):
-        if line.strip().startswith("```"):
-            if block is None:
-                block = []
-            else:
-                last, block = "\n".join(block), None
-        elif block is not None:
+        fence = line.strip()
+        if block is None:
+            if fence.startswith("```") and "`" not in fence.lstrip("`"):
+                block, indent = [], line[: line.index("`")]
+        elif fence.startswith("```"):
+            if all(each.startswith(indent) for each in block if each.strip()):
+                block = [each.removeprefix(indent) for each in block]
+            last, block = "\n".join(block), None
+        else:
             block.append(line)
     return last
 

@@ -26,10 +26,12 @@ _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
 _SETTLE_S = 5.0  # time for a killed sandbox to end after its deadline
 # Both run the model's code in a module of sys.modules, because dataclasses, pickle and typing look it up. Their own
 # names are in a function, so that code which lacks an import fails.
-# _START runs in the sandbox: sets limits that the program cannot raise, then runs the program as main module
+# _START runs in the sandbox: sets limits that the program cannot raise, adds the functions that Python's site module
+# defines, then runs the program as main module
 _START = """
 def start():
-    import resource
+    import builtins, resource, sys
+    builtins.exit = builtins.quit = sys.exit
     limits = {{"AS": {memory}, "CPU": {cpu}, "FSIZE": {file}, "CORE": 0, "NOFILE": 64, "NPROC": {tasks}}}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
@@ -200,12 +202,44 @@ def why_no_bwrap() -> str | None:
     return None if ran == Ran(f"{token}\n", True) else "bubblewrap does not work here (user namespaces may be off)"
 
 
+def parse_tests(code: str) -> list[tuple[str, bool]]:
+    """Return the statements of a test's code in order, each with whether it is counted as a test.
+
+    These are the statements that assert, or use a function of ``code`` that does (a loop with assertions is one test);
+    without any of them the last statement, if it is a call or raises. Statements under ``if __name__ == "__main__"``
+    are at the top level, too. SyntaxError if it is not Python.
+
+    >>> code = "def check(f):\\n    assert f(1)\\nfor x in (2, 3): assert f(x)\\nk = 4\\ncheck(f)"
+    >>> [line.partition(":")[0] for line, is_test in parse_tests(code) if is_test]
+    ['for x in (2, 3)', 'check(f)']
+    """
+    body: list[ast.stmt] = []
+    for node in ast.parse(code).body:
+        is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        body += node.body if is_main else [node]  # type: ignore[attr-defined]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    asserting = {"AssertionError"}
+    tests: list[ast.stmt] = []
+    for node in body:
+        parts = list(ast.walk(node))
+        if any(isinstance(part, ast.Assert) or (isinstance(part, ast.Name) and part.id in asserting) for part in parts):
+            if isinstance(node, definitions):
+                asserting.add(node.name)
+            else:
+                tests.append(node)
+    for node in body[-1:] if not tests else ():
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        raises = any(isinstance(part, ast.Raise) for part in ast.walk(node)) and not isinstance(node, definitions)
+        tests = [node] if is_call or raises else []
+    return [(ast.unparse(node), node in tests) for node in body]
+
+
 def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[bool]:
     """Return for each test, in order, whether the program passes it.
 
-    ``tests`` is Python code in which every top-level assertion is a test (without assertions, the last statement), or a
-    list of such code and of ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing. An endless assertion
-    fails, and so do all later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
+    ``tests`` is Python code, whose tests :func:`parse_tests` finds, or a list of such code and of
+    ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing or None. An endless assertion fails, and so do all
+    later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
     and with exit status 0; white space at the ends of lines and of the output is ignored. OSError if the sandbox itself
     fails, SyntaxError or UnicodeEncodeError for invalid code, KeyError for a pair without ``stdout``.
     """
@@ -216,17 +250,15 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
     results: list[bool] = []
     for test in [tests] if isinstance(tests, str) else tests:
         if isinstance(test, Mapping):
-            ran = runner.run(program, str(test.get("stdin", "")))
+            stdin = test.get("stdin")  # Parquet has None for a missing one
+            ran = runner.run(program, "" if stdin is None else str(stdin))
             results.append(ran.ended and lines(ran.stdout) == lines(str(test["stdout"])))
             continue
         # All assertions in one run. A program cannot guess the marks, but it could find them in its process, and an
         # object that equals everything passes every comparison: only the outputs of pairs are compared outside
-        body = ast.parse(test).body
-        counted = [node for node in body if isinstance(node, ast.Assert)] or body[-1:]
-        marks = {id(node): secrets.token_hex(16) for node in counted}
-        steps = [(marks.get(id(node), ""), ast.unparse(node)) for node in body]
+        steps = [(secrets.token_hex(16) if is_test else "", step) for step, is_test in parse_tests(test)]
         printed = runner.run(_TESTING, json.dumps({"code": program, "steps": steps})).stdout.split()
-        results += [mark in printed for mark in marks.values()]
+        results += [mark in printed for mark, _ in steps if mark]
     return results
 
 

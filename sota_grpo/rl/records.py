@@ -86,6 +86,7 @@ class SampledText(str):
     """A response's text as a ``str`` that also has its token ids, for graders that count tokens.
 
     In a multi-turn dialog text and ids are those of the last turn; ``record`` describes all turns (:class:`Sample`).
+    ``thinks``: the prompt ends in an opened thinking block, in which the response begins.
 
     >>> text = SampledText("4", [52, 2])
     >>> import pickle
@@ -95,12 +96,17 @@ class SampledText(str):
 
     token_ids: array[int]
     record: Mapping[str, Any] | None
+    thinks: bool
 
     def __new__(
-        cls, text: str, token_ids: Iterable[int] | bytes = (), record: Mapping[str, Any] | None = None
+        cls,
+        text: str,
+        token_ids: Iterable[int] | bytes = (),
+        record: Mapping[str, Any] | None = None,
+        thinks: bool = False,
     ) -> SampledText:
         made = super().__new__(cls, text)
-        made.token_ids, made.record = array("i", token_ids), record
+        made.token_ids, made.record, made.thinks = array("i", token_ids), record, thinks
         return made
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sota_grpo import keys
@@ -194,10 +195,22 @@ def require_age(rows: RowTable, version: int, max_policy_age: int, sampler: obje
         )
 
 
-def zero_advantage_rows(rows: RowTable) -> Tensor:
-    """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite."""
+def zero_advantage_rows(rows: RowTable, term_weights: Mapping[str, float] | None = None) -> Tensor:
+    """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite.
+
+    With ``term_weights`` (of terms that are standardised apart, GDPO) each term must be equal, too, unless it weighs 0.
+    """
     rewards = rows.get(keys.GRADED_REWARD if keys.GRADED_REWARD in rows.columns else keys.REWARD)
-    return zero_advantage_mask(rewards.flatten(), rows.get(keys.GROUP_ID), graded_rows(rows))
+    group_ids, counted = rows.get(keys.GROUP_ID), graded_rows(rows)
+    alike = zero_advantage_mask(rewards.flatten(), group_ids, counted)
+    for name in rows.names(keys.REWARD_TERMS) if term_weights is not None else ():
+        column = rows.columns[*keys.REWARD_TERMS, name]
+        indices = list(column.indices(len(rows)))
+        values, has_term = torch.zeros_like(rewards.flatten()), torch.zeros_like(counted)
+        values[indices], has_term[indices] = column.values.flatten(), True
+        if (term_weights or {}).get(name, 1.0):
+            alike &= zero_advantage_mask(values, group_ids, counted & has_term)
+    return alike
 
 
 class Slots:

@@ -120,6 +120,8 @@ class PromptGroupCollector(BaseCollector):
         reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
         refill: replace zero-advantage groups by new prompts (dynamic sampling, DAPO, arXiv:2503.14476).
+        decouple_terms: as of :class:`~sota_grpo.rl.transforms.GroupAdvantage`: a group in which a reward term varies is
+            no zero-advantage group.
         max_draws: most rounds of draws per step under ``refill``; then zero-advantage groups complete the batch.
         sleep_engine: synchronous only: put the engine to sleep after sampling a batch; the next weight update wakes it.
         should_stop: polled during the wait for a batch; True ends the wait.
@@ -152,6 +154,7 @@ class PromptGroupCollector(BaseCollector):
         reference: Callable[[RowTable], Future[RowTable]] | None = None,
         seed: int = 0,
         refill: bool = False,
+        decouple_terms: bool = False,
         max_draws: int = 10,
         sleep_engine: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
@@ -174,6 +177,7 @@ class PromptGroupCollector(BaseCollector):
         self.graded_transforms = [*map(_of_tables, graded_transforms)]
         self.group_transforms = [*map(_of_tables, group_transforms)]
         self.refill, self.sleep_engine = refill, sleep_engine
+        self._term_weights = env.task.term_weights if decouple_terms else None
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
         self.weight_sync = weight_sync
         self._seed, self._reference = seed, reference
@@ -484,7 +488,7 @@ class PromptGroupCollector(BaseCollector):
             require_age(rows, self.policy.version, self.max_policy_age, self._buffer.sampler.sampler)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
-        zero_advantage = rows.get(keys.GROUP_ID)[zero_advantage_rows(rows)].unique()
+        zero_advantage = rows.get(keys.GROUP_ID)[zero_advantage_rows(rows, self._term_weights)].unique()
         self._metrics |= {"groups/zero_advantage": len(zero_advantage), "groups/refilled": refilled}
         self._metrics |= self.metrics_extra()
         if self.post_collect_hook is not None:
@@ -598,7 +602,7 @@ class PromptGroupCollector(BaseCollector):
                 rows = (await self.rollouts.group(prompt, self.sampling, self._clock)).rows
                 for transform in self.graded_transforms:
                     transform(rows)  # in place
-                if self.refill and zero_advantage_rows(rows).all():
+                if self.refill and zero_advantage_rows(rows, self._term_weights).all():
                     with self._changed:
                         fresh = self._slots.discard(group, rows)
                         self._changed.notify_all()

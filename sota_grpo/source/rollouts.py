@@ -133,7 +133,10 @@ class Rollouts:
                     "its weights and its sampling options."
                 )
             texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
-            responses = [SampledText(text, last_turn(one).int().numpy().tobytes(), one.record) for text, one in texts]
+            responses = [
+                SampledText(text, last_turn(one).int().numpy().tobytes(), one.record, self.env.opens_thinking)
+                for text, one in texts
+            ]
             scores = await result(self.env.grader.scores([(text, prompt.example) for text in responses]))
         scores = [*map(rewarded, scores)]
         write_scores(rows, scores, self.env.task.term_weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sota_grpo.rewards.extract import last_code_block, without_thinking
-from sota_grpo.rewards.sandbox import make_runner, run_tests
+from sota_grpo.rewards.sandbox import make_runner, parse_tests, run_tests
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 from sota_grpo.text import SURROGATE
@@ -73,8 +73,9 @@ class CodeTask(FileTask):
                 pair = not any(SURROGATE.search(str(text)) for text in test.values())
             if not pair and not (isinstance(test, str) and _is_code(test)):
                 raise DatasetError(
-                    f"{location}: tests must be Python code with assertions, or a list of such code and of "
-                    f"{{'stdin', 'stdout'}} pairs, without halves of surrogate pairs, found {str(test)[:60]!r}."
+                    f"{location}: tests must be Python code with assertions that run (a function needs a call), or a "
+                    f"list of such code and of {{'stdin', 'stdout'}} pairs, without halves of surrogate pairs, found "
+                    f"{str(test)[:60]!r}."
                 )
         if not tests:
             raise DatasetError(f"{location}: tests is an empty list; give at least one test.")
@@ -83,10 +84,8 @@ class CodeTask(FileTask):
 
 
 def _is_code(text: str) -> bool:
-    """Return whether a text is Python code with at least one statement; it is parsed, not executed."""
-    import ast
-
+    """Return whether a text is Python code with at least one test; it is parsed, not executed."""
     try:
-        return bool(ast.parse(text).body)
+        return any(is_test for _, is_test in parse_tests(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -126,6 +127,22 @@ def text_of(row: Row, column: str, location: str) -> str:
     return row[column]
 
 
+def number_text(value: float) -> str:
+    """Return a number as text; for a value that float32 has, the shortest decimal fraction that float32 rounds to it.
+
+    Files have columns of float32, in which 0.1 is 0.10000000149011612.
+
+    >>> number_text(0.10000000149011612), number_text(0.25), number_text(0.1), number_text(3)
+    ('0.1', '0.25', '0.1', '3')
+    """
+    if isinstance(value, float) and not value.is_integer() and abs(value) < 1e30:
+        single = struct.pack("f", value)
+        if struct.unpack("f", single)[0] == value:
+            texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+            return next(text for text in texts if struct.pack("f", float(text)) == single)
+    return str(value)
+
+
 def first_text(row: Row, columns: Sequence[str], location: str) -> str:
     """Return the first value in ``columns`` as text; ``DatasetError`` if there is none or it is no text or number.
 
@@ -135,7 +152,7 @@ def first_text(row: Row, columns: Sequence[str], location: str) -> str:
     for column in columns:
         value = present(row.get(column))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return str(value)
+            return number_text(value)
         if value is not None:
             return text_of(row, column, location)
     raise DatasetError(f"{location}: no column {' or '.join(map(repr, columns))} has a value; {_columns(row)}.")

@@ -13,6 +13,7 @@ of the servers, because configs are validated before anything is loaded.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -141,8 +142,26 @@ def headers_of(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, s
     return headers
 
 
+_MEDIA = ("image", "audio", "video", "image_url", "resource", "resource_link")
+_CARRIERS = ("data", "uri", "url", "source", *_MEDIA)  # keys of a block's content
+
+
+def is_block(value: Any) -> bool:
+    """Return whether a value is a content block of MCP or TRL, not another mapping with a ``type``.
+
+    >>> is_block({"type": "text", "text": "Hi"}), is_block({"type": "dog", "name": "Rex"})
+    (True, False)
+    """
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return isinstance(value.get("text"), str)
+    return kind in _MEDIA and not value.keys().isdisjoint(_CARRIERS)
+
+
 def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the content blocks of an MCP tool result as lines of text; a block without text gives its type.
+    """Return the content blocks of a tool result as lines of text; a block without text gives its type.
+
+    What is no block (:func:`is_block`) is JSON.
 
     >>> content_text([{"type": "text", "text": "Two notes:"}, {"type": "resource", "resource": {"text": "a, b"}}])
     'Two notes:\\na, b'
@@ -151,6 +170,9 @@ def content_text(blocks: Sequence[Mapping[str, Any]]) -> str:
     """
     texts = []
     for block in blocks:
+        if not is_block(block):
+            texts.append(json.dumps(block, ensure_ascii=False, default=str))
+            continue
         inner = block.get("resource")
         text = inner.get("text") if isinstance(inner, Mapping) else block.get("text")
         texts.append(text if isinstance(text, str) else f"[{block.get('type')}, not shown]")

@@ -13,7 +13,7 @@ from typing import Any
 from sota_grpo.rewards.extract import answers_equal, extract_answer, is_number
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_rows, normalised, present
+from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_rows, normalised, number_text, present
 from sota_grpo.tasks.questions import GSM8KTask, answering
 
 Chat = list[dict[str, Any]]
@@ -75,9 +75,11 @@ def _turns(prompt: str | Chat) -> Chat:
 
 
 def text_of_answer(ground_truth: Any) -> str:
-    """Return the ground truth as text: text as it is, None as an empty text, any other value as JSON."""
+    """Return the ground truth as text: text as it is, None as an empty text, a number, or any other value as JSON."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
+    if isinstance(ground_truth, float):
+        return number_text(ground_truth)
     return json.dumps(ground_truth, ensure_ascii=False)
 
 

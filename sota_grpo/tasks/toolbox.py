@@ -19,7 +19,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import load_python
 from sota_grpo.rewards.functions import PICKLED
 from sota_grpo.rl.tool_schemas import function_schemas
-from sota_grpo.tasks.servers import content_text
+from sota_grpo.tasks.servers import content_text, is_block
 from sota_grpo.text import sentence
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -155,8 +155,7 @@ def _as_text(value: Any) -> Any:
     """Return the value, or a coroutine for an awaitable; a list of content blocks becomes text."""
     if inspect.isawaitable(value):
         return _later(value)
-    is_content = isinstance(value, list) and value and all(isinstance(item, dict) and "type" in item for item in value)
-    return content_text(value) if is_content else value
+    return content_text(value) if isinstance(value, list) and value and all(map(is_block, value)) else value
 
 
 async def _later(value: Any) -> Any:

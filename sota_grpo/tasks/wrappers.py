@@ -25,6 +25,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from sota_grpo.rewards.extract import is_number
 from sota_grpo.rewards.functions import (
     DEFAULT_NAME,
     NEEDS_ENVIRONMENTS,
@@ -225,7 +226,8 @@ def reward_inputs(task: Task, response: str, example: Example) -> RewardInputs:
         source = source_of(example) or task.name
     else:
         _, mark, final = example.answer.rpartition("####")
-        truth = final.strip().replace(",", "") if mark else example.answer  # as in verl's files
+        truth = final.strip() if mark else example.answer
+        truth = truth.replace(",", "") if mark and is_number(truth) else truth  # as in verl's files
         prompt, columns = task.messages(example), {"question": example.query, "answer": example.answer, **example.extra}
         source = _SOURCES.get(task.name, task.name)
     return RewardInputs(

@@ -612,7 +612,8 @@ def _regraded(run: TrainingComponents) -> tuple[list[tuple[int, float]], int]:
         ((text, example),) = graded_texts([row])
         last = int((~row[keys.ASSISTANT_MASK]).nonzero()[-1]) + 1
         record = row.get(keys.DIALOG)
-        return SampledText(text, row[keys.FULL_TOKENS][last:].tolist(), record and json.loads(record)), example
+        ids, thinks = row[keys.FULL_TOKENS][last:].tolist(), run.rollouts.env.opens_thinking
+        return SampledText(text, ids, record and json.loads(record), thinks), example
 
     failed = run.rows.get(keys.REWARD_ERROR).flatten().tolist()
     batches = groups if hasattr(run.task.score, "score_group") else [[index] for group in groups for index in group]

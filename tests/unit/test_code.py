@@ -126,9 +126,20 @@ def test_assertions_and_pairs_are_a_test_each() -> None:
         True,
         True,
     ]
+    # what is not one plain assertion is tested, too
+    assert run_tests(RUNNER, program, "assert f(1) == 2\nfor x in (1, 2):\n    assert f(x) == 2") == [True, False]
+    checks = "def one(): assert f(1) == 2\ndef two(): assert f(2) == 4"
+    assert run_tests(RUNNER, program, f"{checks}\nassert f\ntwo()\none()") == [True, False, True]
+    assert run_tests(RUNNER, program, f"{checks}\nif __name__ == '__main__':\n    one()\n    two()") == [True, False]
+    assert run_tests(RUNNER, program, "if f(1) != 3:\n    raise ValueError") == [False]
     double = "print(int(input()) * 2)"
     pairs = [{"stdin": "4\n", "stdout": "8"}, {"stdin": "5", "stdout": "11"}, {"stdin": "x", "stdout": ""}]
     assert run_tests(RUNNER, double, pairs) == [True, False, False]
+    nothing = [{"stdin": None, "stdout": "[]"}, {"stdout": "[]"}]  # as Parquet has it, and missing
+    assert run_tests(RUNNER, "import sys\nprint(sys.stdin.read().split())", nothing) == [True, True]
+    for ending in ("exit()", "quit(0)", "exit"):  # which Python's site module defines
+        assert run_tests(RUNNER, f"print(8)\n{ending}", [{"stdout": "8"}]) == [True]
+    assert run_tests(RUNNER, "print(8)\nexit(1)", [{"stdout": "8"}]) == [False]
 
 
 class PlainRunner:
@@ -253,6 +264,9 @@ def test_the_last_closed_block_outside_the_thinking_is_the_program() -> None:
     assert last_code_block("```python\na\n\n b\n```") == "a\n\n b"
     assert last_code_block("```\na\n```\n```py\nb\n```\n```\nc") == "b"
     assert last_code_block("no ``` block ```") is None
+    assert last_code_block("```f``` adds one:\n```python\na\n```") == "a"
+    assert last_code_block("1. So:\n   ```python\n   def f():\n\n       return 1\n   ```") == "def f():\n\n    return 1"
+    assert last_code_block("  ```\n  a\nb\n  ```") == "  a\nb"
     assert last_code_block("```\n" * 300_001) == ""
 
 
@@ -276,11 +290,12 @@ def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) 
     assert task.messages(example)[-1] == {"role": "user", "content": example.query}
 
 
+UNTESTED = ["x = 1", "def test():\n    assert f() == 1", "f(1) == 2"]
 HALVES = ["assert f() == '\ud83d'", [{"stdout": "\ud83d"}], [{"stdin": "\ud83d", "stdout": "1"}]]
 
 
 @pytest.mark.parametrize(
-    "tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}], *HALVES]
+    "tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}], *UNTESTED, *HALVES]
 )
 def test_rows_without_tests_are_refused(tests: object) -> None:
     with pytest.raises(DatasetError, match="here: "):

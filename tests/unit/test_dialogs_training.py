@@ -49,7 +49,7 @@ CLIP, KL_COEFF, MOST_TOKENS = 0.2, 0.1, 24
 
 
 class NoText:
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], **_: bool) -> str:
         return ""
 
 

@@ -96,6 +96,13 @@ def test_the_text_between_two_turns(template: str | None, end: str, reply: dict[
     assert decoded(made, turns.ids([reply], made.convert_tokens_to_ids("x"))) == (end if template else "") + between
 
 
+def test_a_turn_that_the_template_ends_after_a_blank_is_ended_once() -> None:
+    made = tokenizer(MISTRAL.replace("</s>", " </s>"), end="</s>")  # as Llama 2's
+    between, turns = "[INST] Think again. [/INST]", TurnTokens(made)
+    assert decoded(made, turns.ids([REPLY], made.eos_token_id)) == between
+    assert decoded(made, turns.ids([REPLY], made.convert_tokens_to_ids("x"))) == f" </s>{between}"
+
+
 def test_template_arguments_reach_the_next_turn() -> None:
     made = tokenizer(THINKING, end="<|im_end|>")
     turns = TurnTokens(made, {"enable_thinking": False})

@@ -17,7 +17,7 @@ from sota_grpo.assembly.sampling import engine_options
 from sota_grpo.config import Config
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import end_of_turn, end_token_ids
+from sota_grpo.policy.end_tokens import end_of_turn, end_token_ids, response_text
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
@@ -82,6 +82,24 @@ def test_the_end_of_a_turn_is_the_one_that_the_template_writes(template: Any) ->
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids = made(made.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
     assert end_of_turn(made) == [number for number in ids if number in made.all_special_ids][-1]
+
+
+def test_graded_text_is_not_tidied() -> None:
+    made = characters(CHATML)
+    made.clean_up_tokenization_spaces = True
+    program = "s = ' '.join(a) if b != 1 , 2 else ' ?'"
+    assert response_text(made, made(program, add_special_tokens=False)["input_ids"]) == program
+
+
+def test_a_blank_token_after_a_turn_is_not_its_end() -> None:
+    """As in tokenizers that have tokens for several spaces or line breaks, with a template that is plain text."""
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    made = characters(plain)
+    made.add_tokens(["\n\n", "  "])
+    assert made("\n\n", add_special_tokens=False)["input_ids"] == [made.convert_tokens_to_ids("\n\n")]
+    assert end_of_turn(made) is None
+    made.chat_template = plain.replace("\n\n", "\n\n" + made.eos_token)
+    assert end_of_turn(made) == made.eos_token_id
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,25 @@ def test_data_that_cannot_be_read_are_reported_with_the_name_of_the_task(tmp_pat
     assert [one.query for one in heldout_task(config).heldout if one.extra[TASK] == "m"] == ["1 + 1?"]
 
 
+def test_no_task_trains_on_what_another_holds_out(tmp_path: Path) -> None:
+    rows = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "held.jsonl").write_text(rows[3])
+    one = f"dataset: gsm8k, dataset_path: {tmp_path / 'rows.jsonl'}, eval_path: {tmp_path / 'held.jsonl'}"
+    other = f"dataset: reasoning, dataset_path: {tmp_path / 'rows.jsonl'}"
+    task = task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}", "env.num_heldout=2"))
+    trained, held = ({example.query for example in examples} for examples in (task.train, task.heldout))
+    assert len(held) >= 2
+    assert "3 + 1?" in held
+    assert not trained & held
+    assert len(trained | held) == 20
+    assert all(len(task.train.examples_of[name]) == len(trained) for name in ("one", "other"))
+    other = f"dataset: reasoning, dataset_path: {tmp_path / 'held.jsonl'}, eval_path: {tmp_path / 'more.jsonl'}"
+    (tmp_path / "more.jsonl").write_text(rows[4])
+    with pytest.raises(UserError, match=r"env\.mixture\.other has no question that no task holds out"):
+        task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}"))
+
+
 def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
     mixture = {
         "a": {"dataset": "table", "dataset_path": "/my files/rows, 2.jsonl", "reward_name": ["f", "g"], "weight": 0.5},

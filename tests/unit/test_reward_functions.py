@@ -24,7 +24,7 @@ from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.procedural import CalculatorTask
-from sota_grpo.tasks.questions import GSM8KTask
+from sota_grpo.tasks.questions import GSM8KTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
 from sota_grpo.training.gate import _as_sampled
@@ -346,6 +346,9 @@ def f(prompts, completions, answer, ground_truth):
     assert score(task, "#### 1080", task.train[0]).terms == {"compute_score": 1.0, "f": 1.0}
     assert task.messages(task.train[0]) == own.messages(own.train[0])
     assert task.read_row({"answer": "#### 3"}, "line 1") == own.read_row({"answer": "#### 3"}, "line 1")
+    named = ReasoningTask([Example("Where?", "It is on the Hudson.\n#### Albany, NY")])
+    exact = task_of(tmp_path, "def exact(solution_str, ground_truth): return solution_str == ground_truth", task=named)
+    assert score(exact, "Albany, NY", exact.train[0]).success
 
 
 def test_a_function_cannot_change_the_data(tmp_path: Path) -> None:

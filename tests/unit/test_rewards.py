@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import pytest
 
 from sota_grpo.rewards.expressions import MAX_DEPTH, MAX_EXPRESSION_CHARS, ExpressionError, parse_expression
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
+from sota_grpo.rl.records import SampledText
 
 RNG = random.Random(random.randrange(1 << 30))
 LENGTH = 200_000
@@ -48,6 +50,18 @@ LENGTH = 200_000
         ("1 800", 1800),
         ("1\u202f080\u202f000", 1_080_000),
         ("1,00,000", 100_000),
+        ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("$x = -\\dfrac{3}{4}$", Fraction(-3, 4)),
+        ("2\\frac{1}{2}", Fraction(5, 2)),
+        ("x = -½", Fraction(-1, 2)),
+        ("x = - 5", -5),
+        ("\u20137", -7),
+        ("18-million", 18_000_000),
+        ("6 \\times 3 = 18", 18),
+        ("18\\text{ cm}^2", 18),
+        ("18 \\, \\mathrm{m}^{3}", 18),
+        ("18m^2", 18),
+        ("18 meters^2", 18),
     ],
 )
 def test_numbers_are_read(text: str, value: Fraction | int) -> None:
@@ -71,10 +85,24 @@ def test_numbers_are_read(text: str, value: Fraction | int) -> None:
         "1e99999",
         "\u0663",
         "9" * 257,
+        "10 - 5",
+        "3\\cos^2",
     ],
 )
 def test_anything_but_one_number_is_no_number(text: str) -> None:
     assert parse_number(text) is None
+
+
+def test_the_power_of_a_unit_is_not_the_last_number() -> None:
+    for unit in ("m^2", "cm^{2}", "\\text{ cm}^2", "square meters"):
+        assert find_last_number(f"2 * 9 is 18, so the area is 18 {unit}.") == "18"
+    assert find_last_number("from 3\u20135") == "5"
+
+
+def test_a_sign_apart_belongs_to_its_number() -> None:
+    assert find_last_number("So x = - 5.") == "-5"
+    for text in ("Items:\n- 5 pens", "10 - 5", "- 5 pens", "x =\n- 5"):
+        assert find_last_number(text) == "5", text
 
 
 def test_equality_is_exact_and_needs_two_numbers() -> None:
@@ -155,6 +183,15 @@ def test_answers_in_sentences_are_found_where_mathematics_is_required(text: str,
     assert extract_answer(text, "any", mathematics=True) == answer
     assert extract_answer(f"#### 1\n{text}", "any", mathematics=True) == "1"
     assert extract_answer(text, "any") == find_last_number(text)
+
+
+def test_what_is_thought_is_no_answer() -> None:
+    said = "[THINK]\\boxed{1}[/THINK]No box."
+    assert extract_answer(said, "boxed") is None
+    thought = SampledText("So \\boxed{1}, but", thinks=True)
+    assert (extract_answer(thought, "any"), extract_answer(str(thought), "any")) == (None, "1")
+    assert extract_answer(SampledText("Hm.</think>\\boxed{1}", thinks=True), "any") == "1"
+    assert pickle.loads(pickle.dumps(thought)).thinks
 
 
 def test_an_unknown_format_is_named() -> None:

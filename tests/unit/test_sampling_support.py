@@ -55,7 +55,7 @@ def sampled(model: torch.nn.Module, **how: float) -> list[tuple[tuple[int, ...],
 
 def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
     class Silent:
-        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        def decode(self, ids: torch.Tensor, **_: bool) -> str:
             return ""
 
     rows = []

@@ -19,10 +19,11 @@ from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
@@ -31,7 +32,7 @@ from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.process_rigs import wait_for
-from tests.training_rigs import collector_of, make_env
+from tests.training_rigs import collector_of, make_env, make_saying
 from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
@@ -578,6 +579,31 @@ def test_graders_and_reference_work_group_by_group_and_never_on_replaced_groups(
         assert keys.ADVANTAGE in row
 
 
+def test_a_group_in_which_a_decoupled_term_varies_is_kept() -> None:
+    """Its rewards are equal (GDPO is for these), its advantages are not; a term that weighs 0 decides nothing."""
+
+    def grade(pairs) -> Future:
+        future: Future = Future()
+        signs = [sum(map(ord, text)) % 2 for text, _ in pairs]
+        future.set_result([Score({"a": float(sign), "b": 2.0 - 2 * sign, "c": 1.0}, False) for sign in signs])
+        return future
+
+    for decouple_terms, weights in itertools.product((True, False), ({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.0})):
+        env = small_env()
+        env.task.term_weights = {**weights, "c": 1.0}
+        env.grader = SimpleNamespace(scores=grade)
+        said = make_saying(env, lambda request, index: "ab"[index % 2])
+        source = collector_of(
+            env, said, SAMPLING, seed=0, num_groups=2, refill=True, max_draws=2, decouple_terms=decouple_terms
+        )
+        batch = next(iter(source))
+        advantages = GroupAdvantage("none", "batch_std", decouple_terms=True, term_weights=env.task.term_weights)(batch)
+        varies = bool(advantages.get(keys.ADVANTAGE).any())
+        assert varies is (weights["a"] > 0)
+        assert source.metrics()["groups/zero_advantage"] == (0 if varies and decouple_terms else 2)
+        assert source.metrics()["groups/refilled"] == (0 if varies and decouple_terms else 2)
+
+
 def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is ever right, four groups, three rounds: 12 draws, and the last four of them are the batch."""
     rig = Rig(refill=True, right=0.0, max_draws=3)
@@ -693,3 +719,17 @@ def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -
     rig.source.release()
     assert ids(rig.source.next_batch()) == [4, 5, 6, 7]
     rig.source.close()
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_response_that_ends_in_the_thinking_of_its_prompt_gives_no_answer(opens: bool) -> None:
+    env = small_env()
+    env.tokenizer.chat_template += "{% if add_generation_prompt and " + str(opens).lower() + " %}<think>\n{% endif %}"
+    example = env.task.train[0]
+    gold = env.task.gold_response(example)
+    said = [gold, f"Let me see.</think>{gold}", f"<think>Let me see.</think>{gold}"]
+    engine = make_saying(env, lambda request, index: said[index])
+    (group,) = Rollouts(env, engine).stream([Prompt(0, example, len(said), 0)], Sampling(max_tokens=512))
+    assert [score.success for score in group.scores] == [not opens, True, True]
+    turn = TurnTokens(env.tokenizer).text(torch.tensor(env.tokenizer(gold)["input_ids"]))
+    assert env.task.score(turn, example).success is not opens

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks.questions import MathTask
 from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
 
 SEED = random.randrange(1 << 30)
@@ -50,9 +53,6 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
@@ -81,6 +81,16 @@ def test_verls_parquet_is_read_as_it_is(tmp_path: Path) -> None:
         assert task.gold_response(example) == f"#### {2 * index}"
         assert task.score(f"So it is\n#### {2 * index}.00", example).terms == {"correct": 1.0}
         assert not task.score(f"{2 * index}", example).success, "the prompt asks for ####"
+
+
+def test_right_answers_in_float32_are_those_that_were_written(tmp_path: Path) -> None:
+    written = ["0.1", "-3.14", "2.5", "1e-07", "123.456", "4"]
+    column = pyarrow.array(map(float, written), pyarrow.float32())
+    table = pyarrow.table({"prompt": [f"{text}?" for text in written], "ground_truth": column})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    for task in (TableTask(), MathTask()):
+        for example, text in zip(task.read(str(tmp_path / "rows.parquet")), written, strict=True):
+            assert task.score(f"\\boxed{{{text}}}", example).success, text
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

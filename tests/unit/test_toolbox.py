@@ -107,6 +107,21 @@ def test_a_column_that_is_missing_is_named() -> None:
         Environment(Path())
 
 
+def test_a_list_of_records_with_a_type_is_no_content() -> None:
+    answers = [
+        [{"type": "dog", "name": "Rex"}],
+        [{"type": "text", "id": 3}],
+        [{"type": "image", "size": 3}],
+        [{"type": "text", "text": "a"}, {"type": "dog"}],
+    ]
+    box = Toolbox([lambda number: answers[number]])
+    for number, answer in enumerate(answers):
+        assert box.call("<lambda>", {"number": number}) == answer
+    assert Toolbox([lambda: [{"type": "text", "text": "a"}, {"type": "image", "data": ""}]]).call("<lambda>", {}) == (
+        "a\n[image, not shown]"
+    )
+
+
 def test_functions_and_factories_can_be_passed_as_objects(tmp_path: Path) -> None:
     base, path = random.randrange(100), tmp_path / "tools.pkl"
 
