@@ -29,6 +29,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
 from sota_grpo.functional.sampling_support import SupportSets, support_log_probs
 from sota_grpo.policy import decoder_layer
+from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
@@ -53,8 +54,8 @@ class CausalPolicy(TensorDictModuleBase):
     """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
     ``log_probs[n, t] = log softmax(logits[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True,
-    and 0 elsewhere. ``t - 1`` is the token before ``t``: padding is skipped, wherever it is, and in a row that is a tree
-    ``keys.PARENTS`` names it. Rows are packed, so that rows with the same prompt compute it once
+    and 0 elsewhere. ``t - 1`` is the token before ``t``: padding is skipped, wherever it is, and in a row that is a
+    tree ``keys.PARENTS`` names it. Rows are packed, so that rows with the same prompt compute it once
     (:mod:`sota_grpo.policy.shared_prompt`). If the model's attention does not allow that, no row is packed and a
     warning gives the reason. The LM head runs only at positions that predict an
     assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32 (float64 for a float64 model);
@@ -105,6 +106,7 @@ class CausalPolicy(TensorDictModuleBase):
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad)
         base, self.fused = base_model(model), fused
+        self._longest = rotary_limit(base.config.get_text_config())
         #: Whether right-padded rows are packed, so that equal prompts are computed once.
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
         text: Any = base.config.get_text_config()
@@ -135,9 +137,16 @@ class CausalPolicy(TensorDictModuleBase):
 
         Both are float32 (float64 for a float64 model), and 0 where the assistant mask is False. ``layout``: result of
         :meth:`layout`; None: it is computed here. KeyError: the rows lack an entry. ValueError: a row's first token is
-        an assistant token, padding is one or precedes a token of a tree, or sampling supports do not match the tokens.
+        an assistant token, padding is one or precedes a token of a tree, sampling supports do not match the tokens, or
+        a row is longer than :func:`~sota_grpo.policy.model_sizes.rotary_limit`.
         """
         device = next(self.parameters()).device
+        longest = int(rows[self.in_keys[1]].sum(1).max()) if self._longest else 0
+        if self._longest and longest > self._longest:
+            raise ValueError(
+                f"a row has {longest} tokens, and above {self._longest} the rotary positions of "
+                f"{type(base_model(self.model)).__name__} change with the longest row of a batch; use shorter rows"
+            )
         if layout is None and not is_right_padded(rows[self.in_keys[1]].bool()):
             return self._of_moved(rows, device)
         layout = layout or self.layout(rows)

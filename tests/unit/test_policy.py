@@ -25,7 +25,7 @@ from sota_grpo.policy.load import ModelNotFoundError, load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.tensor_files import write_model
 from tests.rank_rigs import trained_adapter
-from tests.unit.tiny_models import FAMILIES, SIZES, VOCAB, make_model, make_rows, make_tokenizer
+from tests.unit.tiny_models import FAMILIES, LONG_ROPE, SIZES, VOCAB, make_model, make_rows, make_tokenizer
 
 
 def full_logits_reference(model, rows, temperature):
@@ -181,6 +181,14 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence():
         CausalPolicy(make_model())(make_rows([5]).exclude(keys.ATTENTION_MASK))
     with pytest.raises(ValueError, match="temperature is 0"):
         CausalPolicy(make_model(), temperature=0)
+
+
+def test_a_row_for_which_positions_of_others_would_change_is_refused():
+    policy, rows = CausalPolicy(make_model("phi3", **LONG_ROPE)), make_rows([8, 5, 9])
+    alone = policy(rows[1:2])[keys.LOG_PROBS]
+    torch.testing.assert_close(policy(rows[:2])[keys.LOG_PROBS][1:], alone)
+    with pytest.raises(ValueError, match="a row has 9 tokens, and above 8 the rotary positions of Phi3ForCausalLM"):
+        policy(rows)
 
 
 def test_a_model_whose_attention_drops_out_trains_whatever_its_config_calls_the_rate():
