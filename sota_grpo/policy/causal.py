@@ -170,8 +170,8 @@ class CausalPolicy(TensorDictModuleBase):
         moved |= {} if (ids := rows.get(keys.SUPPORT_IDS, None)) is None else {keys.SUPPORT_IDS: ids}
         log_probs, entropy = self.log_probs(TensorDict(moved, batch_size=rows.batch_size))
         order = order.to(device)
-        back = [None if value is None else value.scatter(1, order, value) for value in (log_probs, entropy)]
-        return back[0], back[1]
+        entropy = None if entropy is None else entropy.scatter(1, order, entropy)
+        return log_probs.scatter(1, order, log_probs), entropy
 
     def half_weights(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without joined layers.
