@@ -37,6 +37,7 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
 from sota_grpo.policy.end_tokens import end_token_ids
 from sota_grpo.policy.load import from_pretrained
+from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.recording.progress import starting
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import Grader, GradingPool, LocalGrader, task_grader
@@ -290,10 +291,14 @@ def make_env(
 
 
 def max_model_len(config: Config) -> int:
-    """Return the context length in tokens: the smaller of the config's and the model's; UserError if none is given."""
+    """Return the context length in tokens, the smallest of the config's, the model's and its :func:`rotary_limit`.
+
+    UserError if none is given.
+    """
     name, trust = model_name(config), config.model.trust_remote_code
     text = from_pretrained(AutoConfig.from_pretrained, name, trust_remote_code=trust).get_text_config()
     lengths = [config.inference_model.max_model_len, getattr(text, "max_position_embeddings", None)]
+    lengths.append(rotary_limit(text))
     if not any(lengths):
         raise UserError(
             f"The context length of model.name={name} is unknown: its config.json has no max_position_embeddings; set "

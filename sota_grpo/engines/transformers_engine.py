@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
@@ -29,6 +29,7 @@ from sota_grpo.engines.stepping import (
     tied_names,
 )
 from sota_grpo.errors import UserError
+from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, SamplingSupport, sample_seed
 
@@ -42,8 +43,13 @@ _SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def require_cache(config: PretrainedConfig) -> None:
-    """Raise UserError if the config lists a layer that keeps a state other than keys and values."""
-    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _SUPPORTED_LAYERS)
+    """Raise UserError if the config lists a layer that keeps a state other than keys and values, or its model has one.
+
+    Models that list no layers (RecurrentGemma, RWKV) declare in transformers that they are stateful.
+    """
+    listed = getattr(config.get_text_config(), "layer_types", None)
+    is_stateful = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
+    others = sorted(set(listed or ("recurrent",) * is_stateful) - _SUPPORTED_LAYERS)
     if others:
         raise UserError(
             f"This model has layers of type {', '.join(others)}, and engine=transformers can cache only keys and "
@@ -314,7 +320,7 @@ class TransformersEngine(SteppingEngine):
     Args:
         model: a causal language model without adapters.
         pad_token_id: fills unused cells; no output depends on it.
-        max_model_len: context in tokens; None: the model's.
+        max_model_len: context in tokens; None: the model's. At most its :func:`rotary_limit`.
         max_rows: most samples decoded at once; a request of more is decoded whole, alone.
         device, dtype: those of the engine's copy; None: the model's.
         copy_model: False: use ``model`` itself without a copy; only if nothing else uses it.
@@ -338,10 +344,11 @@ class TransformersEngine(SteppingEngine):
     ):
         super().__init__()
         require_cache(model.config)
-        context = max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        text = model.config.get_text_config()
+        context = max_model_len or getattr(text, "max_position_embeddings", None)
         if not context:
             raise UserError("The model's config has no max_position_embeddings; set inference_model.max_model_len.")
-        self.max_model_len = int(context)
+        self.max_model_len = min(int(context), rotary_limit(text) or int(context))
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
         self._pad_token_id = pad_token_id

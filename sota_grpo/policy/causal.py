@@ -9,6 +9,7 @@ in every micro-batch.
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
 from sota_grpo.functional.sampling_support import SupportSets, support_log_probs
 from sota_grpo.policy import decoder_layer
+from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.policy.shared_prompt import (
     LAYER_TYPES,
     SHARED_ATTENTION,
@@ -52,9 +54,10 @@ class CausalPolicy(TensorDictModuleBase):
     """TensorDict module that computes log-probability and entropy of every assistant token under the sampling settings.
 
     ``log_probs[n, t] = log softmax(logits[n, t - 1] / temperature)[tokens[n, t]]`` where the assistant mask is True,
-    and 0 elsewhere; in a row that is a tree, ``keys.PARENTS`` replaces ``t - 1``. Right-padded rows are packed, so that
-    rows with the same prompt compute it once (:mod:`sota_grpo.policy.shared_prompt`). If the model's attention does not
-    allow that, no row is packed and a warning gives the reason. The LM head runs only at positions that predict an
+    and 0 elsewhere. ``t - 1`` is the token before ``t``: padding is skipped, wherever it is, and in a row that is a
+    tree ``keys.PARENTS`` names it. Rows are packed, so that rows with the same prompt compute it once
+    (:mod:`sota_grpo.policy.shared_prompt`). If the model's attention does not allow that, no row is packed and a
+    warning gives the reason. The LM head runs only at positions that predict an
     assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32 (float64 for a float64 model);
     autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the
     sampling support (:mod:`sota_grpo.functional.sampling_support`). UserError if the head is more than a linear layer
@@ -103,6 +106,7 @@ class CausalPolicy(TensorDictModuleBase):
         self.out_keys = [keys.LOG_PROBS, ENTROPY] if with_entropy else [keys.LOG_PROBS]
         self.scorer = Scorer(model, temperature, with_entropy, entropy_grad)
         base, self.fused = base_model(model), fused
+        self._longest = rotary_limit(base.config.get_text_config())
         #: Whether right-padded rows are packed, so that equal prompts are computed once.
         self.shared_prompt = shared_prompt and takes_packed_rows(base, use_shared_attention(base))
         text: Any = base.config.get_text_config()
@@ -132,19 +136,42 @@ class CausalPolicy(TensorDictModuleBase):
         """Return log-probs and entropies (None unless ``with_entropy``) as ``[N, T]`` on the model's device.
 
         Both are float32 (float64 for a float64 model), and 0 where the assistant mask is False. ``layout``: result of
-        :meth:`layout`; None: it is computed here. ValueError if a row's first token is an assistant token, or if
-        sampling supports do not match the tokens.
+        :meth:`layout`; None: it is computed here. KeyError: the rows lack an entry. ValueError: a row's first token is
+        an assistant token, padding is one or precedes a token of a tree, sampling supports do not match the tokens, or
+        a row is longer than :func:`~sota_grpo.policy.model_sizes.rotary_limit`.
         """
-        layout = layout or self.layout(rows)
         device = next(self.parameters()).device
+        longest = int(rows[self.in_keys[1]].sum(1).max()) if self._longest else 0
+        if self._longest and longest > self._longest:
+            raise ValueError(
+                f"a row has {longest} tokens, and above {self._longest} the rotary positions of "
+                f"{type(base_model(self.model)).__name__} change with the longest row of a batch; use shorter rows"
+            )
+        if layout is None and not is_right_padded(rows[self.in_keys[1]].bool()):
+            return self._of_moved(rows, device)
+        layout = layout or self.layout(rows)
         if layout is not None:
             return self.scorer(layout.to(device))
         support = support_of(rows)
         sets = None if support is None else _support_sets(rows, *support).to(device)
-        padded = [rows.get(key).to(device) for key in self.in_keys]
+        tokens, attention_mask, assistant_mask = (rows[key] for key in self.in_keys)
+        padded = [tokens, assistant_mask.bool()]
         if (parents := rows.get(keys.PARENTS, None)) is not None:
-            padded += [tensor.to(device) for tensor in branch_rows(*(each.cpu() for each in (*padded, parents)))]
-        return self.scorer(None, *padded, support=sets)
+            padded += branch_rows(*(each.cpu() for each in (tokens, attention_mask, assistant_mask, parents)))
+        return self.scorer(None, *(each.to(device) for each in padded), support=sets)
+
+    def _of_moved(self, rows: TensorDictBase, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Return :meth:`log_probs` of rows in which padding precedes a token, computed with it at the end."""
+        if rows.get(keys.PARENTS, None) is not None:
+            raise ValueError("padding precedes a token of a row that is a tree; move it to the end of the row")
+        order = rows[self.in_keys[1]].int().argsort(dim=-1, descending=True, stable=True)
+        there = {key: rows.get(key, None) for key in (*self.in_keys, keys.SUPPORT_COUNTS)}
+        moved = {key: value.gather(1, order) for key, value in there.items() if value is not None}
+        moved |= {} if (ids := rows.get(keys.SUPPORT_IDS, None)) is None else {keys.SUPPORT_IDS: ids}
+        log_probs, entropy = self.log_probs(TensorDict(moved, batch_size=rows.batch_size))
+        order = order.to(device)
+        entropy = None if entropy is None else entropy.scatter(1, order, entropy)
+        return log_probs.scatter(1, order, log_probs), entropy
 
     def half_weights(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without joined layers.
@@ -159,10 +186,17 @@ class CausalPolicy(TensorDictModuleBase):
 
         None if :attr:`shared_prompt` is False or padding precedes a token. Errors as in :meth:`log_probs`.
         """
-        tokens, attention_mask, assistant_mask = (rows.get(key).cpu() for key in self.in_keys)
+        tokens, attention_mask, assistant_mask = (rows[key].cpu() for key in self.in_keys)
+        attention_mask, assistant_mask = attention_mask.bool(), assistant_mask.bool()
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which no token predicts; prepend a prompt")
+        if len(outside := (assistant_mask & ~attention_mask).nonzero()):
+            row, position = outside[0].tolist()
+            raise ValueError(
+                f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
+                "all_assistant_mask; make the second False there"
+            )
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         parents = rows.get(keys.PARENTS, None)
@@ -180,7 +214,7 @@ def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
 
 def _support_sets(rows: TensorDictBase, ids: Tensor, counts: Tensor) -> SupportSets:
     """Return the sampling supports of all assistant tokens, row after row, on the CPU; see :func:`support_of`."""
-    tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu()
+    tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu().bool()
     ids, counts = ids.cpu(), counts.cpu()
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
     return SupportSets.of(ids[real], counts[mask], tokens[mask])
@@ -202,7 +236,7 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and entropies as :meth:`CausalPolicy.log_probs`, of a layout or else of padded rows.
 
-        Padded rows: tokens, attention mask and assistant mask ``[N, T]``; for trees also the three tensors of
+        Right-padded rows: tokens and assistant mask ``[N, T]``; for trees also the two tensors of
         :func:`~sota_grpo.policy.shared_prompt.branch_rows`. All are on the model's device.
         """
         model = base_model(self.model)
@@ -210,11 +244,11 @@ class Scorer(nn.Module):
             hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
             log_probs, entropy = self._head(hidden, layout.targets, layout.support)
             return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
-        tokens, attention_mask, mask, *branches = rows
+        tokens, mask, *branches = rows
         if branches:
-            hidden = padded_hidden(model, *branches[:2]).flatten(0, 1)[branches[2]]
+            hidden = padded_hidden(model, branches[0]).flatten(0, 1)[branches[1]]
         else:
-            hidden = padded_hidden(model, tokens, attention_mask)[:, :-1][mask[:, 1:]]
+            hidden = padded_hidden(model, tokens)[:, :-1][mask[:, 1:]]
         log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], support)
         nothing = log_probs.new_zeros(mask.shape)
         padded = nothing.masked_scatter(mask, log_probs)
@@ -278,8 +312,9 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
         expected = softcap * torch.tanh(expected / softcap)
     if seen["hidden"].shape == seen["fed"].shape and torch.equal(seen["hidden"], seen["fed"]):
         named = [(getattr(text, name, None), power) for name, power in _LOGIT_SCALES if softcap is None]
+        close = 1e-2 if head.weight.dtype.itemsize < 4 else 1e-4  # a cap changes small logits by little
         for scale in (1.0, *(value**power for value, power in named if isinstance(value, (int, float)) and value > 0)):
-            if torch.allclose(scale * expected, logits, rtol=1e-2, atol=1e-5):
+            if torch.allclose(scale * expected, logits, rtol=close, atol=1e-5):
                 return scale
     raise UserError(
         f"{type(model).__name__} changes hidden states or logits around its head in an unsupported way; use a "
@@ -301,14 +336,11 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
     return output.last_hidden_state[0]
 
 
-def padded_hidden(model: PreTrainedModel, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return last hidden states ``[N, T, H]`` of padded rows, each with its whole prompt."""
-    mask: Tensor | None = attention_mask
-    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-    if is_right_padded(attention_mask):  # the causal mask hides the padding already
-        mask, positions = None, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    decoder: Any = model.get_decoder()
-    return decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+def padded_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return last hidden states ``[N, T, H]`` of right-padded rows, each with its whole prompt."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    decoder: Any = model.get_decoder()  # the causal mask hides the padding already
+    return decoder(input_ids=tokens, attention_mask=None, position_ids=positions, use_cache=False).last_hidden_state
 
 
 def use_shared_attention(model: PreTrainedModel) -> str | None:
@@ -323,7 +355,7 @@ def use_shared_attention(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
-    if getattr(config, "attention_dropout", 0.0):
+    if any(re.search("att.*drop", name) and rate for name, rate in vars(config).items()):
         return "its attention has dropout"
     # on CUDA half precision uses another kernel
     autocasts = [False, True] if model.device.type == "cuda" else [False]
@@ -384,7 +416,7 @@ def _difference(model: PreTrainedModel, config: Any, autocast: bool) -> str | No
     eagerly = torch.compiler.set_stance("force_eager")  # compiled layers do not record their windows
     with eagerly, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         packed = packed_hidden(model, layout)[layout.packed_at.to(device)[real]].float()
-        padded = padded_hidden(model, tokens, real)[real].float()
+        padded = padded_hidden(model, tokens)[real].float()
     if len(layout.windows) != config.num_hidden_layers:
         return "not every layer calls transformers' attention interface"
     sliding = ["sliding_attention"] * bool(getattr(config, "sliding_window", None))

@@ -26,6 +26,27 @@ NO_MODEL_FOLDER = (
 )
 
 
+def rotary_limit(config: Any) -> int | None:
+    """Return the longest row, in tokens, whose rotary positions do not depend on other rows; None: rows of any length.
+
+    transformers chooses the frequencies of ``longrope`` (Phi-3, Phi-4-mini) and ``dynamic`` by the longest row of a
+    batch: if that is longer, they change for all of its rows. ``config`` is that of the decoder.
+
+    >>> from types import SimpleNamespace
+    >>> long = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    >>> rotary_limit(SimpleNamespace(rope_parameters=long, max_position_embeddings=131072))
+    4096
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    limits = {
+        "longrope": lambda rope: rope.get("original_max_position_embeddings"),
+        "dynamic": lambda rope: getattr(config, "max_position_embeddings", None),
+    }
+    each = [ropes, *(rope for rope in ropes.values() if isinstance(rope, Mapping))]  # or one for each type of layer
+    found = [limits[kind](rope) for rope in each if (kind := rope.get("rope_type")) in limits]
+    return min(filter(None, found), default=None)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Sizes of a dense decoder with gated MLPs and RMS norms, from which its memory and operations are computed.

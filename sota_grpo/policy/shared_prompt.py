@@ -374,11 +374,11 @@ def tree_branches(parents: Tensor, completion_mask: Tensor) -> list[Branch]:
 
 def branch_rows(
     tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each path from root to leaf of rows that are trees as a padded row; arguments as in :func:`pack`.
+) -> tuple[Tensor, Tensor]:
+    """Return each path from root to leaf of rows that are trees as a right-padded row; arguments as in :func:`pack`.
 
-    All tensors are on the CPU: tokens int64 and attention mask bool ``[B, D]`` of the ``B`` paths; and int64 ``[M]``,
-    for each assistant token of the input, row by row, the position of its predecessor in the flattened ``[B, D]``.
+    All tensors are on the CPU: tokens int64 ``[B, D]`` of the ``B`` paths; and int64 ``[M]``, for each assistant token
+    of the input, row by row, the position of its predecessor in the flattened ``[B, D]``.
     """
     paths = [
         (row, branch.path)
@@ -386,13 +386,13 @@ def branch_rows(
         for branch in tree_branches(parents[row, :length], assistant_mask[row, :length])
     ]
     width = max(len(path) for _, path in paths)
-    branches, mask = tokens.new_zeros(len(paths), width), attention_mask.new_zeros(len(paths), width)
+    branches = tokens.new_zeros(len(paths), width)
     at = np.zeros(tokens.shape, np.int64)
     for number, (row, path) in enumerate(paths):
-        branches[number, : len(path)], mask[number, : len(path)] = tokens[row, path], True
+        branches[number, : len(path)] = tokens[row, path]
         at[row, path] = np.arange(len(path)) + number * width
     rows, columns = assistant_mask.nonzero(as_tuple=True)
-    return branches, mask, torch.from_numpy(at)[rows, parents[rows, columns]]
+    return branches, torch.from_numpy(at)[rows, parents[rows, columns]]
 
 
 def is_right_padded(attention_mask: Tensor) -> bool:

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -283,21 +284,32 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
     if not listed:
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
     padded = TensorDict(batch_size=[len(listed)])
-    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN, *dict.fromkeys(_PER_ROW).items()):
-        values = [row.get(key, None) for row in listed]
-        missing = [index for index, value in enumerate(values) if value is None]
-        if len(missing) == len(values):
-            continue
-        for index in missing:
-            values[index] = _absent(key, listed[index])
-        missing = [index for index in missing if values[index] is None]
-        if missing:
-            raise ValueError(
-                f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
-                "write it to all rows of a batch or to none."
-            )
-        padded.set(key, torch.stack(values) if padding is None else _padded(values, padding))
+    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN, *dict.fromkeys(_PER_ROW, 0).items()):
+        if (values := padded_entry(listed, key, padding)) is not None:
+            padded.set(key, values)
     return padded
+
+
+def padded_entry(
+    rows: Sequence[TensorDictBase] | Sequence[Row], key: Key, padding: float, side: Literal["left", "right"] = "right"
+) -> Tensor | None:
+    """Return an entry of all rows as one tensor, with padding on ``side`` where lengths differ; None if no row has it.
+
+    ValueError if some rows lack it and it has no default (``OPTIONAL``).
+    """
+    values = [row.get(key, None) for row in rows]
+    missing = [index for index, value in enumerate(values) if value is None]
+    if len(missing) == len(values):
+        return None
+    for index in missing:
+        values[index] = _absent(key, rows[index])
+    missing = [index for index in missing if values[index] is None]
+    if missing:
+        raise ValueError(
+            f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
+            "write it to all rows of a batch or to none."
+        )
+    return _padded(values, padding, side)
 
 
 def _absent(key: Key, row: Row) -> Tensor | None:
@@ -310,11 +322,15 @@ def _absent(key: Key, row: Row) -> Tensor | None:
     return torch.zeros(0 if key == keys.SUPPORT_IDS else len(mask), dtype=torch.int32)
 
 
-def _padded(values: Sequence[Tensor], padding: float) -> Tensor:
-    """Pad sequences ``[T_i]`` to ``[N, max T_i]``; on the CPU with numpy, which is ten times faster than torch."""
-    if any(value.is_cuda or value.dtype == torch.bfloat16 or value.dim() != 1 for value in values):
-        return pad_sequence(list(values), batch_first=True, padding_value=padding)
-    rows = [value.numpy() for value in values]
+def _padded(values: Sequence[Tensor], padding: float, side: Literal["left", "right"]) -> Tensor:
+    """Pad ``[T_i, ..]`` to ``[N, max T_i, ..]``, in the dtype that holds all values."""
+    dtype = reduce(torch.promote_types, {value.dtype for value in values})  # torch and numpy would take the first row's
+    values = [value.to(dtype) for value in values]
+    if len({value.shape for value in values}) == 1:
+        return torch.stack(values)
+    if any(value.is_cuda or value.dim() != 1 for value in values) or dtype == torch.bfloat16 or side == "left":
+        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
+    rows = [value.numpy() for value in values]  # ten times faster than torch
     dense = np.full((len(rows), max(map(len, rows))), padding, rows[0].dtype)
     for target, row in zip(dense, rows):
         target[: len(row)] = row

@@ -21,9 +21,11 @@ from sota_grpo.functional.advantages import distilled_advantages
 from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
 from sota_grpo.functional.micro_batches import loss_weights
 from sota_grpo.functional.surrogates import of_terms, sequence_log_ratio
-from sota_grpo.rl.collate import pad_rows, unpad_rows
+from sota_grpo.rl.collate import pad_rows, padded_entry, unpad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
+from sota_grpo.rl.table import row_list
 
+Side = Literal["left", "right"]
 TORCHRL_AGGREGATIONS = {"token_mean": "token", "prompt_mean": "sequence", "none": "none"}
 _CHOICES: dict[str, Collection[Any]] = {
     "ratio": ("token", "sequence"),
@@ -71,11 +73,13 @@ class LossTokens:
     kept: Tensor | None = None
 
 
-def _per_token(batch: TensorDictBase, key: NestedKey, side: str, *, optional: bool = False) -> Any:
-    """Return an entry, ragged rows padded on ``side``; if it is missing, None if ``optional``, else KeyError."""
+def _per_token(batch: TensorDictBase, key: Any, side: Side, *, optional: bool = False) -> Any:
+    """Return an entry, ragged rows padded on ``side``; if it is missing, None if ``optional``, else KeyError.
+
+    ValueError if some ragged rows lack it.
+    """
     ragged = isinstance(batch, LazyStackedTensorDict)
-    padding = {"as_padded_tensor": True, "padding_side": side, "padding_value": 0} if ragged else {}
-    value = batch.get(key, None, **padding)
+    value = padded_entry(row_list(batch), key, 0, side) if ragged else batch.get(key, None)
     if value is None and not optional:
         there = ", ".join(sorted(_dotted(name) for name in batch.keys(True, True)))
         raise KeyError(
@@ -512,7 +516,7 @@ class GRPOLoss(LossModule):
             # for token input of such a wrapper, TorchRL stacks the assistant masks without padding
             tokens_in = getattr(actor, "input_mode", None) == "tokens"
             visible = pad_rows(batch, pad_token_id=0) if ragged and tokens_in else batch.copy()
-            side = "left" if ragged and not tokens_in else "right"
+            side: Side = "left" if ragged and not tokens_in else "right"
         else:
             batch = batch if ragged else unpad_rows(batch)
             visible, side = batch.copy(), "left"
@@ -530,7 +534,7 @@ class GRPOLoss(LossModule):
             "entropy": dist.entropy() if self.entropy_bonus else None,  # costs a [N, T, V] softmax
         }
 
-    def _stored(self, batch: TensorDictBase, side: str) -> dict[str, Any]:
+    def _stored(self, batch: TensorDictBase, side: Side) -> dict[str, Any]:
         """Return the entries that the batch has, by field name of :class:`LossTokens`."""
         names = self.tensor_keys
         advantage = _per_token(batch, names.advantage, side)

@@ -1,7 +1,7 @@
 """TorchRL transforms of rows of finished responses: rewards, reference log-probs, penalties and advantages.
 
 Each is a :class:`torchrl.envs.transforms.Transform` over rows: a table, or TensorDicts, lazily stacked (ragged) or
-dense. It writes in place, and only once: rows that already have its output key pass unchanged. So in a
+dense. It writes in place, and only once: rows that already have its output key are not changed. So in a
 ``ReplayBuffer``, :class:`GroupAdvantage` is computed when whole groups are added, and not again for sampled subsets.
 Transforms that write under ``"next"`` also work on the steps of an env (``TransformedEnv``); of their entries, only the
 reward is then in the env's specs.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
@@ -66,8 +66,16 @@ def _first(rows: RowTable | TensorDictBase) -> RowTable:
     return RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1])
 
 
+def _without(rows: TensorDictBase, key: NestedKey) -> list[TensorDictBase]:
+    """Return the rows, of ragged ones, that lack ``key``, if others of the batch have it; else none."""
+    if not isinstance(rows, LazyStackedTensorDict) or rows.batch_dims > 1:
+        return []
+    lacking = [row for row in row_list(rows) if row.get(key, None) is None]
+    return [] if len(lacking) == len(rows) else lacking
+
+
 class RowTransform(Transform):
-    """Base class: calls ``_write(rows)``, in place, unless the rows of the batch already have ``written_key``."""
+    """Base class: calls ``_write(rows)``, in place, of the rows of the batch that do not have ``written_key`` yet."""
 
     written_key: NestedKey
 
@@ -75,6 +83,9 @@ class RowTransform(Transform):
         raise NotImplementedError
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
+        if not isinstance(tensordict, RowTable) and (lacking := _without(tensordict, self.written_key)):
+            in_place(self._write)(lacking)  # as in a replay buffer, some of whose rows were sampled before
+            return tensordict
         return tensordict if self.written_key in _first(tensordict).columns else in_place(self._write)(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -444,6 +455,14 @@ class GroupAdvantage(RowTransform):
                 raise ValueError(
                     f"each of the {len(names)} responses is alone in its group, so each advantage would be 0; pass "
                     "whole groups, or set group_size in a replay buffer, which then waits for complete groups."
+                )
+        if not isinstance(tensordict, RowTable) and (lacking := _without(tensordict, self.written_key)):
+            without = set(self._names(RowTable.of(lacking)))
+            others = [row for row in row_list(tensordict) if row.get(self.written_key, None) is not None]
+            if both := without.intersection(self._names(RowTable.of(others))):
+                raise ValueError(
+                    f"only some responses of group {both.pop()} have {self.written_key}; the baseline of the others "
+                    "would be wrong, so pass whole groups."
                 )
         return super().forward(tensordict)
 

@@ -109,6 +109,20 @@ def test_ragged_rows_through_a_wrapper_equal_the_plain_policy(model, pad_output,
     )
 
 
+@pytest.mark.parametrize("options", [None, {"pad_output": True}, {"pad_output": False}])
+def test_each_row_of_a_ragged_batch_has_an_entry_or_none_has(model, options) -> None:
+    """A weight, a proximal log-prob or a mask that a single row lacks would be ignored in all rows."""
+    rows = set_loss_weights(rows_of(model, RAGGED), "sequence")
+    loss = GRPOLoss(model if options is None else wrapper(model, **options), entropy_bonus=False)
+    expected = loss(lazy_stack(rows, 0)).loss_objective
+    for row in rows:  # one advantage per token
+        row[keys.ADVANTAGE] = row[keys.ADVANTAGE].expand(len(row[keys.FULL_TOKENS]), 1)
+    torch.testing.assert_close(loss(lazy_stack(rows, 0)).loss_objective, expected)
+    del rows[2]["loss_weight"]
+    with pytest.raises(ValueError, match=r"loss_weight is missing in 1 of 6 rows \(the first is row 2\)"):
+        loss(lazy_stack(rows, 0))
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", ["action", "mask"])
 def test_a_key_that_the_actor_does_not_read_is_refused(model, wrapped: bool, name: str) -> None:

@@ -88,6 +88,18 @@ def test_a_key_that_only_some_rows_have_is_refused() -> None:
         micro_batches(rows, token_budget=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_value_is_rounded_to_the_dtype_of_the_first_row(dtype) -> None:
+    """As of a row without a response, whose log-probs somebody made like its token ids."""
+    rows = random_rows(generator(), 3)
+    rows[0][keys.LOG_PROBS] = torch.zeros_like(rows[0][keys.FULL_TOKENS])
+    for row in rows[1:]:
+        row[keys.LOG_PROBS] = row[keys.LOG_PROBS].to(dtype)
+    padded = pad_rows(rows, pad_token_id=0)[keys.LOG_PROBS]
+    for row, values in zip(rows[1:], padded[1:]):
+        assert torch.equal(values[: len(row[keys.LOG_PROBS])], row[keys.LOG_PROBS])
+
+
 def sibling_rows(count: int, size: int) -> list[TensorDict]:
     """``count`` groups of ``size`` rows whose prompts are equal, in random order."""
     stream = generator()

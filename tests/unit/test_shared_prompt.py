@@ -225,7 +225,7 @@ def test_tables_name_each_pair_of_query_and_key_once(piece: int, monkeypatch: py
     assert sorted(slots) == list(range(2, layout.tables.sizes[3]))
 
 
-def test_rows_that_are_not_right_padded_are_computed_padded() -> None:
+def test_rows_that_are_not_right_padded_are_packed_too() -> None:
     packed, padded = policies("qwen2")
     rows = make_rows([5, 7])
     left = TensorDict({key: value.flip(-1) for key, value in rows.items(True, True)}, batch_size=[2])

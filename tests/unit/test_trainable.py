@@ -16,6 +16,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from sota_grpo.assembly.learning import trainable_tokenizer
 from sota_grpo.assembly.sampling import max_model_len
 from sota_grpo.config import Config
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy import load as module
 from sota_grpo.policy.causal import CausalPolicy
@@ -28,7 +29,7 @@ from sota_grpo.policy.load import (
     resolve_model_path,
     save_hf,
 )
-from tests.unit.tiny_models import SIZES, make_model, make_tokenizer
+from tests.unit.tiny_models import LONG_ROPE, SIZES, make_model, make_tokenizer
 
 QUANTIZED = {"quant_method": "awq", "bits": 4}
 
@@ -128,6 +129,21 @@ def test_a_model_of_several_modalities_has_its_context_in_its_text_part(tmp_path
     folder = other_folder(tmp_path, "gemma3", text_config=text, vision_config=vision)
     judge(folder)
     assert max_model_len(config_of(folder)) == SIZES["max_position_embeddings"]
+
+
+def test_a_context_ends_where_positions_would_change_with_the_longest_row(tmp_path: Path) -> None:
+    """The engine's too, which decodes rows together."""
+    folder = other_folder(tmp_path, "phi3", **SIZES, **LONG_ROPE)
+    assert max_model_len(config_of(folder)) == 8
+    options = {"eos_token_ids": [2], "pad_token_id": 0, "max_model_len": 64}
+    assert TransformersEngine(make_model("phi3", **LONG_ROPE), **options).max_model_len == 8
+
+
+def test_a_model_that_keeps_a_state_outside_of_the_cache_is_refused() -> None:
+    """RecurrentGemma lists no types of layers; its responses had nothing to do with their prompts."""
+    model = make_model("recurrent_gemma", num_hidden_layers=3, lru_width=16, attention_window_size=8)
+    with pytest.raises(UserError, match="layers of type recurrent, and engine=transformers can cache only keys"):
+        TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, max_model_len=64)
 
 
 def test_a_model_without_a_context_requires_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sota_grpo.errors import RunFailed
 from sota_grpo.functional.advantages import group_advantages
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import row_list
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, write_scores
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, RowTransform, write_scores
 from tests.builders import VOCAB, generator, random_row, random_rows
 from tests.training_rigs import make_env
 
@@ -216,6 +216,19 @@ class FakeReference:
         return torch.where(padded[keys.ATTENTION_MASK], -tokens / 10, torch.nan)
 
 
+def test_a_group_of_which_some_have_an_advantage_is_refused_and_other_groups_get_theirs() -> None:
+    def rows_of(*groups: int) -> list[TensorDict]:
+        rewards = enumerate(groups)
+        return [TensorDict({keys.GROUP_ID: torch.tensor(g), keys.REWARD: torch.tensor([float(i)])}) for i, g in rewards]
+
+    first, second = rows_of(3, 3), rows_of(4, 4)
+    before = GroupAdvantage()(lazy_stack(first))[keys.ADVANTAGE].tolist()
+    both = GroupAdvantage()(lazy_stack([*second, *first]))[keys.ADVANTAGE].tolist()
+    assert both == before + before
+    with pytest.raises(ValueError, match="only some responses of group 3 have advantage"):
+        GroupAdvantage()(lazy_stack([first[0], *rows_of(3, 3)]))
+
+
 def test_a_response_to_which_no_reward_function_applies_is_in_no_statistic() -> None:
     """Its functions said None, and not 0: (3, 1) have the mean 2 and the standard deviation 1.4142."""
     rows = TensorDict({"group_id": torch.zeros(4, dtype=torch.int64)}, [4])
@@ -349,6 +362,24 @@ def test_overlong_penalty_by_hand() -> None:
     assert out[(*keys.REWARD_TERMS, "overlong")].tolist() == [[0.0], [-0.25], [-1.0], [-1.0]]
     with pytest.raises(ValueError, match="buffer_tokens is 11"):
         OverlongPenalty(10, 11)
+
+
+@pytest.mark.parametrize("kind", ["overlong", "kl"])
+def test_rows_that_were_sampled_before_get_their_penalty_once_and_others_theirs(kind: str) -> None:
+    """As by a replay buffer, which gives its rows themselves, with others each time."""
+
+    def made() -> RowTransform:
+        if kind == "overlong":
+            return OverlongPenalty(max_tokens=4, buffer_tokens=4)
+        reference = lambda rows: torch.full(rows[keys.FULL_TOKENS].shape, -3.0)  # noqa: E731
+        return ReferenceKL(reference, in_reward_coeff=0.1, pad_token_id=0, token_budget=64)
+
+    rows = [row.exclude(keys.REF_LOG_PROBS) for row in random_rows(generator(), 4)]
+    expected = made()(lazy_stack([row.clone() for row in rows]))[keys.REWARD].tolist()
+    assert len({str(value) for value in expected}) == 4
+    for sampled in ([0, 1], [2, 0], [1, 3], [3, 2]):
+        batch = made()(lazy_stack([rows[number] for number in sampled]))
+        assert batch[keys.REWARD].tolist() == [expected[number] for number in sampled]
 
 
 def test_they_compose_as_a_collectors_postproc() -> None:

@@ -34,6 +34,16 @@ FAMILIES = {
     "granite": {"logits_scaling": 3.0},
     "cohere": {"logit_scale": 0.5},
 }
+LONG_ROPE = {  # Phi-3's positions, which change for all rows of a batch if one has more than 8 tokens
+    "original_max_position_embeddings": 8,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "long_factor": [4.0, 4.0],
+        "short_factor": [1.0, 1.0],
+    },
+}
 
 
 def make_model(family: str = "qwen2", *, attn_implementation: str = "sdpa", **changes) -> PreTrainedModel:
