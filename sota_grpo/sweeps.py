@@ -331,7 +331,7 @@ def _escaped(text: str) -> str:
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
-    """Return the arguments; ``-m train.resume=auto`` gets ``hydra.sweep.dir`` of the sweep to resume, if any."""
+    """Return the arguments; to ``-m train.resume=auto`` add ``hydra.sweep.dir`` of the sweep to resume, if any."""
     args = list(arguments)
     is_sweep = any(arg in ("-m", "hydra.mode=MULTIRUN") or arg.startswith("--mu") for arg in args)  # to Hydra
     if not is_sweep or "train.resume=auto" not in args or any(arg.startswith("hydra.sweep.dir=") for arg in args):

@@ -205,7 +205,7 @@ def _ray_mistakes(address: str | None) -> Iterator[None]:
     """Raise UserError if Ray is not installed or does not answer, RunFailed if it times out or does not start."""
     if find_spec("ray") is None:
         raise UserError(
-            "mode=async, several devices and ray.address need Ray, which is not installed: "
+            "mode=async, several devices or ray.address need Ray, which is not installed: "
             "`pip install 'sota-grpo[ray]'`, or run grpo.py with one device for each role and without ray.address."
         )
     try:

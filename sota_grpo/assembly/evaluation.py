@@ -190,7 +190,7 @@ def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, 
 
 
 def load_trained(checkpoint: Path, model: nn.Module) -> None:
-    """Copy a checkpoint's trained weights into ``model``; UserError if it cannot be read, or names or shapes differ."""
+    """Copy a checkpoint's trainable weights to ``model``; UserError if it is unreadable, or names or shapes differ."""
     saved = CheckpointStore.load(checkpoint, ["learner"])["learner"]["model"]
     scorer = CausalPolicy(model, shared_prompt=False).scorer  # its names are those of checkpoints
     mine = {name: value for name, value in scorer.named_parameters() if value.requires_grad}

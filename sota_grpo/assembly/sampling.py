@@ -187,7 +187,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
 
 
 def rewarded_dialogs(config: Config, task: Task, instances: Mapping[str, Instances]) -> Task:
-    """Return ``task`` with any reward of its environment or agent replacing its own, or added to ``reward.path``'s."""
+    """Return ``task`` with its environment's or agent's reward, if any, for its own, or added to ``reward.path``'s."""
     configs = task_configs(config)
 
     def rewarded(name: str, task: Task) -> Task:
@@ -406,7 +406,7 @@ def start_engine(
 ) -> SteppingEngine:
     """Start the engine in this process, or a client of a server; UserError or RunFailed if it cannot start.
 
-    engine=transformers copies ``model``, the policy without adapter; other engines, and all for None, read its files.
+    engine=transformers copies ``model`` (the policy without adapter); others, or without ``model``, read files.
     """
     device_type = device.partition(":")[0]
     name = resolve_engine_name(config.engine.name, device=device_type)

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(folder: str, mark: str | None = None) -> Node:
-    """Check this machine for runs in ``folder``, and whether it sees ``mark``, a file that the driver wrote there."""
+    """Check if this machine can do runs in ``folder``, and sees ``mark``, a file that the driver wrote there."""
     looks: dict[str, Any] = {"packages": _packages, "GPU": _gpu, "memory": _memory, "open files": _open_files}
     looks["disk"] = lambda: _disk(Path(folder))
     findings = []

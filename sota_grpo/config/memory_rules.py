@@ -109,7 +109,7 @@ def shared_devices_are_used_in_turn(config: Config) -> Iterator[str]:
 
 
 def a_url_is_one_running_server(config: Config) -> Iterator[str]:
-    """Refuse engine.url if the engine is no server or its devices are set, and servers started on a cluster's GPUs."""
+    """Refuse engine.url without a server engine or with devices set, and starting servers on GPUs that Ray manages."""
     engine, address, count = config.engine, config.ray.address, device_count(config.inference_model)
     if engine.url is not None and not is_server(engine.name):
         yield f"engine.url has no effect on engine={engine.name}; use engine=vllm_server or leave engine.url out."

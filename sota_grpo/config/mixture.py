@@ -106,7 +106,7 @@ def mean_responses_per_step(config: Config) -> int:
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
-    """Return {task: most turns of a dialog}; in a mixture 1 for a task that never answers, unless its entry sets it."""
+    """Return {task: most turns of a dialog}; in a mixture 1 without replies or tools, unless its entry sets it."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
     return _by_task(config, lambda entry: _turns(config, entry))
@@ -124,7 +124,7 @@ def has_dialogs(config: Config) -> bool:
 
 
 def tasks_named(config: Config) -> str:
-    """Return the names of the run's tasks joined by `` + ``, for messages."""
+    """Return the names of the run's tasks joined by `` + ``."""
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))
 
 

@@ -61,7 +61,7 @@ class SGLangEngine(ServerEngine):
 
     @staticmethod
     def environment(options: EngineOptions, key: str, *, on_cpu: bool) -> dict[str, str]:
-        """Return the environment variable that makes SGLang report log-probs after temperature."""
+        """Return the variable that makes SGLang report log-probs after temperature; the arguments are ignored."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:

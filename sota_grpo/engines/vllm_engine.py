@@ -313,8 +313,8 @@ def log_probs_and_support(logprobs: Any, num_tokens: int, vocab: int) -> tuple[T
     count = log_probs.shape[1] - 1
     if count < vocab and bool(log_probs[:, 1:].isfinite().all(1).any()):
         raise RuntimeError(
-            f"vLLM samples from {count} tokens or more at one position, because at least {TIES} tie with the last one "
-            f"of top_k, and reports {count} of them; use engine=transformers or inference_model.torch_dtype=float32."
+            f"vLLM reports only {count} tokens at one position but may sample from more, because at least {TIES} tie "
+            "with the last one of top_k; use engine=transformers or inference_model.torch_dtype=float32."
         )
     finite = log_probs.isfinite()
     finite[:, 1:] &= ids[:, 1:] != ids[:, :1]

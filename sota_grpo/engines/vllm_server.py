@@ -79,8 +79,8 @@ def weight_sums(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]], tur
 
     A fused layer (``qkv_proj``) is split into its components' rows. On a CPU vLLM packs its matrices (and a second copy
     of the output layer): columns of a packed matrix are read exactly, by multiplying it with rows of the identity. That
-    is slow, so ``turn``, which grows by 1 with each call, selects one of at most 32 ranges of columns
-    (``Checksum.columns``). A weight with another name or shape, such as a shard on one of several GPUs, and a quantised
+    is slow, so each call reads one of at most 32 ranges of columns (``Checksum.columns``), chosen by ``turn``, which
+    grows by 1. A weight with another name or shape, such as a shard on one of several GPUs, and a quantised
     weight are left out.
     """
     fused, dtype = getattr(model, "packed_modules_mapping", None) or {}, matrix_dtype(model.parameters())

@@ -255,7 +255,7 @@ class TurnTokens:
 
 
 def opened_thinking(prompt: str) -> str:
-    """Return the text that ends the thinking which a prompt, after the last message, leaves open; empty if it does not.
+    """Return the text that ends the thinking left open by ``prompt``, which is cut after its last message; else ''.
 
     >>> opened_thinking("<|assistant|><think>"), opened_thinking("<|assistant|><think></think>")
     ('</think>', '')

@@ -380,7 +380,7 @@ class TurnOrder:
         return number
 
     def enqueue(self, number: int, submit: Callable[[], None]) -> None:
-        """Call ``submit`` (must not raise) now if ``may_start`` is None, else in :meth:`release`, unless dropped."""
+        """Call ``submit`` (must not raise): now if ``may_start`` is None, else by :meth:`release` if not dropped."""
         if self._may_start is None:
             submit()
             return
@@ -394,7 +394,7 @@ class TurnOrder:
             self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Submit the enqueued turns if the engine would now start a batch; False if its step must wait for answers."""
+        """Submit the enqueued turns if a batch would start now; return False only if it must wait for answers."""
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:

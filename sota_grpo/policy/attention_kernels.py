@@ -357,7 +357,7 @@ class Scores(NamedTuple):
     window: int
 
     def numbers(self) -> tuple[int, float, float, dict[str, bool]]:
-        """Return (window, base-2 factor, base-2 cap, compile-time flags) for the kernels."""
+        """Return (window, scale and cap times log2(e), compile-time flags) for the kernels."""
         base_2 = 1.4426950408889634
         capped, windowed = self.softcap > 0, self.window > 0
         return self.window, self.scale * base_2, self.softcap * base_2, {"CAPPED": capped, "WINDOWED": windowed}

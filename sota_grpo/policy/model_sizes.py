@@ -27,7 +27,7 @@ NO_MODEL_FOLDER = (
 
 
 def rotary_limit(config: Any) -> int | None:
-    """Return the longest row, in tokens, whose rotary positions do not depend on other rows; None: rows of any length.
+    """Return up to which row length, in tokens, rotary positions do not depend on other rows; None: any length.
 
     transformers chooses the frequencies of ``longrope`` (Phi-3, Phi-4-mini) and ``dynamic`` by the longest row of a
     batch: if that is longer, they change for all of its rows. ``config`` is that of the decoder.
@@ -49,7 +49,7 @@ def rotary_limit(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a dense decoder with gated MLPs and RMS norms, from which its memory and operations are computed.
+    """Sizes and parameter counts of a dense decoder with gated MLPs and RMS norms, for estimates of its memory.
 
     >>> qwen = architecture_of("Qwen/Qwen2.5-0.5B-Instruct")
     >>> qwen.parameters, qwen.head_weights

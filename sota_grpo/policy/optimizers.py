@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: Architecture, *, rank: int, weight_bytes: int) -> Trained:
-        """Return the sizes of all weights of a model; if ``rank`` > 0, of its LoRA adapter, in float32 in any case."""
+        """Return the sizes of all weights of a model; if ``rank`` > 0, those of its LoRA adapter, which is float32."""
         if rank:
             pairs = [pair for inputs, outputs in model.linear_layers for pair in ((inputs, rank), (rank, outputs))]
             return cls(pairs * model.layers, (), 0, 4)

@@ -138,7 +138,7 @@ class BwrapRunner:
 
 @dataclass(frozen=True)
 class FusionRunner:
-    """A :class:`Runner` on a SandboxFusion server, whose own limits apply; ``run``: UserError for a bad URL."""
+    """A :class:`Runner` on a SandboxFusion server, which gets two of the limits; ``run``: UserError for a bad URL."""
 
     url: str
     limits: Limits = Limits()
@@ -205,9 +205,9 @@ def why_no_bwrap() -> str | None:
 def parse_tests(code: str) -> list[tuple[str, bool]]:
     """Return the statements of a test's code in order, each with whether it is counted as a test.
 
-    These are the statements that assert, or use a function of ``code`` that does (a loop with assertions is one test);
-    without any of them the last statement, if it is a call or raises. Statements under ``if __name__ == "__main__"``
-    are at the top level, too. SyntaxError if it is not Python.
+    These are the statements that assert, or use a function or class of ``code`` that does (a loop with assertions is
+    one test); without any, a last statement that is a call or contains ``raise``. Statements under
+    ``if __name__ == "__main__"`` count as top-level. SyntaxError if it is not Python.
 
     >>> code = "def check(f):\\n    assert f(1)\\nfor x in (2, 3): assert f(x)\\nk = 4\\ncheck(f)"
     >>> [line.partition(":")[0] for line, is_test in parse_tests(code) if is_test]

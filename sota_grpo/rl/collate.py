@@ -150,7 +150,7 @@ def finish_rows(prompt: TensorDictBase, samples: Sequence[Sample], tokenizer: An
 
 
 def last_turn(sample: Sample) -> Tensor:
-    """Return the token ids that graders read: all after the last token that the policy did not sample, if any."""
+    """Return the token ids that graders read: all after the last one that the policy did not sample, or all."""
     if sample.assistant_mask is None:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
@@ -295,7 +295,7 @@ def padded_entry(
 ) -> Tensor | None:
     """Return an entry of all rows as one tensor, with padding on ``side`` where lengths differ; None if no row has it.
 
-    ValueError if some rows lack it and it has no default (``OPTIONAL``).
+    ValueError if some rows lack it and have no default for it.
     """
     values = [row.get(key, None) for row in rows]
     missing = [index for index, value in enumerate(values) if value is None]

@@ -84,7 +84,7 @@ def _function(
     try:
         parameters = signature(function).parameters.values()
     except ValueError as error:  # of a partial whose arguments the function does not have
-        raise ObjectiveError(f"{option}: the parameters of {name} cannot be read ({error}); correct them.") from error
+        raise ObjectiveError(f"{option}: the call of {name} does not fit ({error}); correct its partial.") from error
     missing = [p.name for p in parameters if p.name not in terms and p.default is p.empty]
     if missing or not {*needed} & {p.name for p in parameters}:
         reads = f"has the parameters {', '.join(missing)}" if missing else f"reads neither {needed[0]} nor {needed[1]}"
@@ -112,7 +112,7 @@ class _Written:
             line = error_line(self._path, error)
             location = self._path if line is None else f"{self._path}, line {line}"
             raise ObjectiveError(
-                f"{location}: {self._option} cannot be imported ({sentence(error).rstrip('.')}); correct the file."
+                f"{location}: {self._option} cannot be imported ({sentence(error).rstrip('.')}); correct this file."
             ) from error
 
 

@@ -434,8 +434,8 @@ class GRPOLoss(LossModule):
         if "entropy" in self.optional_terms:
             if tokens.entropy is None:
                 raise ValueError(
-                    "the objective reads the entropy; let actor_network write 'entropy', or, with a TorchRL wrapper, "
-                    "pass entropy_bonus=True."
+                    "the objective reads the entropy; let actor_network write 'entropy', or, for a TorchRL wrapper, "
+                    "give the loss entropy_bonus=True."
                 )
             terms["entropy"] = tokens.entropy.detach()
         if "ref_log_prob" in self.optional_terms:

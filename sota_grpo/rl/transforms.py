@@ -125,7 +125,7 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     Writes the reward, its terms, success, errors and info under ``next``. A term that is None adds nothing to the
     reward, and the row lacks its key. If all terms are None, the row gets a reward error, as after a grader error.
 
-    ValueError if a term does not apply to some row, but the rows are dense, so that all must have the same keys;
+    ValueError if a term does not apply to some row of a dense TensorDict, as all its rows need the same keys;
     KeyError if a score lacks a term of ``term_weights``, or a term that applies has no weight.
     """
     scores = [*map(rewarded, scores)]

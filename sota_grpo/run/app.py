@@ -83,7 +83,7 @@ def target_line(reached: Mapping[str, float]) -> str:
 
 
 class Run:
-    """One training run in a locked directory; the constructor builds its components, which the caller must close."""
+    """One training run in a locked directory; the constructor builds its components, and :meth:`close` ends them."""
 
     def __init__(self, config: Config, directory: RunDir, functions: Functions | None = None):
         self.directory, self.run_dir = directory, directory.path

@@ -251,7 +251,7 @@ class PromptGroupCollector(BaseCollector):
             Interrupted, TimeoutError: a stop was requested, or no group made progress; see the class.
             RuntimeError: the collector is closed, or a token is too old. RunFailed: the ``sampler`` is at fault.
             ValueError, RuntimeError: at the first call, see :meth:`is_ready`.
-            Exception: of a group, the engine, ``poll`` or a transform; if that of the batch fails, it is sampled again.
+            Exception: of a group, the engine, ``poll`` or a transform (of a batch: the engine samples it again).
         """
         return self._buffer.sample()
 

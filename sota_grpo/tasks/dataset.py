@@ -446,7 +446,7 @@ class FileTask(BaseTask):
             eval_path: file or hub name (its first split of ``test``, ``validation``, ``train``) of the held-out
                 problems. None holds out the split ``test`` of a hub dataset if there is one and the class has
                 ``has_test_split`` (:class:`~.ifeval.IFEvalTask`: google/IFEval), else ``num_heldout`` rows of ``path``.
-            num_heldout: least number of rows of ``path`` to hold out; None is a tenth of the rows, from 1 to 512.
+            num_heldout: hold out at least so many rows of ``path``; None: a tenth of the rows, from 1 to 512.
             max_samples: train on the first ``max_samples`` examples only; None: all.
         """
         task, name = cls(**options), path or cls.hub_name

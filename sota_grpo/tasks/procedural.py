@@ -99,7 +99,7 @@ class ProceduralTask(BaseTask):
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
-        """Return a row's example: ``answer`` (text ``N`` or ``.. #### N``, else DatasetError), any ``question``."""
+        """Return a row's example: ``answer`` (text, else DatasetError), and ``question`` if the row has it."""
         return Example(query=optional_text(row, ["question"]), answer=text_of(row, "answer", location))
 
 

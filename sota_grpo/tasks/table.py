@@ -75,7 +75,7 @@ def _turns(prompt: str | Chat) -> Chat:
 
 
 def text_of_answer(ground_truth: Any) -> str:
-    """Return the ground truth as text: text as it is, None as an empty text, a number, or any other value as JSON."""
+    """Return the ground truth as text: text as it is, None as "", a float by :func:`number_text`, others as JSON."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     if isinstance(ground_truth, float):

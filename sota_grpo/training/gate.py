@@ -590,7 +590,7 @@ def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
 def rewards_and_advantages_belong_to_their_responses(run: TrainingComponents) -> Check:
     """Check that regrading each sample gives its row's reward, and that better siblings have larger advantages.
 
-    Rewards that differ each time are ignored, and no judge is called again. Advantages are those of made-up rewards.
+    Rewards that differ each time are ignored, and no judge is called again. Advantages come from made-up rewards.
     """
     rows, name = run.rows, "rewards and advantages belong to their responses"
     wrong, steady = _regraded(run)
@@ -709,9 +709,9 @@ def run_gate(
 ) -> list[Check]:
     """Run ``checks`` (None: :func:`checks_of`), call ``on_check`` with each result, and return the results.
 
-    ``mode``: ``off`` runs no check, ``strict`` raises CheckError at the first that fails, ``warn`` does not.
-    ``run.rows`` is filled if it is empty. The random state is restored, but not after an error other than CheckError;
-    without an exception a colocated engine is awake at the end.
+    ``mode``: ``off`` runs no check, ``strict`` raises CheckError at the first that fails, ``warn`` runs all.
+    ``run.rows`` is filled if it is empty. The random state is restored, except after errors other than CheckError; on
+    return, a colocated engine is awake.
     Other UserErrors: the algorithm cannot use the sampled responses, or a device has too little memory.
     """
     if mode == "off":

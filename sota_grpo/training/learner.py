@@ -541,7 +541,7 @@ class Learner:
         self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
 
     def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Return ``passes`` over ``rows``, split again within the smaller budget of halved micro-batches."""
+        """Return ``passes`` over ``rows``, cut anew into micro-batches of the halved budget."""
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
         planned = []
         for learns in (True, False):

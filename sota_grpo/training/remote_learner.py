@@ -317,7 +317,7 @@ class RemoteLearner:
             self._call("sees", probe.name)
 
     def begin_save(self, folder: Path) -> tuple[dict[str, Any], Shards]:
-        """Start to write every rank's tensors to ``folder``; return (state without tensors, the pending files)."""
+        """Start to write every rank's tensors to ``folder``; return (state without tensors, unfinished files)."""
         return self._call("begin_save", str(folder.absolute())), Shards(folder, self._written)
 
     def _written(self) -> dict[str, str]:

@@ -105,7 +105,7 @@ class RolloutWorker:
         return self._do(self._engine.weight_sums)
 
     def sleep(self) -> None:
-        """Free the engine's device memory until its next use or :meth:`wake`; a group in progress fails the worker."""
+        """Free the engine's device memory until its next use or :meth:`wake`; if a group runs, the worker fails."""
         self._do(self._engine.sleep)
 
     def wake(self) -> None:

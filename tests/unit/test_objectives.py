@@ -538,7 +538,7 @@ def test_a_partial_of_a_surrogate_keeps_its_rules_and_sets_no_term_of_the_loss()
     assert (declared.weighs_rows, declared.advantage_only, declared.ratios) == (True, True, ("token",))
     with pytest.raises(ObjectiveError, match="sets clip_low, clip_high; leave this out, and set clip widths"):
         surrogate(partial(clipped_surrogate, clip_low=0.01, clip_high=0.01))
-    with pytest.raises(ObjectiveError, match=r"the parameters of algorithm.objective cannot be read .*correct them"):
+    with pytest.raises(ObjectiveError, match=r"the call of algorithm.objective does not fit .*correct its partial"):
         surrogate(partial(sapo_surrogate, tau_pos=2.0))
 
 

@@ -230,7 +230,7 @@ class JudgeClient:
             return asyncio.run_coroutine_threadsafe(function(*args), self._loop)
 
     async def verdict(self, question: Question) -> Verdict:
-        """Return the verdict on a question; call it from a coroutine on the client's event loop (:meth:`submit`).
+        """Return the verdict on a question; await it on the client's event loop (:meth:`submit`).
 
         RunFailed if the judge is gone or the cache cannot be written; RuntimeError if the client is closed.
         """

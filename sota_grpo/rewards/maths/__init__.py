@@ -97,7 +97,7 @@ def split_unit(text: str) -> tuple[str, set[str]]:
     """Split a result of :func:`tidy` into the answer without its unit and the set of its base units.
 
     An unknown unit (``apples``) gives an empty set. A final percent or degree sign stays in the answer, and the set has
-    ``%`` or ``deg``. A text that is all words is not split.
+    ``%`` or ``deg``. A plain letter (``5 m``) is not split off, nor is an unknown word after a word.
 
     >>> split_unit("5\\\\text{ cm}^2"), split_unit("7 apples")[0], split_unit("2 x")[0]
     (('5', {'cm'}), '7', '2 x')
