@@ -110,8 +110,8 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    ``probs`` are float32 ``[N, V]``, ``u`` float32 ``[N]`` in ``[0, 1)``; the token ids are int64 ``[N]``, of a row with
-    NaN any ids below ``V``.
+    ``probs`` are float32 ``[N, V]``, ``u`` float32 ``[N]`` in ``[0, 1)``; the token ids are int64 ``[N]``; of a
+    row with NaN any ids below ``V``.
 
     >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
     [0, 2, 2]

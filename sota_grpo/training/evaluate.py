@@ -254,8 +254,8 @@ class Evaluator:
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """Return {accuracy name: [(hits, trials) of each problem]} by the task's ``counts``; {} if it has none.
 
-        ``problems`` has the graded responses to the first problems, in order. A name without any trial is left out, and so
-        is ``accuracy``, that of all problems.
+        ``problems`` has the graded responses to the first problems, in order. A name without any trial is left out, and
+        so is ``accuracy``, that of all problems.
         """
         count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}

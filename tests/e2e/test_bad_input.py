@@ -113,9 +113,9 @@ def test_a_policy_that_computes_nan_ends_in_a_sentence_and_the_checkpoint_has_it
         train(config, run_dir)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
     assert CheckpointStore(run_dir / "checkpoints").latest()[1]["learner"]["version"] == 2
-    with pytest.raises(RunFailed, match="cannot be evaluated: the engine returned a log-prob that is not finite"):
-        with open_evaluator(find_target(str(run_dir))) as evaluator:
-            evaluator.evaluate()
+    sentence = "cannot be evaluated: the engine returned a log-prob that is not finite"
+    with pytest.raises(RunFailed, match=sentence), open_evaluator(find_target(str(run_dir))) as evaluator:
+        evaluator.evaluate()
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> None:

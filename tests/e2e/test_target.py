@@ -158,7 +158,7 @@ def test_an_evaluation_of_a_subset_is_not_the_best(tmp_path: Path, scoring: Call
     assert find_checkpoint(tmp_path, "best")[0] == 4, "the only one on all problems"
 
 
-def test_a_metric_that_an_evaluation_lacks_leaves_the_best_as_it_is(tmp_path: Path, scoring: Callable[..., None]) -> None:
+def test_a_metric_that_one_evaluation_lacks_keeps_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
     """No response was followed up where all are right at once."""
     scoring(0.2, 0.4, 1.0, 0.6, 0.3)
     assert run(tmp_path, "train.keep_best=eval/first_turn_accuracy") == 4
