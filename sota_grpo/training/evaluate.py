@@ -168,8 +168,8 @@ class Evaluator:
         metrics |= {"eval/num_samples": len(problems)}
         metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
         for name in [name for name in measured["counts"] if name != "accuracy"]:
-            share = accuracy(measured["counts"][name])  # greedy may have another figure of this name
-            metrics |= {f"eval/task/{name}": share["accuracy"], f"eval/task_stderr/{name}": share["stderr"]}
+            counted = accuracy(measured["counts"][name])  # greedy may have another figure of this name
+            metrics |= {f"eval/task/{name}": counted["accuracy"], f"eval/task_stderr/{name}": counted["stderr"]}
         if any(response.followed_up for responses in problems for response in responses):
             at_once = [fmean(one.score.success and not one.followed_up for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)
