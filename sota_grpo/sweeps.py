@@ -91,7 +91,7 @@ class Sweep:
 
     path: Path
     runs: list[RunRow]  # in the order of their numbers
-    varied: list[str]  # options that differ between runs, in the order of the command line
+    varied: list[str]  # options with an effect that differ between runs, in the order of the command line
     metric: str  # to sort by
     ascending: bool = False  # smallest values first
 
@@ -157,7 +157,7 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
     if not folders:
         raise UserError(f"There is no run in {path}; give the directory of a sweep (multirun/DATE/TIME).")
     runs = [_read_run(folder, path) for folder in sorted(folders, key=natural)]
-    names = dict.fromkeys(name for run in runs for name in run.overrides)
+    names = dict.fromkeys(name for run in runs for name in run.overrides if not _FREE.match(name))
     varied = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
     default = ACCURACY if any(ACCURACY in run.metrics for run in runs) else REWARD
     return Sweep(path, runs, varied, metric or default, ascending)

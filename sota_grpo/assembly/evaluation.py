@@ -22,8 +22,9 @@ from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, ta
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
-from sota_grpo.errors import UserError, without_exit
+from sota_grpo.errors import RunFailed, UserError, without_exit
 from sota_grpo.files import file_reference
+from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.policy.tensor_files import in_memory
@@ -229,7 +230,10 @@ def open_evaluator(target: Target) -> Iterator[Evaluator]:
         grader = task_grader(env.grader)
         if isinstance(grader, GradingPool):
             grader.wait_ready()
-        yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances, opened)))
+        try:
+            yield make_evaluator(config, env.task, Rollouts(env, with_dialogs(config, env, engine, instances, opened)))
+        except UnusableValues as error:
+            raise RunFailed(f"{target.name} cannot be evaluated: {error}") from error
 
 
 def check(

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     if before is not None:
         summary = {name: before[name] for name in ("model", "steps", "greedy")}
         result["against"] = {**summary, "gain": gains(before["counts"], measured["counts"])}
-    show(result, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
+    show(result, before, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
     _write(options.out, result)
     return 0
 
@@ -152,9 +152,8 @@ def _read_result(name: str) -> dict[str, Any]:
         raise UserError(f"--against {name} cannot be read ({error}); give a file that --out has written.") from error
     try:
         used = {key: result[key] for key in _OF_ANOTHER}
-        shares = [used["greedy"] if key == "accuracy" else used["greedy"][key] for key in used["counts"]]
-        for share, counts in zip(shares, used["counts"].values()):
-            _ = share["accuracy"] + share["stderr"], sum(hits for hits, _ in counts) / sum(tried for _, tried in counts)
+        for counts in used["counts"].values():
+            _ = sum(hits for hits, _ in counts) / sum(tried for _, tried in counts)
     except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UserError(
             f"--against {name} is not a result of sota-grpo eval, or damaged; give a file that --out has written."
@@ -189,11 +188,12 @@ def _rows(evaluator: Evaluator, greedy: bool, problem: int, responses: Sequence[
         yield graded_row(evaluator.rollouts.env.task, row, response.score)
 
 
-def show(result: dict[str, Any], stream: Any) -> None:
-    """Print the result of an evaluation to ``stream`` as tables."""
+def show(result: dict[str, Any], before: dict[str, Any] | None, stream: Any) -> None:
+    """Print the result of an evaluation, and the gain over the result ``before``, if any, to ``stream`` as tables."""
     from rich.console import Console
 
     from sota_grpo.recording.progress import figures, percent
+    from sota_grpo.training.evaluate import accuracy as share_of
 
     def accuracy(share: dict[str, float]) -> str:
         return percent(share["accuracy"], share["stderr"])
@@ -209,7 +209,7 @@ def show(result: dict[str, Any], stream: Any) -> None:
     table.add_row("greedy", *cells(result["greedy"]))
     for name in result["counts"]:
         if name != "accuracy":
-            table.add_row(f"  {name}", accuracy(result["greedy"][name]))
+            table.add_row(f"  {name}", accuracy(share_of(result["counts"][name])))
     if "sampled" in result:
         table.add_row(f"avg@{result['k']}", *cells(result["sampled"]))
         for k, share in result["pass_at_k"].items():
@@ -218,11 +218,10 @@ def show(result: dict[str, Any], stream: Any) -> None:
     console = Console(file=stream, soft_wrap=True, highlight=False, markup=False)
     console.print(title)
     console.print(table)
-    if "against" in result:
-        old = result["against"]
+    if before is not None:
         table = figures("the same problems", "before", "after", "gain, points")
-        for name, gain in old["gain"].items():
-            shares = [one["greedy"] if name == "accuracy" else one["greedy"][name] for one in (old, result)]
+        for name, gain in result["against"]["gain"].items():
+            shares = [share_of(one["counts"][name]) for one in (before, result)]
             points = f"{100 * gain['accuracy']:+.1f} +/- {100 * gain['stderr']:.1f}"
             table.add_row(name, *map(accuracy, shares), points)
         console.print(table)

@@ -396,7 +396,7 @@ class TrainConfig:
 class Config:
     """The config of a run."""
 
-    seed: int = opt(0, "seed of every random stream of the run", low=None)
+    seed: int = opt(0, "seed of every random stream of the run", low=-(2**63), high=2**64 - 1)
     mode: str = opt("sync", "sync: sample, then train; async: concurrently; set by the entry script", ("sync", "async"))
     device: str = opt("auto", "auto: CUDA if available; set cpu to train a hub model on a CPU", ("auto", "cpu", "cuda"))
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "terms of the objective")

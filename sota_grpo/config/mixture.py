@@ -201,6 +201,8 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
         return
     if not _NAME.fullmatch(str(name)):
         yield f"{prefix}: the name of a task must be of letters, digits, _ and -, a letter or _ first; rename it."
+    if name == "accuracy":
+        yield f"{prefix} has the name of the accuracy on all tasks; rename it."
     for option in entry:
         if option not in ENTRY_OPTIONS and option != WEIGHT:
             near = get_close_matches(str(option), [*ENTRY_OPTIONS, WEIGHT], n=1)

@@ -116,7 +116,8 @@ def sampled_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Sample tokens by inversion: the first whose cumulative probability exceeds ``u``; never one of probability 0.
 
-    ``probs`` are float32 ``[N, V]``, ``u`` float32 ``[N]`` in ``[0, 1)``; the token ids are int64 ``[N]``.
+    ``probs`` are float32 ``[N, V]``, ``u`` float32 ``[N]`` in ``[0, 1)``; the token ids are int64 ``[N]``; of a
+    row with NaN any ids below ``V``.
 
     >>> draw(torch.tensor([[0.25, 0.0, 0.75]]).expand(3, 3), torch.tensor([0.0, 0.25, 0.99])).tolist()
     [0, 2, 2]
@@ -130,7 +131,7 @@ def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     run, rest = _invert(sums, u * sums.sum(-1))
     tokens = run.unsqueeze(1) * length + torch.arange(length, device=probs.device)
     inside = probs.gather(1, tokens.clamp(max=vocab - 1)).masked_fill_(tokens >= vocab, 0.0)
-    return run * length + _invert(inside, rest)[0]
+    return (run * length + _invert(inside, rest)[0]).clamp(max=vocab - 1)  # no index is beyond it but of NaN
 
 
 def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -223,12 +222,14 @@ def info_metric(name: str, task: str | None = None) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a grader's value is an int or float that is finite as a float; a bool counts as 0 or 1.
+    """Return whether a grader's value is an int or float that can be averaged; a bool counts as 0 or 1.
 
-    >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan"))
-    (True, True, False, False)
+    NaN cannot, nor can numbers from 1e300 on, whose sum may be too large for a float.
+
+    >>> is_number(True), is_number(0.5), is_number("0.5"), is_number(float("nan")), is_number(1e308)
+    (True, True, False, False, False)
     """
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
 def responses_trained(rows: Iterable[Mapping[str, Any]]) -> int:

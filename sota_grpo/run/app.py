@@ -113,7 +113,7 @@ class Run:
     def train(self) -> int:
         """Check, train, evaluate and export; return the number of completed steps, including those before a resume."""
         self.directory.require_models(model_digests(self.config))
-        first = self.first = self._restore()
+        first = self.first = self.steps = self._restore()
         self._find_best(first)
         components = self.components
         starting("Sending the weights to the engine")
@@ -159,16 +159,16 @@ class Run:
                         before=self._before,
                         after=self._after,
                     )
+                if done >= self.total or self.reached is not None:
+                    self._finish(done)
             except Interrupted:  # between two steps: nothing of the next one has been trained on
                 self._after(self.steps)
                 return self.steps
-            except UnusableValues as error:  # nor here
+            except UnusableValues as error:  # nor here, or in an evaluation
                 if self.steps > first:
                     self._save(self.steps)
-                saved = " The steps before are saved." if self.steps else ""
-                raise RunFailed(f"Training step {self.steps} cannot be computed: {error}{saved}") from error
-            if done >= self.total or self.reached is not None:
-                self._finish(done)
+                steps, saved = self.steps, " The steps before are saved." if self.steps else ""
+                raise RunFailed(f"The run cannot continue after {steps} training steps: {error}{saved}") from error
         return done
 
     def _restore(self) -> int:
@@ -233,7 +233,6 @@ class Run:
                 return False
         if step == self.first:
             starting(f"The first step: {mean_responses_per_step(self.config)} responses")
-        self.steps = step
         self.log.begin()
         if step == self.first and self.components.collector.replay_buffer is not None:  # filled from now on
             self.components.collector.start()
@@ -249,7 +248,7 @@ class Run:
         self.run_log.phase_seconds["time/eval_s"] += metrics["time/eval_s"]
         logger.info("%s", evaluator.sentence(step, metrics))
         name = self.config.train.keep_best
-        if name is not None and name not in metrics:
+        if name is not None and name not in metrics and self.best is None:  # else nothing was to be measured this time
             logged = ", ".join(one for one in metrics if one.startswith("eval/"))
             raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
         if metrics["eval/num_samples"] < len(evaluator.examples):
@@ -278,7 +277,7 @@ class Run:
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the checkpoint of ``step`` and name it in ``best.json`` if its ``train.keep_best`` is the highest."""
         name = self.config.train.keep_best
-        if name is None or (self.best is not None and metrics[name] <= self.best):
+        if name is None or name not in metrics or (self.best is not None and metrics[name] <= self.best):
             return
         if self.saved != step:
             self._save(step)
@@ -287,6 +286,7 @@ class Run:
         self.best, self.checkpoints.best = metrics[name], step
 
     def _after(self, steps: int) -> bool:
+        self.steps = steps
         if steps == self.first + 1:
             started()
         frequency = self.config.train.checkpoint_frequency

@@ -168,8 +168,8 @@ class Evaluator:
         metrics |= {"eval/num_samples": len(problems)}
         metrics |= {f"eval/{name}": greedy[name] for name in ("reward", "reward_stderr")} | self._terms(problems)
         for name in [name for name in measured["counts"] if name != "accuracy"]:
-            share = greedy[name]
-            metrics |= {f"eval/task/{name}": share["accuracy"], f"eval/task_stderr/{name}": share["stderr"]}
+            counted = accuracy(measured["counts"][name])  # greedy may have another figure of this name
+            metrics |= {f"eval/task/{name}": counted["accuracy"], f"eval/task_stderr/{name}": counted["stderr"]}
         if any(response.followed_up for responses in problems for response in responses):
             at_once = [fmean(one.score.success and not one.followed_up for one in responses) for responses in problems]
             metrics["eval/first_turn_accuracy"] = fmean(at_once)
@@ -195,13 +195,14 @@ class Evaluator:
         Returns:
             JSON-serializable dict: ``num_problems``, ``grader_errors``, ``greedy``, ``counts``; if ``k`` is not 0, also
             ``k``, ``temperature``, ``sampled`` and ``pass_at_k``, whose keys are texts. Accuracies are fractions with
-            the standard error over problems; ``counts`` has (hits, trials) per problem of each greedy accuracy.
+            the standard error over problems; ``counts`` has (hits, trials) per problem of each greedy accuracy, which
+            ``greedy`` has by the same name, unless it has another figure of this name (``reward``).
         """
         problems = greedy or self.responses(1, temperature=0.0, on_graded=partial(on_graded, True))
         indices = range(len(problems))
         counted, weights = self.benchmark(problems), self.rollouts.env.task.term_weights
         counts = {"accuracy": [(float(one.score.success), 1.0) for (one,) in problems], **counted}
-        shares = _shares(problems, weights) | {name: accuracy(counted[name]) for name in counted}
+        shares = {name: accuracy(counted[name]) for name in counted} | _shares(problems, weights)
         result: dict[str, Any] = {"num_problems": len(problems), "greedy": shares, "counts": counts}
         responses, count = [one for group in problems for one in group], self.avg_at_k
         if count:
@@ -253,7 +254,8 @@ class Evaluator:
     def benchmark(self, problems: Sequence[Sequence[Response]]) -> dict[str, list[Counts]]:
         """Return {accuracy name: [(hits, trials) of each problem]} by the task's ``counts``; {} if it has none.
 
-        ``problems`` has the graded responses to the first problems, in order. A name without any trial is left out.
+        ``problems`` has the graded responses to the first problems, in order. A name without any trial is left out, and
+        so is ``accuracy``, that of all problems.
         """
         count = getattr(self.rollouts.env.task, "counts", None)
         counts: dict[str, list[Counts]] = {}
@@ -264,7 +266,7 @@ class Evaluator:
             for name in each[0]:
                 hits, trials = zip(*(one[name] for one in each))
                 counts.setdefault(name, []).append((sum(hits), sum(trials)))
-        return {name: pairs for name, pairs in counts.items() if any(tried for _, tried in pairs)}
+        return {name: pairs for name, pairs in counts.items() if name != "accuracy" and any(m for _, m in pairs)}
 
     def responses(
         self,

@@ -254,6 +254,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.difficulty=6", "env.difficulty=6"),
         ("algorithm.dual_clip=1", "dual_clip=1.0 must be above 1"),
         ("inference_model.top_k=2000", "at most 1024"),
+        ("seed=18446744073709551616", "at most 1.84467e+19"),
         ("inference_model.top_p=0", "above 0"),
         ("inference_model.temperature=0", "above 0"),
     ],

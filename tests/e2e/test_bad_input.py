@@ -7,10 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
-from sota_grpo.errors import UserError
+from sota_grpo.assembly.evaluation import find_target, open_evaluator
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.recording.run_files import state_of
+from sota_grpo.rl.table import RowTable
 from sota_grpo.run.app import train
+from sota_grpo.training.checkpoint import CheckpointStore
+from sota_grpo.training.learner import Learner
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, metrics, without_clock
 from tests.forked import ForkServer
@@ -81,6 +86,36 @@ def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_say
     assert "The steps before are saved." in done.stderr
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["checkpoint_000002.pt"]
     assert state_of(tmp_path / "run")[0] == "failed"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("eval.mode=off",), ("eval.every=1",), ("train.total_dialog_turns=32", "eval.mode=after")],
+    ids=["training step", "evaluation", "last evaluation"],
+)
+def test_a_policy_that_computes_nan_ends_in_a_sentence_and_the_checkpoint_has_its_own_number(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Learner.update
+
+    def diverging(learner: Learner, rows: RowTable) -> dict[str, float | None]:
+        metrics = update(learner, rows)
+        if learner.version == 2:
+            torch.nn.utils.vector_to_parameters(
+                torch.full((sum(map(torch.Tensor.numel, learner.parameters)),), torch.nan), learner.parameters
+            )
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", diverging)
+    run_dir = tmp_path / "run"
+    config = composed("grpo_cpu", *QUICK, "engine=transformers", "eval.mode=on", "eval.num_samples=4", *options)
+    with pytest.raises(RunFailed, match="after 2 training steps: the engine returned a log-prob that is not finite"):
+        train(config, run_dir)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
+    assert CheckpointStore(run_dir / "checkpoints").latest()[1]["learner"]["version"] == 2
+    sentence = "cannot be evaluated: the engine returned a log-prob that is not finite"
+    with pytest.raises(RunFailed, match=sentence), open_evaluator(find_target(str(run_dir))) as evaluator:
+        evaluator.evaluate()
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> None:

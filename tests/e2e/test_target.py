@@ -37,6 +37,7 @@ def scoring(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return {
                 **{"eval/accuracy": accuracy, "eval/stderr": 0.0, "eval/reward": accuracy, "eval/reward_stderr": 0.0},
                 **{"eval/num_samples": 8 if is_whole else 2, "time/eval_s": 0.0},
+                **({"eval/first_turn_accuracy": accuracy} if accuracy < 1 else {}),
             }
 
         monkeypatch.setattr(Evaluator, "measure", measure)
@@ -155,6 +156,13 @@ def test_an_evaluation_of_a_subset_is_not_the_best(tmp_path: Path, scoring: Call
     scoring(0.1, 0.45, 0.3, 0.4, 0.2)
     run(tmp_path, "train.keep_best=eval/accuracy", "eval.target=0.65")
     assert find_checkpoint(tmp_path, "best")[0] == 4, "the only one on all problems"
+
+
+def test_a_metric_that_one_evaluation_lacks_keeps_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    """No response was followed up where all are right at once."""
+    scoring(0.2, 0.4, 1.0, 0.6, 0.3)
+    assert run(tmp_path, "train.keep_best=eval/first_turn_accuracy") == 4
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
 
 
 def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path, scoring: Callable[..., None]) -> None:

@@ -176,6 +176,14 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
     assert measures["eval/avg_at_k"] == actual["sampled"]["accuracy"]
 
 
+def test_an_accuracy_of_the_task_may_have_the_name_of_another_figure() -> None:
+    env = make_env()
+    env.task.counts = lambda score, example: dict.fromkeys(("reward", "stderr", "accuracy"), (1.0, 2.0))
+    actual = measured(env, lambda request, index: "no idea")
+    assert (actual["eval/task/reward"], actual["eval/task/stderr"]) == (0.5, 0.5)
+    assert (actual["eval/reward"], actual["eval/stderr"], actual["eval/accuracy"]) == (0.0, 0.0, 0.0)
+
+
 class Dialogs(Streams):
     """Answers every request with a dialog of two turns, between which another role speaks."""
 

@@ -332,6 +332,7 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
         ("{a: {dataset: nope}}", "env.mixture.a.dataset=nope is not one of gsm8k, "),
         ("{a: {weight: 0}}", "env.mixture.a.weight=0 must be a number above 0."),
         ("{a/b: {}}", "rename it"),
+        ("{accuracy: {}}", "env.mixture.accuracy has the name of the accuracy on all tasks; rename it."),
         ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
     ],
 )

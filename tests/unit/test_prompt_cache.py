@@ -174,3 +174,9 @@ def test_a_draw_is_where_the_cumulative_probabilities_pass_u(vocab: int):
     below, above = (cdf.gather(1, (tokens + shift).unsqueeze(1)).squeeze(1) for shift in (0, 1))
     assert ((below <= u + 1e-6) & (u < above + 1e-6)).all()
     assert (probs.gather(1, tokens.unsqueeze(1)) > 0).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 37, 640])
+def test_a_draw_of_nan_is_a_token(vocab: int):
+    """An index out of range would end the run, or on a GPU the process, before the NaN log-prob is reported."""
+    assert draw(torch.full((2, vocab), torch.nan), torch.tensor([0.0, 0.99])).max() < vocab

@@ -329,7 +329,8 @@ def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.Log
     rows = [row(3, 2, reward, 0.0, 4, False) for reward in (1.0, 0.0)]
     for entry in rows:
         del entry["next", "reward_terms", "std"]
-        entry["next", "reward_info"] = NonTensorData(json.dumps({"长度": 4, "个数": 1, "a b": 2, "a_b": 3}))
+        info = {"长度": 4, "个数": 1, "a b": 2, "a_b": 3, "huge": 1.7e308}
+        entry["next", "reward_info"] = NonTensorData(json.dumps(info))
     for _ in range(2):
         actual = batch_metrics(RowTable.of(rows), version=5)
     numbers = {name: value for name, value in actual.items() if name.startswith("grader/")}

@@ -121,6 +121,16 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
     assert read_sweep(tmp_path / "few").settings == []
 
 
+def test_runs_that_began_after_an_interrupt_are_of_the_same_setting(tmp_path: Path) -> None:
+    for seed in range(3):
+        resumed = ["train.resume=auto", "logging.report=false"] if seed else []
+        make_run(tmp_path / str(seed), [f"seed={seed}", *resumed], rewards=[seed])
+    sweep = read_sweep(tmp_path)
+    assert sweep.varied == ["seed"]
+    (setting,) = sweep.settings
+    assert (setting.runs, setting.means["reward"][0]) == (3, 1.0)
+
+
 def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:
     make_run(tmp_path / "0", ["train_model.devices=[0,1]"], rewards=[0.25] * STEPS, accuracy=0.5)
     make_run(tmp_path / "1", ["train_model.devices=[red]"], rewards=[], began=False)
