@@ -51,6 +51,7 @@ from sota_grpo.envs import PromptSource
 from sota_grpo.envs.gateway import MOST_CONTEXTS
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import LOGITS_BYTES, LOGITS_BYTES_ON_CPU, SAVED_SHARE
+from sota_grpo.policy.decoder_layer import block_size
 from sota_grpo.policy.load import find_architecture, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.optimizers import OPTIMIZERS, Trained
@@ -219,6 +220,8 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
             one_layer += model.hidden * max(model.intermediate, model.query_width) * (w + (c if how.casts else 0))
         if not how.on_cpu:  # sums of the gradients of prompts' keys and values: sota_grpo.policy.shared_prompt
             one_layer += MOST_PIECES * 2 * 4 * model.kv_width * max(0, rows.tokens - rows.predicted)
+        if joined and not how.checkpointing:  # gradients of the copies of a block, until they are added
+            one_layer += block_size(model.layers) * c * model.layer_matrices
         cast = c * model.layer_matrices if how.checkpointing and how.casts and not (how.quantized or joined) else 0
         if how.checkpointing:
             one_layer += _layer_bytes(model, how, rows) + cast

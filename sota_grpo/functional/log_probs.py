@@ -364,7 +364,7 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
         whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
         for rows in tiles.rows:
             so_far = _Scan(*(column[rows] for column in scan))
-            raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top.clone()
+            raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top if others is None else so_far.top.clone()
             p = whole[rows] if whole is not None else tiles.narrow(raw) if others is not None else None
             _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p)
             if others is not None and p is not None:
@@ -434,10 +434,11 @@ def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tenso
     hidden, weight, g = rows.hidden, tiles.weight, tiles.slope * rows.g
     grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=tiles.wide), torch.empty_like(weight)
     direct = grad_weight.dtype == tiles.wide and hidden.is_cuda
-    for columns, whole, top in zip(tiles.columns, saved[::2], saved[1::2]):
+    pulled = torch.empty_like(hidden)
+    scales = -g * (torch.stack(saved[1::2]) - rows.top).exp2() / rows.mass
+    for columns, whole, scale in zip(tiles.columns, saved[::2], scales):
         tile_weight = weight[columns].to(hidden.dtype)
-        scale = -g * (top - rows.top).exp2() / rows.mass
-        pulled = (scale * hidden).to(hidden.dtype)
+        torch.mul(scale, hidden, out=pulled)
         if hidden.is_cuda:
             grad_hidden.addcmul_(torch.mm(whole, tile_weight, out_dtype=tiles.wide), scale)
         else:

@@ -324,14 +324,18 @@ def _logit_scale(model: PreTrainedModel, softcap: float | None) -> float:
 
 def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
     """Return last hidden states ``[L, H]`` of packed tokens; the model must use :data:`SHARED_ATTENTION`."""
+    decoder: Any = model.get_decoder()
+    tables = layout.tables if layout.tokens.device.type in KERNEL_DEVICES else None
+    if (hidden := decoder_layer.hidden_in_blocks(decoder, layout, tables)) is not None:
+        return hidden[0]
     no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # so that transformers makes none
-    output = model.get_decoder()(
+    output = decoder(
         input_ids=layout.tokens.unsqueeze(0),
         attention_mask=no_mask,
         position_ids=layout.positions,
         use_cache=False,
         layout=layout,
-        tables=layout.tables if layout.tokens.device.type in KERNEL_DEVICES else None,
+        tables=tables,
     )
     return output.last_hidden_state[0]
 

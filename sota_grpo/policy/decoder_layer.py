@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear, silu
 from transformers.activations import SiLUActivation
 
@@ -24,6 +25,9 @@ from sota_grpo.policy.shared_prompt import Layout, Tables, packed_attention, tak
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Limit of compiled variants (training, scoring, adapter on and off, each precision); above it torch uses eager mode.
 COMPILED_VARIANTS = 32
+#: Most layers of one compiled function: with more, Python does less per micro-batch and more to compile it.
+BLOCK = 4
+_MODULES = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 #: Matrices whose outputs are computed in one product.
@@ -86,7 +90,7 @@ def decoder_layer(
     if weights.head_norms:
         query, key = (_normed(each, weight, shape.eps) for each, weight in zip((query, key), weights.head_norms))
     query, key = (_rotated(each, cos[0].unsqueeze(1), sin[0].unsqueeze(1)).to(dtype) for each in (query, key))
-    attended, _ = packed_attention(query, key, value, tables, sizes, shape.scale, 0.0, shape.window)
+    attended = packed_attention(query, key, value, tables, sizes, shape.scale, 0.0, shape.window)
     rows = rows + linear(attended.flatten(1), _joined(weights.out, dtype))
     states = _normed(rows, weights.norms[1], shape.eps).to(dtype)
     gate, up = linear(states, _joined(weights.gate_up, dtype)).chunk(2, -1)
@@ -118,13 +122,15 @@ def compile_options() -> dict[str, Any]:
     return how
 
 
-def _computed(text: str, weights: LayerWeights, hidden: Tensor, *args: Any) -> Tensor:
-    """Call :func:`decoder_layer` for a :class:`LayerShape` as JSON: torch.compile takes a string as a constant."""
-    shape = LayerShape(*_numbers(text))
-    sizes = (shape.hidden, shape.inner, (shape.heads + 2 * shape.key_heads) * shape.width)
-    if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:  # so they are constants
-        raise ValueError(f"The layer's matrices do not have the sizes of its LayerShape {text}.")
-    return decoder_layer(shape, weights, hidden, *args)
+def _computed(layers: list[tuple[str, LayerWeights]], hidden: Tensor, *args: Any) -> Tensor:
+    """Call :func:`decoder_layer` for each :class:`LayerShape` as JSON: torch.compile takes a string as a constant."""
+    for text, weights in layers:
+        shape = LayerShape(*_numbers(text))
+        sizes = (shape.hidden, shape.inner, (shape.heads + 2 * shape.key_heads) * shape.width)
+        if (hidden.shape[2], weights.down[0].shape[1], sum(map(len, weights.qkv))) != sizes:  # so they are constants
+            raise ValueError(f"The layer's matrices do not have the sizes of its LayerShape {text}.")
+        hidden = decoder_layer(shape, weights, hidden, *args)
+    return hidden
 
 
 @torch.compiler.assume_constant_result
@@ -147,20 +153,59 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     """Compute a joined layer, in place of transformers' forward; ``tables``: None unless rows are packed, on a GPU."""
-    device = hidden_states.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
-    joined: Joined = self.joined
-    compiled = _compiled if joined.compiles else lambda function: function
-    if tables is None or not takes_kernels(hidden_states.device, dtype, joined.shape.width):
-        kwargs |= {"position_embeddings": position_embeddings, "layout": layout, "tables": tables}
-        return compiled(type(self).forward)(self, hidden_states, *args, **kwargs)
+    dtype = _product_dtype(hidden_states)
+    if tables is not None and takes_kernels(hidden_states.device, dtype, self.joined.shape.width):
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return _computed_block([self], hidden_states, position_embeddings, layout, tables, dtype)
+    kwargs |= {"position_embeddings": position_embeddings, "layout": layout, "tables": tables}
+    compiled = _compiled if self.joined.compiles else lambda function: function
+    return compiled(type(self).forward)(self, hidden_states, *args, **kwargs)
+
+
+def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables | None) -> Tensor | None:
+    """Return the last hidden states ``[1, L, H]`` of packed tokens, with one compiled call for each block of layers.
+
+    None if layers have to be called one by one: if they are not joined, their activations are checkpointed, FSDP
+    gathers their parameters, or :data:`FAMILIES` lacks the decoder. Hooks on layers are not called.
+    """
+    layers = [*getattr(decoder, "layers", ())]
+    if tables is None or type(decoder).__module__ not in _MODULES or not hasattr(layers[0], "joined"):
+        return None
+    if isinstance(layers[0], FSDPModule) or (layers[0].gradient_checkpointing and decoder.training):
+        return None
+    hidden = decoder.embed_tokens(layout.tokens.unsqueeze(0))
+    device, dtype = hidden.device, _product_dtype(hidden)
+    if not takes_kernels(device, dtype, layers[0].joined.shape.width):
+        return None
+    rotary, size = decoder.rotary_emb(hidden, layout.positions), block_size(len(layers))
+    with torch.autocast(device.type, enabled=False):
+        for first in range(0, len(layers), size):
+            hidden = _computed_block(layers[first : first + size], hidden, rotary, layout, tables, dtype)
+    return decoder.norm(hidden)
+
+
+def block_size(layers: int) -> int:
+    """Return how many of ``layers`` equal layers are one compiled function: a divisor, so that blocks are equal.
+
+    >>> [block_size(layers) for layers in (28, 30, 31)]
+    [4, 3, 1]
+    """
+    return max(size for size in range(1, BLOCK + 1) if layers % size == 0)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _computed_block(
+    layers: Sequence[Any], hidden: Tensor, rotary: Sequence[Tensor], layout: Layout | None, tables: Tables, dtype: Any
+) -> Tensor:
     if layout is not None:
-        layout.windows.append(joined.shape.window or None)
-    weights = joined.halves or weights_of(self)
-    with torch.autocast(device, enabled=False):
-        given = (weights, hidden_states, *position_embeddings, tables.flat, [*tables.sizes], dtype)
-        return compiled(_computed)(json.dumps(joined.shape), *given)
+        layout.windows.extend([layer.joined.shape.window or None for layer in layers])
+    weights = [(layer.joined.text, layer.joined.halves or weights_of(layer)) for layer in layers]
+    computed = _compiled(_computed) if layers[0].joined.compiles else _computed
+    return computed(weights, hidden, *rotary, tables.flat, [*tables.sizes], dtype)
 
 
 def weights_of(layer: nn.Module) -> LayerWeights:
@@ -180,6 +225,7 @@ class Joined:
 
     def __init__(self, shape: LayerShape, compiles: bool = True) -> None:
         self.shape, self.compiles = shape, compiles
+        self.text = json.dumps(shape)
         self.halves: LayerWeights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:  # a deep copy, such as an engine's for decoding, is not compiled
@@ -214,11 +260,10 @@ def fits(layer: nn.Module) -> bool:
     names = [name for group in _GROUPS for name in group]
     if sorted(linears) != sorted(names) or any(type(module) is not nn.Linear for module in linears.values()):
         return False
-    own = {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES}
     others = [module for name, module in modules.items() if name not in linears and name != "mlp.act_fn"]
     if not isinstance(getattr(modules["mlp"], "act_fn", None), SiLUActivation):
         return False
-    if {type(module).__module__ for module in others} - own:
+    if {type(module).__module__ for module in others} - _MODULES:
         return False
     weights = weights_of(layer)
     if {id(tensor) for group in weights for tensor in group} != {id(tensor) for tensor in layer.parameters()}:
@@ -230,12 +275,17 @@ class HalfWeights:
     """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 
     Each backward pass adds the copies' gradients to the matrices'. In the context, matrices must not change and their
-    gradients must not be reset. A layer with both trained and frozen matrices has no copies.
+    gradients must not be reset. A layer with both trained and frozen matrices has no copies. Other parameters of the
+    layers get their gradients at the context's end, because one kernel per backward pass adds all of them.
     """
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
         self.layers, self.dtype = layers, dtype
         self.totals: dict[int, Tensor] = {}
+        small = [parameter for layer in layers for group in weights_of(layer)[4:] for parameter in group]
+        self.small = [parameter for parameter in small if parameter.requires_grad]
+        self.sums: list[Tensor | None] = [None] * len(self.small)  # of their gradients
+        self.hooks: list[Any] = []
 
     @torch.no_grad()
     def __enter__(self) -> None:
@@ -260,11 +310,33 @@ class HalfWeights:
             torch._foreach_copy_(copies, matrices)
         for joined, halved in changed:  # last: a failed allocation leaves no layer with empty copies
             joined.halves = halved
+        if self.small:
+            self.hooks.append(self.small[0].register_post_accumulate_grad_hook(self._after_backward))
 
     def __exit__(self, *error: object) -> None:
         for layer in self.layers:
             layer.joined.halves = None
         self.totals.clear()
+        self._add_small()
+        for parameter, total in zip(self.small, self.sums):
+            parameter.grad = total
+        self.sums = [None] * len(self.small)
+        for hook in self.hooks:
+            hook.remove()
+
+    def _after_backward(self, parameter: Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._add_small)
+
+    @torch.no_grad()
+    def _add_small(self) -> None:
+        gradients = [parameter.grad for parameter in self.small]
+        pairs = [(total, new) for total, new in zip(self.sums, gradients) if total is not None and new is not None]
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs)))
+        self.sums = [gradient if total is None else total for total, gradient in zip(self.sums, gradients)]
+        for parameter in self.small:
+            parameter.grad = None
 
     def _adding(self, group: tuple[Tensor, ...], rows: list[int]) -> Callable[[Tensor], None]:
         def add(half: Tensor) -> None:

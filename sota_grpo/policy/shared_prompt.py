@@ -24,7 +24,7 @@ response for layers with a sliding window shorter than the longest row, for capp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -446,8 +446,9 @@ def shared_attention(
         return out.transpose(1, 2), None
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
-    rows = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    out, _ = packed_attention(*rows, tables.flat, [*tables.sizes], scale, softcap or 0.0, sliding_window or 0)
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    numbers = (scale, softcap or 0.0, sliding_window or 0)
+    out = packed_attention(query, key, value, tables.flat, [*tables.sizes], *numbers)
     return out.unsqueeze(0), None
 
 
@@ -549,7 +550,17 @@ def _builds_kernels(device: torch.device) -> bool:
     return builds_kernels() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.library.custom_op("sota_grpo::packed_attention", mutates_args=())
+_library = torch.library.Library("sota_grpo", "FRAGMENT")
+
+
+def _operation(function: Callable[..., Any]) -> Any:
+    """Return ``function`` as an operation of torch that graphs contain; ``torch.library.custom_op`` adds 17 calls."""
+    name = function.__name__.lstrip("_")
+    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.sota_grpo, name).default
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -559,20 +570,44 @@ def packed_attention(
     scale: float,
     softcap: float,
     window: int,
+) -> Tensor:
+    """Return the attention of ``attention_kernels.forward`` with ``Tables(tables, sizes)``, which has a gradient.
+
+    ``softcap`` or ``window`` 0: none.
+    """
+    return _PackedAttention.apply(query, key, value, tables, sizes, scale, softcap, window)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tables: Tensor, *numbers: Any) -> Tensor:
+        out, lse = _packed_attention(query, key, value, tables, *numbers)
+        ctx.save_for_backward(query, key, value, out, lse, tables)
+        ctx.numbers = numbers
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 5
+
+
+@_operation
+def _packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: Tensor,
+    sizes: list[int],
+    scale: float,
+    softcap: float,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``attention_kernels.forward`` with ``Tables(tables, sizes)``; ``softcap`` or ``window`` 0: none."""
     from sota_grpo.policy.attention_kernels import Scores, forward
 
     return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
-@packed_attention.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    length, heads, width = query.shape
-    return query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
-
-
-@torch.library.custom_op("sota_grpo::packed_attention_backward", mutates_args=())
+@_operation
 def _packed_attention_backward(
     grad: Tensor,
     query: Tensor,
@@ -591,22 +626,16 @@ def _packed_attention_backward(
     return backward(grad, query, key, value, out, lse, Tables(tables, sizes), Scores(scale, softcap, window))
 
 
-@_packed_attention_backward.register_fake
+@torch.library.register_fake("sota_grpo::packed_attention", lib=_library)
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    length, heads, width = query.shape
+    return query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
+
+
+@torch.library.register_fake("sota_grpo::packed_attention_backward", lib=_library)
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     by_query, by_key, by_value = (each.new_empty(each.shape) for each in (query, key, value))
     return by_query, by_key, by_value
-
-
-def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.numbers = inputs[4:]
-
-
-def _pull_attention(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 5
-
-
-packed_attention.register_autograd(_pull_attention, setup_context=_save_attention)
 
 
 def _plain(

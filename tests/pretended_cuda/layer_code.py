@@ -1,4 +1,4 @@
-"""What Inductor makes of a decoder layer for an H100, on a machine without one: ``python -m ... --shape qwen3-0.6b``.
+"""What Inductor makes of decoder layers for an H100, on a machine without one: ``python -m ... --shape qwen3-0.6b``.
 
 Nothing is run. Tensors have shapes alone, torch is told of a GPU of compute capability 9.0, and the code that Inductor
 writes is read: one line of JSON with, for the forward and the backward pass, how many Triton kernels, matrix products
@@ -90,8 +90,8 @@ def pretend_h100() -> list[str]:
     return codes
 
 
-def compile_layer(shape: str) -> None:
-    """Run one layer over tensors without memory, as the learner does, with shapes that the compiler may read."""
+def compile_layers(shape: str, number: int) -> None:
+    """Run a block of layers over tensors without memory, as the learner does; the compiler may read their shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoModelForCausalLM
     from transformers.models.auto import CONFIG_MAPPING
@@ -102,7 +102,7 @@ def compile_layer(shape: str) -> None:
     from sota_grpo.policy.shared_prompt import Block, Run, attention_tables
 
     family, sizes = SHAPES[shape]
-    config = CONFIG_MAPPING[family](**{**sizes, "num_hidden_layers": 1, "vocab_size": 64})
+    config = CONFIG_MAPPING[family](**{**sizes, "num_hidden_layers": number, "vocab_size": 64})
     blocks, length = [], 0
     for count in RESPONSES:
         end = length + PROMPT
@@ -114,21 +114,21 @@ def compile_layer(shape: str) -> None:
     decoder_layer.takes_kernels = lambda device, dtype, width: True
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    (layer,) = decoder_layers(model)
+    layers = decoder_layers(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in layer.modules():
+        for module in [module for layer in layers for module in layer.modules()]:
             for name, weight in module._parameters.items():
                 if weight is not None:
                     module._parameters[name] = torch.nn.Parameter(torch.empty(weight.shape, device="cuda"))
-        decoder_layer.join_products([layer], [None])
+        decoder_layer.join_products(layers, [None] * number)
         hidden = torch.empty(1, length, config.hidden_size, device="cuda", requires_grad=True)
-        width = layer.self_attn.head_dim
+        width = layers[0].self_attn.head_dim
         rotary = tuple(torch.empty(1, length, width, device="cuda") for _ in range(2))
         tables = type(tables)(torch.empty(tables.flat.shape, dtype=torch.int32, device="cuda"), tables.sizes)
         in_half = torch.autocast("cuda", torch.bfloat16)
         results_are_none = contextlib.suppress(AttributeError, AssertionError)  # code that is only read returns None
-        with decoder_layer.HalfWeights([layer], torch.bfloat16), in_half, results_are_none:
-            layer(hidden, position_embeddings=rotary, tables=tables)
+        with decoder_layer.HalfWeights(layers, torch.bfloat16), in_half, results_are_none:
+            decoder_layer._computed_block(layers, hidden, rotary, None, tables, torch.bfloat16)
 
 
 def counted(code: str) -> dict[str, float]:
@@ -172,9 +172,10 @@ def numel(shape: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b")
-    shape = parser.parse_args().shape
+    parser.add_argument("--layers", type=int, default=1, help="of one compiled function")
+    args = parser.parse_args()
     codes = pretend_h100()
-    compile_layer(shape)
+    compile_layers(args.shape, args.layers)
     print(json.dumps(dict(zip(("forward", "backward"), map(counted, codes)))))
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import logging
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch._dynamo.utils import counters
 
 from sota_grpo import keys
 from sota_grpo.policy import causal, decoder_layer, shared_prompt
 from sota_grpo.policy.causal import CausalPolicy, base_model, decoder_layers, joins_products
+from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from tests.pretended_cuda import kernels
-from tests.unit.test_fused import without_autocast
+from tests.unit.test_fused import attention_of_cpus
 from tests.unit.test_shared_prompt import GROUPS, make_groups
 from tests.unit.tiny_models import make_model
 
@@ -33,11 +39,7 @@ def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "HALF", (*HALF, torch.float32))
-    for operation, kernel in (
-        (shared_prompt.packed_attention, kernels.packed_attention),
-        (shared_prompt._packed_attention_backward, kernels.packed_attention_backward),
-    ):
-        operation.register_kernel("cpu", without_autocast(kernel))
+    monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", attention_of_cpus())
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -81,10 +83,12 @@ def test_a_joined_layer_is_the_layer(family: str) -> None:
 @pytest.mark.parametrize("precision", HALF)
 def test_matrices_that_are_cast_once_give_the_same_gradients(precision: torch.dtype) -> None:
     policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train()))
-    rows = make_groups(GROUPS)
+    rows, added = make_groups(GROUPS), mock.Mock(wraps=torch._foreach_add_)
     expected = outcome(policy, rows, precision, passes=3)
-    for actual, one in zip(outcome(policy, rows, precision, halves=True, passes=3), expected):
-        assert torch.equal(actual, one)
+    with mock.patch.object(torch, "_foreach_add_", added):
+        for actual, one in zip(outcome(policy, rows, precision, halves=True, passes=3), expected):
+            assert torch.equal(actual, one)
+    assert [len(call.args[0]) for call in added.mock_calls] == [8, 8]  # all norms of two layers, by one kernel
     assert all(layer.joined.halves is None for layer in decoder_layers(base_model(policy.model)))
 
 
@@ -97,6 +101,20 @@ def test_copies_of_a_model_have_layers_of_their_own() -> None:
         for parameter in policy.parameters():
             parameter.zero_()
     assert torch.equal(outcome(other, rows, None)[0], expected)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_are_computed_in_blocks_unless_they_are_checkpointed(checkpointed: bool) -> None:
+    model = make_model("qwen3", head_dim=8, num_hidden_layers=8).train()
+    policy, rows, calls = joined_of(CausalPolicy(model)), make_groups(GROUPS), mock.Mock(wraps=decoder_layer._computed)
+    with mock.patch.object(decoder_layer, "block_size", return_value=1):
+        expected = outcome(policy, rows, torch.bfloat16)
+    if checkpointed:
+        enable_gradient_checkpointing(base_model(policy.model))
+    with mock.patch.object(decoder_layer, "_compiled", return_value=calls):
+        for actual, one in zip(outcome(policy, rows, torch.bfloat16), expected):
+            assert torch.equal(actual, one)
+    assert [len(call.args[0]) for call in calls.mock_calls] == ([1] * 16 if checkpointed else [4, 4])
 
 
 def llama(**changes: Any) -> torch.nn.Module:
@@ -200,3 +218,33 @@ def test_layers_of_other_numbers_are_not_computed_by_compiled_code_of_the_first(
         assert joins_products(base_model(joined.model))
         with torch.compiler.set_stance("default"):
             assert distance(outcome(joined, rows, None)[0], expected) < 1e-5
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 as eager layers; a further layer and micro-batch cost 306 calls when each layer was compiled alone."""
+    torch._dynamo.reset()
+    counters.clear()
+    rows, calls, whole = make_groups(GROUPS), [], torch.contiguous_format
+    nothing_computed = SimpleNamespace(
+        forward=lambda query, *rest: (query.clone(memory_format=whole), query[:, :, 0].t().float().contiguous()),
+        backward=lambda grad, *rest: tuple([each.clone(memory_format=whole) for each in rest[:3]]),
+        Scores=lambda *numbers: numbers,
+    )
+    for layers in (4, 8):
+        policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8, num_hidden_layers=layers).train()))
+        expected = outcome(policy, rows, None)
+        with torch.compiler.set_stance("default"):
+            for actual, one in zip(outcome(policy, rows, None, halves=True), expected):
+                assert distance(actual, one) < 1e-6
+        monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", nothing_computed)
+        with torch.compiler.set_stance("default"), policy.half_weights(torch.float32):
+            policy(rows)[keys.LOG_PROBS].sum().backward()
+            profile = cProfile.Profile()
+            profile.enable()
+            policy(rows)[keys.LOG_PROBS].sum().backward()
+            profile.disable()
+        monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", attention_of_cpus())
+        calls.append(sum(entry.callcount for entry in profile.getstats() if not isinstance(entry.code, str)))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert calls[1] - calls[0] < 4 * 140, calls

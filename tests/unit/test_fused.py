@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +56,19 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
+def attention_of_cpus() -> Any:
+    """In place of the module of kernels, where there is none that works."""
+
+    def forward(query: Any, key: Any, value: Any, tables: Any, scores: Any) -> Any:
+        return without_autocast(kernels.packed_attention)(query, key, value, tables.flat, tables.sizes, *scores)
+
+    def backward(*tensors: Any) -> Any:
+        *tensors, tables, scores = tensors
+        return without_autocast(kernels.packed_attention_backward)(*tensors, tables.flat, tables.sizes, *scores)
+
+    return SimpleNamespace(forward=forward, backward=backward, Scores=lambda *numbers: numbers)
+
+
 @pytest.fixture
 def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision takes the way that it takes on CUDA; nothing is compiled yet."""
@@ -61,11 +76,7 @@ def gpus_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (shared_prompt, decoder_layer, causal):
         monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: dtype == torch.bfloat16)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
-    for operation, kernel in (
-        (shared_prompt.packed_attention, kernels.packed_attention),
-        (shared_prompt._packed_attention_backward, kernels.packed_attention_backward),
-    ):
-        operation.register_kernel("cpu", without_autocast(kernel))  # where there is none that works
+    monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", attention_of_cpus())
 
 
 # under an adapter they are compiled thrice: of what the compiler makes of layers the whole model's are enough

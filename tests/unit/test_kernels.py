@@ -81,7 +81,7 @@ def test_attention(device: str, case: str, heads: tuple[int, int, int], window: 
     tables = layout.to(torch.device(device)).tables
     actual = []
     for _ in range(1 if INTERPRETED else 2):
-        out, _ = packed_attention(*inputs, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
+        out = packed_attention(*inputs, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
         actual.append((out.detach(), *torch.autograd.grad(out, inputs, pull)))
     assert all(map(torch.equal, actual[0], actual[-1]))
     exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in inputs]

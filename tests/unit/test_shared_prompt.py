@@ -123,7 +123,7 @@ def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window
     seen &= behind < (window or len(query))
     keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = torch.einsum("qhw,khw->hqk", query, keys) * scale
-    return torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values), None
+    return torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
