@@ -71,7 +71,7 @@ def require_plain(folder: Path, run_dir: Path, below: Sequence[str] | None = Non
         if stat.S_ISLNK(mode) and _leaves(path, run_dir):
             raise UserError(f"{path}: {_LINK}; replace it by its target (a run directory may be linked as a whole).")
         if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise UserError(f"{path}: {_NOT_REGULAR}; remove it.")
+            raise UserError(f"{path} is a pipe, a socket or a device; remove it.")
 
 
 def read_yaml(path: Path, *, levels: int = 1) -> Any:

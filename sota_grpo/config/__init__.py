@@ -193,7 +193,7 @@ _SCALES = ("group_std", "group_mean", "batch_std", "advantage_std", "none")
 
 @dataclass
 class AlgorithmConfig:
-    """Settings of the objective's terms; a preset in ``config/algorithm/`` chooses among them (docs/algorithm.md)."""
+    """Settings of advantages and loss; a preset in ``config/algorithm/`` sets them (docs/algorithm.md)."""
 
     name: str = opt("grpo", "label of the preset, written to the logs")
     baseline: str = opt(
@@ -339,7 +339,7 @@ class RefModelConfig:
 
 @dataclass
 class PolicyConfig:
-    """Settings of the KL term."""
+    """Weight of the KL term."""
 
     kl_coef: float = opt(0.0, "coefficient of the KL to the reference; 0: no KL and no reference")
 

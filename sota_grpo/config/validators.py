@@ -98,7 +98,7 @@ def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """Refuse top_p, top_k or min_p if the engine does not report the kept tokens; top_k=1; too high a temperature."""
+    """Refuse top_p, top_k or min_p if the engine does not report sampling supports; top_k=1; too high a temperature."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:

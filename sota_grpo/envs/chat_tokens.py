@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 
 from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import response_text
+from sota_grpo.policy.end_tokens import end_token_ids, response_text
 from sota_grpo.rewards.extract import THINKING
 from sota_grpo.rl.records import SampledText
 from sota_grpo.rl.tool_schemas import call_id
@@ -212,9 +212,11 @@ class TurnTokens:
         is_short = sum(len(reply["content"]) for reply in replies) < _CACHED_CHARACTERS
         tokenised = self._reply_ids if is_short else self._tokenised
         ids = tokenised(tuple(tuple(reply.items()) for reply in replies))
-        ends = ids.index(last_id) if last_id in ids else 0
-        is_sampled = last_id in ids and not self._tokenizer.decode(ids[:ends], skip_special_tokens=False).strip()
-        return ids[ends + 1 :] if is_sampled else ids
+        if last_id not in ids or last_id not in {ids[0], *end_token_ids(self._tokenizer)}:
+            return ids
+        end = ids.index(last_id)
+        is_blank = not self._tokenizer.decode(ids[:end], skip_special_tokens=False).strip()
+        return ids[end + 1 :] if is_blank else ids
 
     def _tokenised(self, replies: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
         messages = [dict(items) for items in replies]

@@ -167,7 +167,7 @@ class ToolEpisode:
     call), ``tool_calls`` and ``tool_errors`` (counts over the answered turns), ``ended``
     (``answer``, ``truncated``, ``lost`` or ``turns``), ``reward`` (of ``get_reward``, or None), ``error`` (why the
     instance was lost, or None) and, if a reward function reads it, ``environment`` (final attributes by name). A call
-    keeps its sampled id if that has nine letters and digits, which every template accepts; else its number is its id.
+    keeps its sampled id if that is nine letters or digits, which every template accepts; else it is ``call00000`` etc.
 
     Args:
         key: the instance's key; None without an instance.

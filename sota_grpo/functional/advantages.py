@@ -213,7 +213,7 @@ def _centred(
     """Return ``r - b`` ``[N]`` for the baseline; ``sizes [N]``: number of responses in each response's group."""
     if isinstance(baseline, Tensor):
         if baseline.shape != values.shape:
-            raise ValueError(f"baseline has the shape {list(baseline.shape)}; pass a tensor {list(values.shape)}.")
+            raise ValueError(f"baseline has shape {list(baseline.shape)}; pass one of shape {list(values.shape)}.")
         return baseline.double()
     if baseline == "group_mean":
         return values - _group_sum(values, index) / sizes

@@ -164,6 +164,7 @@ class CausalPolicy(TensorDictModuleBase):
         """Return :meth:`log_probs` of rows in which padding precedes a token, computed with it at the end."""
         if rows.get(keys.PARENTS, None) is not None:
             raise ValueError("padding precedes a token of a row that is a tree; move it to the end of the row")
+        _require_no_padding(*(rows[key].bool() for key in self.in_keys[1:3]))  # before positions change
         order = rows[self.in_keys[1]].int().argsort(dim=-1, descending=True, stable=True)
         there = {key: rows.get(key, None) for key in (*self.in_keys, keys.SUPPORT_COUNTS)}
         moved = {key: value.gather(1, order) for key, value in there.items() if value is not None}
@@ -191,12 +192,7 @@ class CausalPolicy(TensorDictModuleBase):
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which no token predicts; prepend a prompt")
-        if len(outside := (assistant_mask & ~attention_mask).nonzero()):
-            row, position = outside[0].tolist()
-            raise ValueError(
-                f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
-                "all_assistant_mask; make the second False there"
-            )
+        _require_no_padding(attention_mask, assistant_mask)
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         parents = rows.get(keys.PARENTS, None)
@@ -204,6 +200,15 @@ class CausalPolicy(TensorDictModuleBase):
         if (support := support_of(rows)) is not None:
             layout.support = _support_sets(rows, *support)
         return layout
+
+
+def _require_no_padding(attention_mask: Tensor, assistant_mask: Tensor) -> None:
+    if len(outside := (assistant_mask & ~attention_mask).nonzero()):
+        row, position = outside[0].tolist()
+        raise ValueError(
+            f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
+            "all_assistant_mask; make the second False there"
+        )
 
 
 def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:

@@ -128,7 +128,7 @@ class RunLog:
             ) from error
 
     def rewind(self, first_step: int) -> int:
-        """Delete the lines and stored steps from ``first_step`` on, also in sinks; return the number of deleted lines.
+        """Delete the lines and stored steps from ``first_step`` on, rewind sinks that can; return the number of lines.
 
         Call this before writing the first step. Each file is replaced atomically; UserError if a line is invalid.
         """

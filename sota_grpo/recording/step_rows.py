@@ -149,8 +149,9 @@ def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
 
     ``turns``, in token order, have ``role``, ``trained`` (sampled from the policy; others are masked out of the loss),
     ``tokens`` (their number), ``text`` (with special tokens) and, for tool calls outside a tree, ``calls``: a list with
-    ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). A turn of a tree that does not
-    follow the turn before it has ``after``: the index (from 0) of the turn that it follows, -1: the prompt, -2: none.
+    ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). In a tree, only a turn that
+    does not follow the turn before it has ``after``: the index (from 0) of the turn that it follows, -1: it follows the
+    prompt, -2: it follows nothing.
     With tools or an agent, ``ended`` is why the dialog ended, ``error`` why its environment or agent failed.
 
     Three tokens of the policy, two of a tool, one of the policy::

@@ -26,7 +26,7 @@ _NUMBER = re.compile(
     r"(?P<scale>[kKMB](?!\w)|[\s-]?(?:hundred|thousand|million|billion|trillion|dozen)(?=s?\b))?",  # 1.8k, 18 million
     re.ASCII,
 )
-_LATEX_FRACTION = re.compile(r"(\w?)\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
+_LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?\d{1,80})\}\{(\d{1,80})\}", re.ASCII)
 _MAX_EXPONENT_CHARS = 4  # e-99: a longer exponent would make an integer of thousands of digits
 CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotations
 # cm^2 and \text{ cm}^2 have no number
@@ -36,10 +36,10 @@ _UNIT_POWER = re.compile(
 )
 _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,80}) +(\d{1,80})/(\d{1,80})(?![\d/])", re.ASCII)
 _LEADING_MINUS = re.compile(r"\A\s*-\s+(?=[$.\d])", re.ASCII)
-_APART_MINUS = re.compile(r"([=(\[{$])[^\S\n]*-[^\S\n]+(?=[$.\d])", re.ASCII)  # x = - 5
+_APART_MINUS = re.compile(r"([=(\[{]|\A\$)[^\S\n]*-[^\S\n]+(?=[$.\d])", re.ASCII)  # x = - 5
 _WORKED = re.compile(r"\A[\s$]*\(?\$?\d[\d\s$.,%+*/×÷x·()=-]*=")  # 6*3 = 18: the last side is the number
 _GROUPED = re.compile(r"(?<![\d.,/])(\d{1,3})((?:[ \u00a0\u202f]\d{3})+)(?![\d,/])", re.ASCII)  # 1 800
-_VULGAR = re.compile(r"(\d?) ?([¼½¾⅐-⅞])")
+_VULGAR = re.compile(r"(-?)(\d?) ?([¼½¾⅐-⅞])")
 _UNREAD = re.compile(r"[⁰¹²³⁴-⁹!]|\.\d")  # directly after a number: 18², 5!, 18.0.0 are other numbers
 _REWRITES = (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\times", "×"), ("\\cdot", "·"))
 _ALIKE = str.maketrans("\u2010\u2011\u2013\u2212“”‘’", "----\"\"''")  # hyphens, en dash and minus; quotation marks
@@ -65,11 +65,8 @@ def parse_number(text: str) -> Fraction | None:
         text = text.replace(old, new)
     text = _UNIT_POWER.sub(r"\1\2", CALCULATION.sub("", text))
     text = _GROUPED.sub(lambda number: number[1] + re.sub(r"\s", "", number[2]), _WORKED.sub("", text))
-    # a space only after a digit or letter: a sign stays next to its fraction
-    text = _VULGAR.sub(
-        lambda match: f"{match[1]} "[not match[1] :] + unicodedata.normalize("NFKC", match[2]).replace("⁄", "/"), text
-    )
-    text = _LATEX_FRACTION.sub(lambda match: f"{match[1]} "[not match[1] :] + f"{match[2]}/{match[3]} ", text)
+    text = _VULGAR.sub(_plain_fraction, text)
+    text = _LATEX_FRACTION.sub(lambda match: f"{match[1] or ' '}{match[2]}/{match[3]} ", text)
     text = _LEADING_MINUS.sub("-", _APART_MINUS.sub(r"\1-", text))
     text = _MIXED_NUMBER.sub(lambda mixed: f"{int(mixed[1]) * int(mixed[3]) + int(mixed[2])}/{mixed[3]}", text)
     matches = _NUMBER.finditer(text)
@@ -82,6 +79,13 @@ def parse_number(text: str) -> Fraction | None:
     value = Fraction(number["magnitude"].replace(",", "") + exponent) / divisor
     value *= _SCALES[number["scale"].strip().lstrip("-").casefold()] if number["scale"] else 1
     return -value if number["minus"] or number["minus2"] else value
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    """Return a vulgar fraction as ``1/2``, apart from what precedes it, unless that is its sign."""
+    sign, whole, fraction = match.groups()
+    space = "" if sign and not whole else " "
+    return f"{sign}{whole}{space}{unicodedata.normalize('NFKC', fraction).replace('⁄', '/')}"
 
 
 def find_last_number(text: str) -> str | None:
@@ -161,7 +165,9 @@ def _plain(text: str) -> str:
 
 
 def _names(text: str) -> list[str]:
-    return [name.casefold() for name in _NAME.findall(text) if name[0] != "\\"]
+    """Return the words of a text, then the powers of its units."""
+    words = [name.casefold() for name in _NAME.findall(text) if name[0] != "\\"]
+    return words + [power[0].rstrip("}")[-1] for power in _UNIT_POWER.finditer(text)]
 
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -399,8 +405,8 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
             line; ``last_number``; ``any``: the first of these, in this order, that is found.
         mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
             number. It takes precedence over ``words``.
-        words: the answer is not a number; ``any`` then uses the text after the last "the answer is" in place of the
-            last number, or without it the whole text.
+        words: the answer is not a number; ``any`` then uses the rest of the sentence after the last "the answer is" in
+            place of the last number, or without it the whole text.
 
     >>> extract_answer("So 6*3=18.\\n#### 18", "hash"), extract_answer("#### 18", "boxed")
     ('18', None)

@@ -225,10 +225,13 @@ def parse_tests(code: str) -> list[tuple[str, bool]]:
         if any(isinstance(part, ast.Assert) or (isinstance(part, ast.Name) and part.id in asserting) for part in parts):
             if isinstance(node, definitions):
                 asserting.add(node.name)
-            else:
-                tests.append(node)
+                continue
+            tests.append(node)
+            if isinstance(node, ast.Assign):  # what uses the instance or the list of functions is a test, too
+                names = [part for target in node.targets for part in ast.walk(target)]
+                asserting |= {part.id for part in names if isinstance(part, ast.Name)}
     for node in body[-1:] if not tests else ():
-        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        is_call = isinstance(node, (ast.Expr, ast.Assign)) and isinstance(node.value, ast.Call)
         raises = any(isinstance(part, ast.Raise) for part in ast.walk(node)) and not isinstance(node, definitions)
         tests = [node] if is_call or raises else []
     return [(ast.unparse(node), node in tests) for node in body]
@@ -240,8 +243,8 @@ def run_tests(runner: Runner, program: str, tests: str | Sequence[Any]) -> list[
     ``tests`` is Python code, whose tests :func:`parse_tests` finds, or a list of such code and of
     ``{"stdin", "stdout"}`` pairs, in which ``stdin`` may be missing or None. An endless assertion fails, and so do all
     later ones of the same code. A pair passes if the program prints ``stdout``, within the limits
-    and with exit status 0; white space at the ends of lines and of the output is ignored. OSError if the sandbox itself
-    fails, SyntaxError or UnicodeEncodeError for invalid code, KeyError for a pair without ``stdout``.
+    and with exit status 0; white space after each line and around the output is ignored. OSError if the sandbox itself
+    fails, SyntaxError or UnicodeEncodeError for invalid tests, KeyError for a pair without ``stdout``.
     """
 
     def lines(text: str) -> list[str]:

@@ -309,6 +309,8 @@ def padded_entry(
             f"{key} is missing in {len(missing)} of {len(values)} rows (the first is row {missing[0]}); "
             "write it to all rows of a batch or to none."
         )
+    if key in _PER_ROW and len({value.shape[:1] == (1,) for value in values}) > 1:
+        raise ValueError(f"{key} has one number in some rows and one per token in others; write the same to all rows.")
     return _padded(values, padding, side)
 
 

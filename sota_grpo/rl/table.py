@@ -234,7 +234,7 @@ class RowTable(Sequence[Row]):
         return self.columns[key].flat().values
 
     def lengths(self, key: Key) -> list[int]:
-        """Return the number of elements of each value of a tensor entry; KeyError if no row has it."""
+        """Return a tensor entry's number of elements in each row that has it; KeyError if no row has it."""
         return self.columns[key].flat().lengths or []
 
     def sums(self, key: Key) -> Tensor:

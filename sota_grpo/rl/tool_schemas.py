@@ -36,7 +36,7 @@ class ToolCall:
 
     Args:
         name: name of the tool; empty if it could not be parsed.
-        arguments: JSON-serialisable arguments by name; empty if they could not be parsed.
+        arguments: JSON-serialisable arguments by name; empty if they could not be parsed or the tool is unknown.
         error: one line that says why the call cannot be executed; None for a valid call.
         id: the call id that the policy wrote, if it is nine letters and digits; else empty.
         is_misfit: the tool is known and the arguments were parsed, but they do not fit its schema.

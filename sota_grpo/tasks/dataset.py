@@ -128,18 +128,18 @@ def text_of(row: Row, column: str, location: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Return a number as text; for a value that float32 has, the shortest decimal fraction that float32 rounds to it.
+    """Return a number as text; for a value that float32 has, the decimal of at most 6 digits that float32 rounds to it.
 
-    Files have columns of float32, in which 0.1 is 0.10000000149011612.
+    Files have columns of float32, in which 0.1 is 0.10000000149011612. A number without such a decimal stays as it is.
 
-    >>> number_text(0.10000000149011612), number_text(0.25), number_text(0.1), number_text(3)
-    ('0.1', '0.25', '0.1', '3')
+    >>> number_text(0.10000000149011612), number_text(1250000.75), number_text(0.1), number_text(3)
+    ('0.1', '1250000.75', '0.1', '3')
     """
     if isinstance(value, float) and not value.is_integer() and abs(value) < 1e30:
         single = struct.pack("f", value)
         if struct.unpack("f", single)[0] == value:
-            texts = (f"{value:.{digits}g}" for digits in range(1, 10))
-            return next(text for text in texts if struct.pack("f", float(text)) == single)
+            texts = (f"{value:.{digits}g}" for digits in range(1, 7))
+            return next((text for text in texts if struct.pack("f", float(text)) == single), str(value))
     return str(value)
 
 

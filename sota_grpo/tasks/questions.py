@@ -193,7 +193,7 @@ class MathTask(QuestionTask):
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row, whose gold answer is in ``ground_truth``, else ``answer``, else ``solution``.
 
-        It is text, a number, ``$...$`` or in a solution's ``\\boxed{}``; DatasetError if it cannot be compared.
+        It is text, a number, ``$...$``, after ``####`` or in a solution's ``\\boxed{}``; DatasetError: incomparable.
         """
         text = first_text(row, self._gold_columns, location)
         gold = extract_answer(text, "boxed")

@@ -229,7 +229,7 @@ class Fleet:
         return self.start(self.run(*args))
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run ``coroutine`` on the fleet's thread; return its uncancellable future, which fails after :meth:`close`."""
+        """Run ``coroutine`` on the fleet's thread; return an uncancellable future; it fails if the fleet is closed."""
         future = pending_future()
         with self._lock:
             if self._is_open:

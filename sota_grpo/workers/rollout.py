@@ -51,7 +51,7 @@ class RolloutWorker:
         self._end: Future[NoReturn] = pending_future()  # its exception is that of every later call
 
     def run(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        """Submit a group; return its future, which :meth:`advance` resolves; ValueError if the engine rejects it."""
+        """Submit a group; return its future, which :meth:`advance` resolves, or which has the engine's ValueError."""
         return Task(self._sample(request, sampling))
 
     async def _sample(self, request: GroupRequest, sampling: Sampling) -> GroupOutput:

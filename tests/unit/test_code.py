@@ -131,6 +131,7 @@ def test_assertions_and_pairs_are_a_test_each() -> None:
     checks = "def one(): assert f(1) == 2\ndef two(): assert f(2) == 4"
     assert run_tests(RUNNER, program, f"{checks}\nassert f\ntwo()\none()") == [True, False, True]
     assert run_tests(RUNNER, program, f"{checks}\nif __name__ == '__main__':\n    one()\n    two()") == [True, False]
+    assert run_tests(RUNNER, program, f"{checks}\nboth = [one, two]\nfor check in both: check()") == [True, False]
     assert run_tests(RUNNER, program, "if f(1) != 3:\n    raise ValueError") == [False]
     double = "print(int(input()) * 2)"
     pairs = [{"stdin": "4\n", "stdout": "8"}, {"stdin": "5", "stdout": "11"}, {"stdin": "x", "stdout": ""}]

@@ -90,7 +90,7 @@ def test_a_key_that_only_some_rows_have_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_value_is_rounded_to_the_dtype_of_the_first_row(dtype) -> None:
-    """As of a row without a response, whose log-probs somebody made like its token ids."""
+    """As of a row without a response, whose log-probs were made like its token ids."""
     rows = random_rows(generator(), 3)
     rows[0][keys.LOG_PROBS] = torch.zeros_like(rows[0][keys.FULL_TOKENS])
     for row in rows[1:]:
@@ -98,6 +98,14 @@ def test_no_value_is_rounded_to_the_dtype_of_the_first_row(dtype) -> None:
     padded = pad_rows(rows, pad_token_id=0)[keys.LOG_PROBS]
     for row, values in zip(rows[1:], padded[1:]):
         assert torch.equal(values[: len(row[keys.LOG_PROBS])], row[keys.LOG_PROBS])
+
+
+def test_an_advantage_of_a_row_is_not_padded_to_advantages_of_tokens() -> None:
+    rows = random_rows(generator(), 2)
+    rows[0][keys.ADVANTAGE] = torch.ones(1, 1)
+    rows[1][keys.ADVANTAGE] = torch.ones(len(rows[1][keys.FULL_TOKENS]), 1)
+    with pytest.raises(ValueError, match="one number in some rows and one per token in others"):
+        pad_rows(rows, pad_token_id=0)
 
 
 def sibling_rows(count: int, size: int) -> list[TensorDict]:

@@ -163,7 +163,7 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         group_advantages(torch.tensor([1.0, -0.5]), ids, scale="group_mean")
     with pytest.raises(ValueError, match="needs lengths"):
         group_advantages(torch.zeros(2), ids, baseline="length_weighted")
-    with pytest.raises(ValueError, match=r"baseline has the shape \[2, 1\]; .* a tensor \[2\]"):
+    with pytest.raises(ValueError, match=r"baseline has shape \[2, 1\]; .* shape \[2\]"):
         group_advantages(torch.zeros(2), ids, baseline=torch.ones(2, 1))
     with pytest.raises(ValueError, match="best_of_others needs at least 2 responses in every group, but 1 of 1"):
         group_advantages(torch.zeros(1), ids[:1], baseline="best_of_others")

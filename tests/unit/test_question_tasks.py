@@ -212,9 +212,10 @@ EQUAL = """
 paris == Paris | Yes. == yes | STRASSE == straße | (1,2) == ( 1 , 2 ) | a<b == a < b | (c) == C | C. == (C)
 C) Paris == C | \\text{(C)} == C | **Paris**. == Paris | "Paris." == Paris | 5 == 5 m
 -\\frac{1}{2} == -0.5 | “Paris” == Paris | don’t == don't | 2019–2020 == 2019-2020 | Zu\u0308rich == Z\u00fcrich
+18 == 18 m^2 | 18cm^{2} == 18 cm^2
 """
 UNEQUAL = """
--\\frac{1}{2} == 0.5 | x = - 5 == 5 | –5 == 5
+-\\frac{1}{2} == 0.5 | x = - 5 == 5 | –5 == 5 | 4m^2 == 4m^3 | 18 m == 18 m^2 | 18m^2 == 18m
 19 == 18 | 18 or 19 == 18 | 1 8 == 18 | 18.01 == 18 | -18 == 18 | 9*2 == 18 | 5 pears == 5 apples | 3 am == 3 pm
 11 == Apollo 11 | 16 == F-16 | 2 == 2x | 5 m == 5 cm | A) B) C) == C | C or D == C | C Paris == C | a == a*
 . == ** | Apollo 12 == Apollo 11 | Rome == Paris | Paris, France == Paris | not Paris == Paris | NewYork == New York

@@ -54,6 +54,9 @@ LENGTH = 200_000
         ("$x = -\\dfrac{3}{4}$", Fraction(-3, 4)),
         ("2\\frac{1}{2}", Fraction(5, 2)),
         ("x = -½", Fraction(-1, 2)),
+        ("about ½", Fraction(1, 2)),
+        ("a.\\frac{1}{2}", Fraction(1, 2)),
+        ("0,\\frac{125}{2}", None),
         ("x = - 5", -5),
         ("\u20137", -7),
         ("18-million", 18_000_000),
@@ -101,6 +104,7 @@ def test_the_power_of_a_unit_is_not_the_last_number() -> None:
 
 def test_a_sign_apart_belongs_to_its_number() -> None:
     assert find_last_number("So x = - 5.") == "-5"
+    assert find_last_number("so $x$ - 5 apples") == "5"
     for text in ("Items:\n- 5 pens", "10 - 5", "- 5 pens", "x =\n- 5"):
         assert find_last_number(text) == "5", text
 
