@@ -331,7 +331,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
     """Return last hidden states ``[L, H]`` of packed tokens; the model must use :data:`SHARED_ATTENTION`."""
     decoder: Any = model.get_decoder()
     tables = layout.tables if layout.tokens.device.type in KERNEL_DEVICES else None
-    if (hidden := decoder_layer.hidden_in_blocks(decoder, layout, tables)) is not None:
+    if tables is not None and (hidden := decoder_layer.hidden_in_blocks(decoder, layout, tables)) is not None:
         return hidden[0]
     no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # so that transformers makes none
     output = decoder(

@@ -162,14 +162,14 @@ def _forward(
     return compiled(type(self).forward)(self, hidden_states, *args, **kwargs)
 
 
-def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables | None) -> Tensor | None:
+def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables) -> Tensor | None:
     """Return the last hidden states ``[1, L, H]`` of packed tokens, with one compiled call for each block of layers.
 
     None if layers have to be called one by one: if they are not joined, their activations are checkpointed, FSDP
     gathers their parameters, or :data:`FAMILIES` lacks the decoder. Hooks on layers are not called.
     """
     layers = [*getattr(decoder, "layers", ())]
-    if tables is None or type(decoder).__module__ not in _MODULES or not hasattr(layers[0], "joined"):
+    if type(decoder).__module__ not in _MODULES or not hasattr(layers[0], "joined"):
         return None
     if isinstance(layers[0], FSDPModule) or (layers[0].gradient_checkpointing and decoder.training):
         return None

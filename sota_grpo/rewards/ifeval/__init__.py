@@ -280,7 +280,9 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
         instructions = [instruction_of(_mapping(entry, "ground_truth")) for entry in constraints]
     else:
         columns = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"there is no column 'instruction_id_list' and no 'ground_truth'; the columns are {columns}")
+        raise ValueError(
+            f"there is no column 'instruction_id_list' and no 'ground_truth'; the columns found are {columns}"
+        )
     return [name for name, _ in instructions], [read_kwargs(name, kwargs) for name, kwargs in instructions]
 
 
