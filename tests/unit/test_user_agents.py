@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 import urllib3
 
@@ -26,7 +25,7 @@ from sota_grpo.tasks import make_task
 from sota_grpo.tasks.agents import Agent, agent_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances
-from tests.process_rigs import wait_for
+from tests.process_rigs import is_gone, wait_for
 from tests.unit.test_gateway import Rig
 
 pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
@@ -207,7 +206,7 @@ def test_a_command_ends_with_all_that_it_started_when_its_episode_is_dropped(run
         wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         assert future.cancel()
         for pid in map(int, pids.read_text().split()):
-            wait_for(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+            wait_for(lambda pid=pid: is_gone(pid))
 
 
 def test_an_agent_with_too_many_requests_is_refused_and_says_so(run) -> None:
