@@ -192,7 +192,7 @@ def load_instances(name: str, named: Sequence[str], base: type[T]) -> list[tuple
 
 
 def error_line(path: str | Path, error: BaseException) -> int | None:
-    """Return the innermost line of ``path`` (from 1) in the traceback, or of its SyntaxError; None if there is none."""
+    """Return the line (from 1) of a SyntaxError in ``path``, else the traceback's innermost line of it, or None."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno
     trace = traceback.walk_tb(error.__traceback__)

@@ -62,7 +62,7 @@ class Cluster:
     def threads(self) -> int:
         """CPU threads of each engine, reference and learner rank, at least 1.
 
-        An equal share of this machine's cores (macOS: 1); on a GPU cluster, a node's fewest cores per GPU.
+        An equal share of this machine's cores (macOS: 1); on a GPU cluster, the cores per GPU of the node with fewest.
         """
         if self._gpus_by_ray:
             from sota_grpo.workers.ray_cluster import cores_per_gpu

@@ -59,8 +59,8 @@ class Episode(Protocol):
 
     The coroutines may wait for futures (:func:`~sota_grpo.engines.stepping.result`). ``prompt_ids`` is the prompt of
     this dialog; None: the group's. ``answer`` takes the token ids of a policy turn and returns the messages that answer
-    the turn, or None to end the dialog. ``end`` takes the token ids of the last turn if that turn was truncated or the
-    last allowed one, else None, and whether the dialog was truncated; it returns the ``record`` of the
+    the turn, or None to end the dialog. ``end`` takes the last turn's token ids if it got no answer (it was truncated
+    or the last allowed), else None; and whether the dialog was truncated. It returns the ``record`` of the
     :class:`~sota_grpo.rl.records.Sample`, or None. ``leave`` abandons the dialog: it may be called in any thread, while
     ``answer`` waits, and after ``end``.
     """

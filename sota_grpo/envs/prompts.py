@@ -70,7 +70,7 @@ class PromptStream:
         return [(group_id, self.example_of(group_id)) for group_id in group_ids]
 
     def example_of(self, group_id: int) -> Example:
-        """Return the example drawn with the current seed as ``group_id``, without a new draw; ValueError if none."""
+        """Return the example of a group already drawn; ValueError if it was not drawn since the seed was set."""
         if not self._first_group_id <= group_id < self.next_group_id:
             raise ValueError(
                 f"group {group_id} is not of this stream: since its seed was set it has drawn "

@@ -185,7 +185,7 @@ def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables) -> Tensor | N
 
 
 def block_size(layers: int) -> int:
-    """Return how many of ``layers`` equal layers are one compiled function: a divisor, so that blocks are equal.
+    """Return the largest divisor of ``layers`` up to BLOCK: so many equal layers are one compiled function.
 
     >>> [block_size(layers) for layers in (28, 30, 31)]
     [4, 3, 1]

@@ -201,8 +201,8 @@ class WandbSink(CopySink):
 class TensorBoardSink(CopySink):
     """A sink that copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file; from that file's first step on, TensorBoard hides the older files. Options in
-    ``config``, which must have no keys and tokens, become hyperparameters.
+    A resumed run begins a new event file; TensorBoard hides the older files' steps from its first step on. Options in
+    ``config``, which must have no secrets, become hyperparameters.
     """
 
     label, package = "TensorBoard", "tensorboard"

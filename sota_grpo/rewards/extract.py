@@ -396,13 +396,13 @@ ANSWER_FORMATS = tuple(_FINDERS)
 def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, words: bool = False) -> str | None:
     """Return the final answer of a response, stripped, or None if there is none or it is empty.
 
-    Only the text after the last ``</think>`` and before an unclosed ``<think>`` is read. ValueError: unknown format.
+    Only :func:`without_thinking` of the text is read. ValueError: unknown format.
 
     Args:
         answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last closed ``\\boxed{...}``
-            or ``\\fbox{...}`` that is not empty (the inner one if nested), with the boxes before it in the same list,
-            as in the example; ``hash``: the line after the last ``####``, else after ``A:`` at the start of the last
-            line; ``last_number``; ``any``: the first of these, in this order, that is found.
+            or ``\\fbox{...}`` that is not empty (the inner one if nested), joined with the boxes listed before it (see
+            the example); ``hash``: the rest of the line after the last ``####``, else after ``A:`` at the start of the
+            last line; ``last_number``; ``any``: the first of these, in this order, that is found.
         mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
             number. It takes precedence over ``words``.
         words: the answer is not a number; ``any`` then uses the rest of the sentence after the last "the answer is" in

@@ -91,7 +91,7 @@ class Refill:
         return self.step, self.num_draws - 1
 
     def add(self, group: Group, rows: RowTable) -> None:
-        """Add a zero-advantage group, its rows and its slot; of the added groups, those drawn last hold the slots."""
+        """Add a zero-advantage group and its rows; one more slot is held, always by the added groups drawn last."""
         bisect.insort(self._pool, (group, rows), key=lambda entry: entry[0].group_id)
         self.num_held += 1
         if group.step == self.step:

@@ -268,7 +268,7 @@ def normalised(question: str) -> str:
 
 
 def unique_examples(examples: Sequence[Example]) -> list[Example]:
-    """Drop examples that repeat an earlier one's answer, ``extra`` (but ``prompt``) and :func:`normalised` question."""
+    """Keep the first of examples with equal answer, :func:`normalised` question, and ``extra`` except ``prompt``."""
     unique: dict[tuple[str, ...], Example] = {}
     for example in examples:
         columns = {name: value for name, value in example.extra.items() if name != "prompt"}

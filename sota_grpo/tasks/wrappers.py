@@ -281,8 +281,8 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
     """Return a copy of ``task`` for dialogs with tools, whose scores also use the dialog's record.
 
     ``info`` gets ``tool_calls``, ``tool_errors``, ``requests`` (of an agent) and ``ended_by_turns`` (1 if the turn
-    limit ended the dialog), which are logged as metrics, and what an agent returned besides its reward; an entry
-    ``success``, ``acc`` or ``correct`` there decides success. A dialog whose environment was lost has an error.
+    limit ended the dialog), which are logged as metrics, and what an agent returned besides its reward; if that
+    has ``success``, ``acc`` or ``correct``, it decides success. A dialog whose environment was lost has an error.
 
     Args:
         task: any task, with its own reward or that of functions.

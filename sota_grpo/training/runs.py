@@ -170,7 +170,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise unwritable(self.path, error) from error
 
     def finish(self, reached: Mapping[str, float] | None = None) -> None:
-        """Record that the run is finished, and the ``reached`` step, accuracy and target; UserError if that fails."""
+        """Record that the run is finished; ``reached``: step, accuracy and target, if met. UserError if that fails."""
         self._write(RUN_FILE, json.dumps(self._row | ({"reached": reached} if reached else {}) | {"finished": True}))
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ def ends_with(text: str, end_phrase: str) -> bool:
 
 
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int) -> bool:
-    """Return whether ``capital_relation`` ``capital_frequency`` tokens (:func:`num_capital_tokens`) are upper case."""
+    """Return whether e.g. "at least" ``capital_frequency`` tokens (:func:`num_capital_tokens`) are upper case."""
     capitals = (token for sentence in sentences(text) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 

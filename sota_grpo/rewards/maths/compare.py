@@ -34,7 +34,7 @@ class Comparison:
         self._names: set[Node] = set()  # the names that the current inequalities are about
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Return whether ``answer`` counts as ``gold``, as do 0.5 and 50 for 50%; Incomparable if undecided."""
+        """Return whether ``answer`` equals ``gold`` (50% equals 0.5 and 50); raise Incomparable if undecided."""
         self._values.spend(1)
         if gold == answer:
             return True
