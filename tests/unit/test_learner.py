@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,6 +20,7 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
@@ -604,6 +606,16 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     constant = make_learner(tmp_path)
     constant.load_state_dict(kept)
     assert constant.loss.entropy_coeff == 0.0
+
+
+@pytest.mark.parametrize("own", [None, "9"])
+def test_products_of_few_sizes_are_kept(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's default of 1,024 takes a GiB; a value of one's own stays."""
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", own or "")
+    if own is None:
+        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    load_model("tiny", weights=False)
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == (own or "64")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
