@@ -125,7 +125,7 @@ def load_model(
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}")
-    # oneDNN keeps its last 1,024 products, by size: a GiB where micro-batches differ. It reads this at its first product
+    # oneDNN keeps 1,024 products, by size: a GiB where micro-batches differ. It reads this at its first product
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     config = from_pretrained(AutoConfig.from_pretrained, name, option, trust_remote_code=trust_remote_code)
     if weights:
