@@ -345,7 +345,10 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 
 
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
-    """Save a sweep's command, and whether it is complete, in its directory; UserError if that cannot be written."""
+    """Save the options that identify a sweep, and whether the sweep is complete; UserError if that cannot be written.
+
+    Options that do not change its results, such as ``train.resume`` and ``logging.*``, are left out.
+    """
     try:
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
     except OSError as error:

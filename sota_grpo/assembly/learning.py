@@ -301,7 +301,10 @@ def make_overlong(config: Config) -> list[tuple[str, Any]]:
 
 
 def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return ``[("score", transform)]`` for advantages; ``decouple_terms`` reads ``term_weights`` (None: the rows')."""
+    """Return the transform that computes advantages, as ``[("score", transform)]``.
+
+    ``term_weights``: weight of each reward term, for ``decouple_terms``; None: the weights in the rows.
+    """
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
     return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]

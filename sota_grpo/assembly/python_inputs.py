@@ -66,8 +66,8 @@ class PythonInput:
 class PythonInputs:
     """All objects passed to :func:`sota_grpo.train`.
 
-    An objective is written as two files, and so are transforms: a pickle, and a Python file that reads the pickle and
-    that the config names as ``FILE.py:NAME``. Until the run has a directory, these files are in a temporary one.
+    An objective is written as a pickle and a Python file that reads it; the config names it as ``FILE.py:NAME``.
+    Transforms are written in the same way. Until the run has a directory, these files are in a temporary one.
     """
 
     inputs: dict[str, PythonInput] = field(default_factory=dict)  # by their names in the run's signature

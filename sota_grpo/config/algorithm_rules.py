@@ -72,7 +72,10 @@ def decoupled_terms_are_those_of_the_task(config: Config) -> Iterator[str]:
 
 
 def a_mean_reward_that_divides_is_not_negative(config: Config) -> Iterator[str]:
-    """Refuse ``scale=group_mean`` with negative rewards or penalties; own functions' values are checked in training."""
+    """Refuse ``scale=group_mean`` with a negative reward or with a penalty in the reward.
+
+    Rewards of the user's functions and of mixtures are checked in training.
+    """
     if config.algorithm.scale != "group_mean":
         return
     penalties = {

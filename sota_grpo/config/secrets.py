@@ -64,7 +64,7 @@ def require_tokens() -> None:
 
 
 def key_of(variable: str) -> str | None:
-    """Return the key in an environment variable, or None if it is not set; UserError if the key is malformed."""
+    """Return the key in ``variable``, one of :data:`WHAT`; None if it is unset or blank, UserError if malformed."""
     key = os.environ.get(variable, "").strip()
     return _checked(variable, key) if key else None
 

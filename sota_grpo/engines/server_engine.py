@@ -363,7 +363,7 @@ class ServerEngine(SteppingEngine):
     def _require_open(self) -> None:
         super()._require_open()
         if self._failure is not None:
-            raise RuntimeError(f"This engine failed; build a new one: {self._failure}") from self._failure
+            raise RuntimeError(f"This engine failed ({self._failure}); build a new one.") from self._failure
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         if request.num_samples > self._max_rows:

@@ -276,7 +276,7 @@ class SteppingEngine(Streams, ABC):
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Queue a prompt group for :meth:`advance`; return its future. Thread-safe.
 
-        ValueError as by :func:`response_rooms`; RuntimeError if the engine is closed or has failed.
+        ValueError as by :func:`response_rooms`; RuntimeError if the engine is closed, or uses a server and has failed.
         """
         self._require_open()
         (room,) = response_rooms([request], sampling, self.max_model_len)
@@ -285,7 +285,11 @@ class SteppingEngine(Streams, ABC):
         return future
 
     def advance(self) -> bool:
-        """Start groups, make a step; return False if there was nothing to do. An error of the step fails all groups."""
+        """Start submitted groups and make one step; return False if there was nothing to do.
+
+        If the step fails, all groups fail with RuntimeError, and this method raises the step's error. A group that the
+        engine refuses to start fails alone, with the ValueError.
+        """
         busy = resolved = False
         try:
             with self._between_steps():

@@ -205,7 +205,7 @@ class MarkedCalls:
         if self.keys is None:
             ends = text.find(self.between or "{", start, start + MAX_NAME + max(1, len(self.between)))
             if ends < 0:
-                raise BadCall(f"no arguments follow its name of at most {MAX_NAME} characters")
+                raise BadCall(f"no arguments follow its name, or its name has more than {MAX_NAME} characters")
             name, start = text[start:ends], ends + len(self.between)
             if self.before_id:
                 name, _, identity = name.partition(self.before_id)

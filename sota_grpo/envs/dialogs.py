@@ -394,7 +394,11 @@ class TurnOrder:
             self._turns.pop(number, None)
 
     def release(self) -> bool:
-        """Submit the enqueued turns if a batch would start now; return False only if it must wait for answers."""
+        """Submit the enqueued turns if the engine would start a batch with all reserved turns.
+
+        Return False if it would, but the answer before a reserved turn is still pending: call this again before the
+        next engine step. Else return True, also if nothing was submitted.
+        """
         if self._may_start is None or not self._may_start(self._num_expected):
             return True
         with self._lock:

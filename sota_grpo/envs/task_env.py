@@ -492,8 +492,8 @@ class ScoreResponse(RowTransform):
     ``("next", "reward")``, ``("next", "reward_terms", name)``, ``("next", "success")``, ``("next", "reward_error")``
     and ``("next", "reward_timeout")``, each ``[N, 1]``, and ``("next", "reward_info")`` (JSON). A row lacks a term that
     does not apply. If the grader raises, reports an error or returns a non-finite term, the row gets ``reward_error``
-    and 0 for all terms that apply, and the run continues. A batch that already has ``reward_error`` is graded again
-    only in an environment's step.
+    and 0 for all terms that apply, and the run continues. An environment's step grades every row. Elsewhere, a batch
+    that already has ``reward_error`` is not graded again; if only some rows of a lazy stack have it, the others are.
 
     Args:
         score: ``(response, example) -> Score``; a method ``score_group``, if it has one, gets the whole batch.

@@ -44,7 +44,9 @@ class Launch(NamedTuple):
 
 
 def launch_for(width: int, shared_memory: int) -> Launch:
-    """Return tile sizes for a head width up to 256 and ``shared_memory`` bytes a block (H100: 227 KiB, L4: 99 KiB).
+    """Return tile sizes, warps and stages for a head width up to 256, for kernels on one type of GPU.
+
+    ``shared_memory``: bytes that a thread block can use (H100: 227 KiB, L4: 99 KiB).
 
     >>> launch_for(128, 227 * 1024).forward.queries, launch_for(256, 99 * 1024).forward.queries
     (128, 64)

@@ -185,7 +185,8 @@ class CausalPolicy(TensorDictModuleBase):
     def layout(self, rows: TensorDictBase) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, on the CPU, or None.
 
-        None if :attr:`shared_prompt` is False or padding precedes a token. Errors as in :meth:`log_probs`.
+        None if :attr:`shared_prompt` is False or padding precedes a token, also in a tree. Other errors are as in
+        :meth:`log_probs`, but the length of the rows is not checked.
         """
         tokens, attention_mask, assistant_mask = (rows[key].cpu() for key in self.in_keys)
         attention_mask, assistant_mask = attention_mask.bool(), assistant_mask.bool()
@@ -277,7 +278,11 @@ class Scorer(nn.Module):
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
     """Return True if ``reason`` (why rows cannot be packed) is None, else log it as a warning and return False."""
     if reason is not None:
-        logger.warning("%s computes padded rows, each with its prompt: %s.", type(model).__name__, reason.rstrip("."))
+        logger.warning(
+            "%s does not compute equal prompts once; padded rows take more time and memory: %s.",
+            type(model).__name__,
+            reason.rstrip("."),
+        )
     else:
         logger.info("%s computes packed rows, equal prompts once.", type(model).__name__, extra={"file_only": True})
     return reason is None

@@ -370,7 +370,7 @@ class WholeWeights(ParallelStyle):
     """Parallel style of a module whose weights are replicated; its input is replicated or sharded by heads.
 
     With a sharded input each rank has a partial gradient of the weights (norms of queries and keys), which is summed.
-    ``layout`` is the placement of the module's one input and of its output.
+    ``layout`` is the placement of the module's one input, if that is a plain tensor; a DTensor keeps its placement.
     """
 
     def __init__(self, layout: Placement):

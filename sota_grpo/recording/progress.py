@@ -39,7 +39,10 @@ def started() -> None:
 
 
 class Heartbeat(logging.Handler):
-    """Context manager that logs a start's stage again after silences of ``every_s`` seconds; the last is repeated."""
+    """Context manager that logs how long the current stage of a start has lasted, if the console prints nothing.
+
+    It logs after ``every_s[0]`` silent seconds, then after ``every_s[1]`` more, and so on; the last one is repeated.
+    """
 
     def __init__(self, every_s: Sequence[float] = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.INFO)

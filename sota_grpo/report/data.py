@@ -285,7 +285,8 @@ def family(name: str) -> str:
 def position_of(name: str) -> tuple[int, int]:
     """Return a metric's sort key: (index in FAMILIES of its section, index there); (``len(FAMILIES)``, 0) if in none.
 
-    A section that lists the name precedes one with a prefix of it; there the index is after the listed names.
+    The section is the first that lists the name, else the first that lists a prefix of it. Names found by a prefix come
+    after the names that the section lists.
     """
     for index, (_, members) in enumerate(FAMILIES):
         if name in members:
@@ -302,10 +303,11 @@ def _repeats(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of some runs' metrics in order, without those that repeat another in all runs (``REPEATS``).
+    """Return the charts of some runs' metrics, in the order of the page.
 
-    ``columns``: those of :func:`curves`, per run. ``members``: (label or empty, metric) per line. Metrics that differ
-    only in a task's name share a chart, whose ``name`` has ``*`` in place of the task.
+    A metric of ``REPEATS`` whose values equal those of its counterpart in every run is left out. ``columns``: for each
+    run, the ``columns`` of :func:`curves`. A chart's ``members`` are its curves, as (label or empty text, metric).
+    Metrics that differ only in a task's name share a chart; its ``name`` has ``*`` in place of the task.
 
     >>> names = ["kl", "task/a/reward", "task/b/reward", "task/b/x/reward", "task/b/y/reward", "eval/task/a", "lr"]
     >>> for chart in charts([{**{name: name for name in names}, "reward": 1, "success": 1}]):

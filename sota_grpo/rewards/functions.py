@@ -376,7 +376,8 @@ def fingerprint(functions: Functions) -> str:
     """Return a SHA-256 digest of functions: names, bytecode, constants, defaults, global and closure values.
 
     It is equal in every process of one Python version, and independent of comments and line numbers. Plain values,
-    containers, tensors, and functions and classes of the same module count by content, others by name or type.
+    containers, tensors, and functions, classes and their instances of the same module count by content, other objects
+    by name or type.
     """
     described = []
     for name, function in functions.items():

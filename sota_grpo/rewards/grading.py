@@ -104,7 +104,10 @@ def _checked(score: Score, term_names: Collection[str], example: Example) -> Sco
 
 
 def failed_score(term_names: Collection[str], error: str, example: Example | None = None) -> Score:
-    """Return a failed grader's score: ``error`` and terms 0, but None for those of other tasks than ``example``'s."""
+    """Return the score of a response that could not be graded: no success, ``error`` as its error, all terms 0.
+
+    If ``example`` is from a mixture of tasks, the terms of the mixture's other tasks are None.
+    """
     task = None if example is None else example.extra.get(TASK)
     terms = {name: 0.0 if task is None or name.startswith(f"{task}/") else None for name in term_names}
     return Score(terms, False, one_line(error))

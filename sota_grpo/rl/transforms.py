@@ -75,7 +75,10 @@ def _without(rows: TensorDictBase, key: NestedKey) -> list[TensorDictBase]:
 
 
 class RowTransform(Transform):
-    """Base class: calls ``_write(rows)``, in place, of the rows of the batch that do not have ``written_key`` yet."""
+    """Base class: calls ``_write(rows)``, in place, for a batch that does not have ``written_key`` yet.
+
+    Of a lazy stack, only some of whose rows have the key, the other rows are written.
+    """
 
     written_key: NestedKey
 

@@ -193,7 +193,12 @@ class Run:
         logger.info("Continuing %s after %d steps.", self.run_dir, step)
         before, now = state["num_threads"], torch.get_num_threads()
         if before != now:
-            logger.warning("The run had %d CPU threads and has %d now: results are equal up to rounding.", before, now)
+            logger.warning(
+                "The run had %d CPU threads and has %d now: numbers are rounded differently, so sampled tokens can "
+                "differ from those of an uninterrupted run.",
+                before,
+                now,
+            )
         return step
 
     def _save(self, steps: int) -> None:
@@ -375,12 +380,15 @@ def train(
     *,
     on_locked: Callable[[Path], object] = lambda run_dir: None,
 ) -> int:
-    """Validate the config, build components, train and close; return the completed steps, with those before a resume.
+    """Validate the config, build the components, train and close them; return the number of completed training steps.
 
-    A finished run is not trained again. Paths of existing files in ``config`` become absolute. ``inputs.run_dir``
-    becomes the directory of the run, ``run_dir`` or that of the run to resume, and ``on_locked`` is called with it once
-    it is locked. Number of threads, random states and transformers' progress bars are restored. UserError: the run
-    cannot start or continue. KeyboardInterrupt: Ctrl-C at start-up, or a second one; the first saves and returns.
+    The number includes steps before a resume. A finished run is not trained again. Paths of existing files, folders
+    and models in ``config`` become absolute. When the run's directory (``run_dir``, or that of the run to resume) is
+    locked, ``inputs.run_dir`` is set to it and ``on_locked`` is called with it. Number of threads, random states and
+    transformers' progress bars are restored.
+
+    UserError: the run cannot start or continue. The first Ctrl-C during training saves a checkpoint, and this function
+    returns. KeyboardInterrupt: Ctrl-C during start-up, or a second Ctrl-C during training.
     """
     require_tokens()
     validate(config)

@@ -45,11 +45,13 @@ class Refill:
 
         B_1 = draws that began the step,   B_{r+1} = B_1 + (zero-advantage groups among the first B_r draws of the step)
 
-    ``B_r`` never decreases when another outcome becomes known, so the rounds make every draw below ``B_{max_draws}``
-    too; once all outcomes are known, the draws are the same. A zero-advantage group drawn in an earlier step adds 1 to
-    ``B_1``. No step replaces more than ``(max_draws - 1) * num_groups`` groups.
+    ``B_r`` never decreases when another outcome becomes known. So every draw below ``B_{max_draws}``, computed from the
+    known outcomes, is one that the rounds make, too; once all outcomes are known, both have made the same draws. Each
+    zero-advantage group that was drawn in an earlier step adds 1 to ``B_1``. No step replaces more than
+    ``(max_draws - 1) * num_groups`` groups.
 
-    The ``num_held`` zero-advantage groups drawn last hold a slot; the others have been replaced.
+    The ``num_held`` zero-advantage groups drawn last hold a slot; the others have been replaced. Call
+    :meth:`begin_draw` for each prompt drawn for a free slot, and :meth:`replace` only while :meth:`may_draw` is True.
 
     Args:
         num_groups: groups per batch.
@@ -105,7 +107,10 @@ class Refill:
         return self.num_held > 0 and not spent and self.num_draws < self._limit()
 
     def replace(self) -> tuple[int, int]:
-        """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index."""
+        """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index.
+
+        Call it only while :meth:`may_draw` is True.
+        """
         self.num_held -= 1
         self.num_replaced += 1
         self._replaced += 1

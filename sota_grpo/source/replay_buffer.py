@@ -219,7 +219,8 @@ class GroupReplayBuffer(ReplayBuffer):
     ``group_id``.
 
     Args:
-        max_groups: largest number of groups; a collector needs ``(max_policy_age + 1) * num_groups``.
+        max_groups: number of groups above which ``extend`` raises RuntimeError; a collector needs exactly
+            ``(max_policy_age + 1) * num_groups``.
         num_groups: groups per batch.
         transform: transform of each batch, such as :class:`~sota_grpo.rl.transforms.GroupAdvantage`.
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`; False: ``LazyStackedTensorDict``.

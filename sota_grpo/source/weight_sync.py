@@ -127,7 +127,7 @@ class EngineWeightSync(WeightSyncScheme):
         if not self._has_logged and (compared.unread or not self._reports):
             what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
             logger.info(
-                "Engine %s: the checksums of %s cannot be compared, so after each push only the version is verified.",
+                "Engine %s: the checksums of %s cannot be compared, so wrong values after a push are not detected.",
                 *(self.engine.name, one_line(what, None) if self._reports else "its weights"),
             )
             self._has_logged = True

@@ -49,11 +49,11 @@ class NoConfig(DatasetError):
 
 
 def load_rows(name: str, splits: Sequence[str] = ("train",), config: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a local file (:func:`is_file`) or a hub dataset, in order, as dicts; NaN and NaT become None.
+    """Return the rows of a local file (:func:`is_file`), a folder or a hub dataset, in order, as dicts.
 
-    Of a hub dataset, the configuration ``config`` (None: its only or default one) and the first of ``splits`` that it
-    has are read. DatasetError if the dataset cannot be used (NoSplit or NoConfig: it has none of ``splits``, or no
-    ``config``).
+    NaN and NaT become None, except inside lists and dicts. Of a folder or hub dataset, the configuration ``config``
+    (None: its only or default one) and the first of ``splits`` that it has are read. DatasetError if the dataset
+    cannot be used (NoSplit or NoConfig: it has none of ``splits``, or no ``config``).
     """
     path = os.path.expanduser(name)
     if is_file(name):
@@ -342,7 +342,8 @@ def require_not_negative(**values: float) -> None:
 class BaseTask:
     """Base class of tasks (:class:`~sota_grpo.rl.task.Task`), whose prompt is a system turn, if any, and the question.
 
-    ``system_prompt`` replaces ``default_prompt``; with an empty text there is no system turn.
+    ``system_prompt`` replaces ``default_prompt``; with an empty text there is no system turn. A subclass sets ``name``
+    and defines ``score`` and, to read rows of a table, ``read_row``.
     """
 
     name: str

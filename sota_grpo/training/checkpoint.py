@@ -329,8 +329,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 def _not_plain(reason: str) -> RunFailed:
     return RunFailed(
-        f"it holds only tensors, dicts, lists, tuples and plain values ({reason}), and so must the state_dict() of a "
-        "sampler of train.sampler"
+        f"its state has a value that is not a tensor, dict, list, tuple or plain value ({reason}); if train.sampler is "
+        "set, make its state_dict() return only these"
     )
 
 

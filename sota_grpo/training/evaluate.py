@@ -113,7 +113,10 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 
 def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return ``{name: accuracy(after[name], before[name])}`` of the names in both ``counts`` of the same problems."""
+    """Return ``{name: accuracy(after[name], before[name])}`` for each name that is in both mappings.
+
+    The two counts of a name must be of the same problems in the same order; ValueError if their numbers differ.
+    """
     return {name: accuracy(after[name], before[name]) for name in after if name in before}
 
 

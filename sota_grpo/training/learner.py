@@ -134,7 +134,8 @@ class Learner:
         dropout, on the rows of the first optimizer step.
 
         Raises:
-            NonFiniteStep: a loss or gradient is NaN or infinite; the optimizer steps before have changed the weights.
+            NonFiniteStep: a loss or gradient is NaN or infinite (in fp16, an infinite gradient only skips its optimizer
+                step); the optimizer steps before have changed the weights.
             RunFailed: a device has too little memory; see :meth:`within_memory`.
         """
         return self.update_share(self.step_planner().shares(RowTable.of(rows), self.version)[self.share])
@@ -517,7 +518,7 @@ class Learner:
         except torch.OutOfMemoryError as error:
             tokens, half = self.settings.micro_batch_tokens, self.half
             lacking = (
-                f"The learner's device lacks memory for micro-batches of {tokens:,} tokens "
+                f"The learner's device lacks memory for a computation with micro-batches of {tokens:,} tokens "
                 f"({first_line(error).rstrip('.')})"
             )
             if self.halved or self.ranks.size > 1:
@@ -528,7 +529,9 @@ class Learner:
         self.halve()  # outside of except: the exception holds the tensors of the failed call
         self.policy.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        logger.warning("%s; they are computed again, with train.micro_batch_tokens=%d from now on.", lacking, half)
+        logger.warning(
+            "%s; it is repeated with train.micro_batch_tokens=%d, which the rest of the run keeps.", lacking, half
+        )
         return self.within_memory(compute)
 
     @property

@@ -143,6 +143,7 @@ class Planner:
     ) -> Iterator[list[int]]:
         """Yield the row indices of each optimizer step of ``epoch`` (from 0); later epochs shuffle whole groups.
 
+        The shuffle is seeded by ``version``, that of the weights, and ``epoch``.
         ``optim_batch_size`` may split a group over steps; ``optim_groups`` never does. The last step may be smaller.
         """
         order = list(range(len(rows)))

@@ -432,7 +432,8 @@ class Start:
     """Start-up timer of one worker, kept by the process that starts it; all times are of that process's clock.
 
     Args:
-        limit_s: longest time, in seconds, without an answer or without activity; a start may take 12 times as long.
+        limit_s: the start fails after so many seconds without an answer from this worker, or without activity of this
+            and every other starting worker. After 12 times as many seconds in all, it fails in any case.
         began_s: when the worker was started.
     """
 

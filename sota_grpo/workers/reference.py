@@ -39,7 +39,8 @@ class ReferenceWorker:
         model: the reference model, which is frozen in place.
         temperature: the policy's sampling temperature.
         precision: autocast ``fp32``, ``bf16`` or ``fp16``; use the policy's, so that equal weights have a KL of 0.
-        token_budget: most packed tokens per forward pass (padded ones unless ``shared_prompt``), at least 1.
+        token_budget: most packed tokens per forward pass (padded ones unless ``shared_prompt``), at least 1; a longer
+            row has a forward pass of its own.
         pad_token_id: any id of the vocabulary.
         shared_prompt, fused: see :class:`~sota_grpo.policy.causal.CausalPolicy`.
         gives_back: release cached CUDA memory after each call, for colocated engines.

@@ -165,7 +165,8 @@ class FleetEngine(Streams):
         deadline_s: longest wait for one worker's answer to any call but :meth:`submit`.
 
     Attributes:
-        base: returns the packed base weights, if the learner sends only its adapter; called once, when needed.
+        base: set it to a function that returns the packed base weights, if the learner sends only its adapter. The
+            first update with an adapter calls it, sends these weights first, and sets it to None.
     """
 
     takes_adapters = True  # each worker merges them

@@ -268,7 +268,7 @@ def test_a_model_that_cannot_take_packed_rows_says_so(reason: str, caplog: pytes
     with caplog.at_level(logging.WARNING):
         policy = CausalPolicy(model)
     assert not policy.shared_prompt
-    assert "computes padded rows" in caplog.text
+    assert "does not compute equal prompts once" in caplog.text
     assert reason in caplog.text
     assert model.config._attn_implementation == before
     rows = make_groups([(5, [1, 4])])

@@ -219,8 +219,8 @@ def test_an_engine_that_cannot_report_says_so_once(five: Callable[[str], FleetEn
         weight_sync.send()
     (said,) = [record.getMessage() for record in caplog.records if "checksum" in record.getMessage()]
     assert said == (
-        "Engine transformers: the checksums of its weights cannot be compared, so after each push only the version is "
-        "verified."
+        "Engine transformers: the checksums of its weights cannot be compared, so wrong values after a push are not "
+        "detected."
     )
 
 

@@ -168,7 +168,7 @@ _FIRST_WORD = re.compile(r"[^.,?!'\"]*")
 
 
 def has_keywords(text: str, keywords: Sequence[str]) -> bool:
-    """Return whether every keyword (a regular expression) occurs, ignoring case."""
+    """Return whether every keyword (a regular expression) occurs, also inside a word, ignoring case."""
     return all(pattern_of(keyword).search(text) for keyword in keywords)
 
 

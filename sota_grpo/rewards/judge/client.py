@@ -170,13 +170,16 @@ class JudgeClient:
     Each question is a coroutine on the client's own event loop. Its verdict, except the error of a failed request, is
     cached before it is returned. A failed request is repeated, after a random pause or that of ``Retry-After``,
 
-    - for up to ``gone_s`` if the judge does not answer or is busy (429, 503, ..);
+    - for up to ``gone_s`` if the judge does not answer, is busy (429, 503, ..) or refuses all requests (401, 404, ..);
     - up to ``retries`` times if the answer is unusable (500, a time-out, invalid JSON).
 
-    After that, the question gets an error if the judge has answered another question since the last try or, after
-    ``retries``, answers a minimal question now. Otherwise the request is repeated. After ``gone_s`` without any answer,
-    or 64 questions in a row without a verdict, all futures fail with :class:`JudgeGone`. A question gets an error at
-    once if the judge rejects it (400, ..), and after two answers whose text has no verdict.
+    After that, the client finds out whether the question or the judge is the cause. The question is, and gets an
+    error, if the judge has answered another question since the last try. After ``retries`` the client also sends a
+    minimal question: if the judge answers it, the first question gets an error. Otherwise the request is repeated.
+
+    If the judge rejects a question (400, 413, 422, ..), the question gets an error at once. It also gets one after two
+    answers whose text has no verdict. After 64 such questions in a row, or ``gone_s`` without any answer, all futures
+    fail with :class:`JudgeGone`.
 
     Args:
         url: base URL of the judge, with or without a trailing ``/v1``; UserError if it is not an http(s) address.

@@ -174,7 +174,9 @@ class Comparison:
         if node in _INFINITE:
             return _INFINITE[node]
         if variables(node) or len(self._ends) > MAX_MEMBERS:
-            raise Incomparable(f"an end depends on a variable, or there are more than {MAX_MEMBERS} ends")
+            raise Incomparable(
+                f"an interval bound or a set member has a variable, or there are more than {MAX_MEMBERS} of them"
+            )
         self._values.real = True
         self._values.spend(10 * len(self._ends))
         end = self._values.inexact(self._values.value(node))

@@ -21,9 +21,9 @@ class Incomparable(Exception):
 class Node(NamedTuple):
     """A node of an answer's tree: its kind, its child nodes and its data.
 
-    Kinds (data): num (value, number of decimals), var (name), const (pi, e, i, inf), add, neg, mul, div, pow, fn
-    (name), fact, abs, floor, ceil, pct, deg, list (separator), set, seq (brackets), sets (signs between the parts),
-    reals, rel (signs), matrix (of rows), row, base (the base), text (words).
+    Kinds, with their data in parentheses: num (value, number of decimals), var (name), const (pi, e, i, inf), add, neg,
+    mul, div, pow, fn (name), fact, abs, floor, ceil, pct, deg, list (separator), set, seq (brackets), sets (signs
+    between the parts), reals, rel (signs), matrix, row, base (the base), text (words). A matrix's children are rows.
     """
 
     kind: str
@@ -271,7 +271,9 @@ class _Parser:
             elif not self.accept("&"):
                 break
         if self.kind != "end" or environment not in _MATRICES:
-            raise Incomparable(f"the environment {environment!r} is not closed, or not known")
+            raise Incomparable(
+                f"the LaTeX environment {environment!r} is unknown, or its content up to \\end cannot be parsed"
+            )
         self.take()
         cells = tuple(cell for row in rows for cell in row)
         if environment in _LINES or (len(cells) == 1 and environment == "array"):
