@@ -26,7 +26,6 @@ from sota_grpo.rl.tool_schemas import ToolCall, function_schemas
 from tests.unit.test_chat_tokens import names_of
 
 SEED = random.randrange(1 << 30)
-ROOT = Path(__file__).resolve().parents[2]
 
 # Written for these tests in the manner of the models' own.
 QWEN = (
