@@ -84,19 +84,19 @@ def assert_rows_are_graded_groups(env: TaskEnv, rows: list[TensorDictBase]) -> N
 def test_collector_yields_graded_groups(model: Qwen2ForCausalLM, options: dict) -> None:
     env = make_env()
     collector = LLMCollector(
-        env, policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=3 * NUM_ENVS, **options
+        env, policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=2 * NUM_ENVS, **options
     )
     rows = [row for batch in collector for row in batch.reshape(-1).unbind(0)]
     collector.shutdown()
-    assert len(rows) == 3 * NUM_ENVS
-    assert len({row["group_id"].item() for row in rows}) == 3 * NUM_ENVS // REPEATS
+    assert len(rows) == 2 * NUM_ENVS
+    assert len({row["group_id"].item() for row in rows}) == 2 * NUM_ENVS // REPEATS
     assert_rows_are_graded_groups(env, rows)
 
 
 def test_completed_rows_carry_the_log_probs_of_each_step(model: Qwen2ForCausalLM) -> None:
     """Also in later steps, so nothing of the step before (its masks above all) reaches the policy."""
     collector = LLMCollector(
-        make_env(), policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=3 * NUM_ENVS,
+        make_env(), policy=make_policy(model), dialog_turns_per_batch=NUM_ENVS, total_dialog_turns=2 * NUM_ENVS,
         flatten_data=True, postproc=complete_rows,
     )  # fmt: skip
     for batch in collector:
