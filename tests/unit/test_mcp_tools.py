@@ -214,6 +214,7 @@ def test_no_server_is_one_sentence(written: str, expected: str) -> None:
     assert str(raised.value).startswith(written.split(" ")[0])
 
 
+@pytest.mark.parametrize("instances", ["stdio"], indirect=True)
 def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
     tokenizer = load_tokenizer("tiny")
     calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]
