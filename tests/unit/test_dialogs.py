@@ -429,9 +429,9 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_nothing_is_sampled_before_the_first_group_is_requested(kind: str) -> None:
+def test_nothing_is_sampled_before_the_first_group_is_requested() -> None:
     grader = Grader()
-    engine = of_kind(kind, grader)
+    engine = dialogs(Submitting(), grader)
     stream = engine.generate(some_requests(20), SAMPLING)
     time.sleep(0.02)
     assert grader.asked == 0

@@ -60,7 +60,7 @@ def answering(env: TaskEnv, respond: Callable[[int, TensorDictBase], str], end: 
     return policy
 
 
-@pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (4, 4), (6, 3), (6, 1)])
+@pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (6, 3)])
 def test_specs_describe_the_ragged_rows(num_envs: int, repeats: int) -> None:
     check_env_specs(make_env(num_envs=num_envs, repeats=repeats), break_when_any_done="both", seed=SEED)
 
