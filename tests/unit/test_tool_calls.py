@@ -479,7 +479,7 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
                 answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
                 assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
-    assert num_called > 4, f"seed {SEED}"  # some get through, so the rest is near to calls
+    assert num_called > 2, f"seed {SEED}"  # some get through, so the rest is near to calls
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', '<tool_call>["x</tool_call>', '<tool_call>{"a":"\\"'])
