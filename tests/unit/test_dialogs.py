@@ -502,16 +502,6 @@ def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
             done.result(0)
 
 
-def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> None:
-    inner = scripted(duration_s=lambda request: 0.0 if request.group_id == 10 else 5.0)
-    engine = dialogs(inner)
-    stream = engine.generate(some_requests(3), SAMPLING)
-    next(stream)
-    engine.close()
-    with pytest.raises(RuntimeError, match="dropped by close"):
-        next(stream)
-
-
 def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call() -> None:
     engine = dialogs(scripted())
     request = some_requests(1)[0]
