@@ -137,7 +137,9 @@ def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: 
     calls = []
     monkeypatch.setattr(shared_prompt, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(shared_prompt, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args))
+    monkeypatch.setattr(
+        shared_prompt, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args)
+    )
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert calls
 
