@@ -92,17 +92,6 @@ def test_matrices_that_are_cast_once_give_the_same_gradients(precision: torch.dt
     assert all(layer.joined.halves is None for layer in decoder_layers(base_model(policy.model)))
 
 
-def test_copies_of_a_model_have_layers_of_their_own() -> None:
-    policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train()))
-    rows = make_groups(GROUPS)
-    expected, _ = outcome(policy, rows, None)
-    other = copy.deepcopy(policy)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.zero_()
-    assert torch.equal(outcome(other, rows, None)[0], expected)
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_layers_are_computed_in_blocks_unless_they_are_checkpointed(checkpointed: bool) -> None:
     model = make_model("qwen3", head_dim=8, num_hidden_layers=8).train()
@@ -151,12 +140,17 @@ def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCa
 
 
 def test_copies_and_second_policies_of_a_joined_model_compute_packed_rows() -> None:
+    """Copies with layers of their own, which the model's weights do not change."""
     policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
     expected, _ = outcome(policy, rows, torch.bfloat16)
-    for model in (policy.model, copy.deepcopy(policy.model), pickle.loads(pickle.dumps(policy.model))):
-        other = CausalPolicy(model)
-        assert other.shared_prompt
-        assert torch.equal(outcome(other, rows, torch.bfloat16)[0], expected)
+    models = (policy.model, copy.deepcopy(policy.model), pickle.loads(pickle.dumps(policy.model)))
+    second, *copies = (CausalPolicy(model) for model in models)
+    assert all(other.shared_prompt for other in (second, *copies))
+    assert torch.equal(outcome(second, rows, torch.bfloat16)[0], expected)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    assert all(torch.equal(outcome(other, rows, torch.bfloat16)[0], expected) for other in copies)
 
 
 def test_gradients_that_are_there_are_added_to() -> None:
