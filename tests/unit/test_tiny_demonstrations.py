@@ -46,17 +46,17 @@ def test_every_habit_is_strong_on_some_template_and_weak_on_some_problem_of_ever
 
 
 def test_habits_almost_never_earn_the_reward() -> None:
-    task, rng = ArithmeticTask(seed=SEED, num_train=1000), random.Random(SEED)
+    task, rng = ArithmeticTask(seed=SEED, num_train=300), random.Random(SEED)
     lucky = 0
     for example in task.train:
         habit, _ = demos.habit_of(example.extra["template"])
         lucky += task.score(demos.fall_into(habit, example, rng), example).success
-    assert lucky < 20  # a guess may name the right number by luck
+    assert lucky < 12  # a guess may name the right number by luck
 
 
 def test_drill_lines_are_true() -> None:
     rng = random.Random(SEED)
-    for _ in range(1000):
+    for _ in range(300):
         expression, value = demos.drill_line(rng).split("=")
         symbol = next(symbol for symbol in "+-*/" if symbol in expression)
         left, right = map(int, expression.split(symbol))
