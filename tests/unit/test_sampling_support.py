@@ -226,7 +226,7 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])
 def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
-    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
+    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=32, adapter=adapter)
     assert [check.name for check in run_gate(components, "warn") if not check.passed] == []
     sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in components.rows])
     assert int(sizes.min()) >= 1
@@ -235,7 +235,7 @@ def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
 
 def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
     """An engine that reports the whole vocabulary and draws with a top-p of 0.8."""
-    components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
+    components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=48)
     rows = components.sample()
     vocabulary = components.learner.policy.model.config.vocab_size
     counts = [torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int() for row in rows]
