@@ -14,6 +14,8 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.functional.surrogates import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
@@ -357,8 +359,9 @@ def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
 @pytest.mark.parametrize("objective", SURROGATES)
 def test_no_token_owns_an_unbiased_divergence_whatever_the_objective(objective: str) -> None:
     """One token of 64 is 200 nats off: its slope is at most ``dual_clip`` times that of the others."""
-    overrides = f"algorithm.objective={objective}", "algorithm.kl_estimator=k3_unbiased", "algorithm.dual_clip=2"
-    config, stream = composed("grpo_cpu", *overrides), generator()
+    options = {"objective": objective, "kl_estimator": "k3_unbiased", "dual_clip": 2.0}
+    config = with_options(Config(), {f"algorithm.{name}": value for name, value in options.items()})
+    stream = generator()
     rows = [random_row(stream, 2, 16, index=index, dtype=torch.float64) for index in range(4)]
     actor = TableActor(rows, stream, shift=0.0)
     for own, row in zip(actor.log_probs.detach(), set_loss_weights(rows, "token")):
