@@ -405,15 +405,25 @@ def test_loss_and_coefficients_move_the_batch_to_their_device() -> None:
     assert seen == [torch.device("cpu")] * 2
 
 
-def test_correction_above_the_cap_is_counted() -> None:
-    """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
-    batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 4))
-    for mode, expected in (("truncate", -1.0), ("mask", -1 / 3)):
-        loss = GRPOLoss(Constant([0.0] * 4), correction="token", correction_mode=mode, entropy_bonus=False)
-        out = loss(batch)
-        assert out.loss_objective.item() == pytest.approx(expected)
-        assert out.correction_fraction.item() == pytest.approx(1 / 3)
+CORRECTED = [  # log-weights with A = 1 on policy, options, objective, fraction of the tokens that a bound changes
+    ([math.log(4), -math.log(2), -math.log(2)], {"correction_mode": "truncate"}, -1.0, 1 / 3),  # 2, 0.5 and 0.5
+    ([math.log(4), -math.log(2), -math.log(2)], {"correction_mode": "mask"}, -1 / 3, 1 / 3),  # 0, 0.5 and 0.5
+    # the geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not
+    ([0.5, -0.1], {"correction": "geometric", "correction_mode": "reject", "correction_floor": 1.0}, -1.0, 0.0),
+    ([0.5, -0.1], {"correction": "geometric", "correction_mode": "reject", "correction_floor": 1.3}, 0.0, 1.0),
+    ([0.0, 0.0], {"correction_mode": "mask", "correction_floor": 1.0}, -1.0, 0.0),  # at a bound is within it
+    ([0.0, 0.0], {"correction_mode": "mask", "correction_cap": 1.0}, -1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("log_weights", "options", "objective", "fraction"), CORRECTED)
+def test_corrections_by_hand_and_how_many_are_bounded(log_weights, options, objective, fraction) -> None:
+    batch = hand_batch(behaviour=[0.0, *(-each for each in log_weights)], advantage=1.0)
+    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 1 + len(log_weights)))
+    actor = Constant([0.0] * (1 + len(log_weights)))
+    out = GRPOLoss(actor, **{"correction": "token", "correction_cap": 2.0, "entropy_bonus": False} | options)(batch)
+    assert out.loss_objective.item() == pytest.approx(objective)
+    assert out.correction_fraction.item() == pytest.approx(fraction)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -430,27 +440,6 @@ def test_of_a_batch_that_is_used_once_a_correction_changes_the_gradient_of_clipp
     clipped = ratios > 1.2 if advantage > 0 else ratios < 0.8
     torch.testing.assert_close(gradients[0], torch.where(clipped, 0.0, -advantage * ratios))
     torch.testing.assert_close(gradients[1], -advantage * ratios)
-
-
-def test_a_correction_below_its_floor_is_counted_and_rejected_by_row() -> None:
-    """Log-weights 0.5 and -0.1: their geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not."""
-    batch = hand_batch(behaviour=[0.0, -0.5, 0.1], advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
-    for floor, expected, fraction in ((1.0, -1.0, 0.0), (1.3, 0.0, 1.0)):
-        bounds = {"correction_floor": floor, "correction_cap": 1.5, "entropy_bonus": False}
-        loss = GRPOLoss(Constant([0.0] * 3), correction="geometric", correction_mode="reject", **bounds)
-        out = loss(batch)
-        assert out.loss_objective.item() == pytest.approx(expected)
-        assert out.correction_fraction.item() == fraction
-
-
-@pytest.mark.parametrize("bounds", [{"correction_floor": 1.0}, {"correction_cap": 1.0}])
-def test_a_correction_at_its_bound_is_within_it(bounds) -> None:
-    batch = hand_batch(behaviour=[0.0] * 3, advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
-    loss = GRPOLoss(Constant([0.0] * 3), correction="token", correction_mode="mask", entropy_bonus=False, **bounds)
-    out = loss(batch)
-    assert (out.loss_objective.item(), out.correction_fraction.item()) == (-1.0, 0.0)
 
 
 def test_tokens_of_weight_zero_take_no_part() -> None:
