@@ -196,36 +196,6 @@ def test_the_page_judges_at_least_eight_trainers_and_explains_every_failure() ->
         assert all(len(line.split(". ", 1)[-1]) > 40 for line in lines), "a failure without its sentence"
 
 
-# --- the tools --------------------------------------------------------------------------------------------------------
-
-SOURCE = """
-from nowhere import anything
-
-LIMIT = 3
-
-@register("b")
-def inner(x: anything.Tensor) -> int:
-    return x + LIMIT
-
-class Outer:
-    def long(self, x):
-        y = x + 1
-        z = y * 2
-        return unreachable(z)
-"""
-
-
-def test_members_are_executed_without_the_imports_of_their_file(tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(SOURCE)
-    found = wheels.members(file, "LIMIT", "inner", register=lambda name: lambda function: function)
-    assert found.inner(2) == 5
-    run = wheels.statements(file, "Outer.long", "y = ", "z = ")
-    assert run(x=4)["z"] == 10
-    with pytest.raises(wheels.NotInstalled, match=r"module\.py has no missing"):
-        wheels.members(file, "missing")
-
-
 def test_what_a_trainer_raises_is_its_answer_and_no_pass(adapter: Adapter) -> None:
     def broken(*_: object) -> Tensor:
         raise RuntimeError("no")
