@@ -226,7 +226,7 @@ def test_a_reference_is_renormalised_over_the_same_sets_wherever_it_lives() -> N
 
 @pytest.mark.parametrize("adapter", [None, partial(add_lora, r=4, alpha=8, dropout=0.3)], ids=["whole", "lora"])
 def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
-    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=32, adapter=adapter)
+    components = make_components(tmp_path, temperature=2.0, top_p=0.9, max_tokens=64, adapter=adapter)
     assert [check.name for check in run_gate(components, "warn") if not check.passed] == []
     sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in components.rows])
     assert int(sizes.min()) >= 1
