@@ -49,6 +49,18 @@ def components(tmp_path: Path) -> Components:
     return make_components(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> RowTable:
+    return graded_rows(make_components(tmp_path_factory.mktemp("samples")))
+
+
+@pytest.fixture
+def sampled(components: Components, samples: RowTable) -> Components:
+    """With the rows that its checks would sample; a copy, since tests write to them."""
+    components.rows = RowTable.cat([samples])
+    return components
+
+
 def graded_by(components: Components, score: Callable[[str, Example], Score]) -> None:
     components.rollouts.env.grader = LocalGrader(score, ["correct"])
 
@@ -83,21 +95,20 @@ def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> Non
     assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
-@pytest.mark.parametrize("layer", [None, 3])
-def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
+def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.49 of what is allowed, others to 1.6 and more."""
     seed = random.randrange(1 << 30)
     components = make_components(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
     components.weight_sync.send(version=0)
     components.rows = graded_rows(components)
-    if layer is not None:
-        push = components.weight_sync
-        old = {name: weight.clone() for name, weight in push.policy_weights() if f"layers.{layer}." in name}
-        components.weight_sync = EngineWeightSync(
-            lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
-        )
+    check, push = pushed_weights_landed(components), components.weight_sync
+    assert check.passed, f"seed {seed}: {check.sentence}"
+    old = {name: weight.clone() for name, weight in push.policy_weights() if "layers.3." in name}
+    components.weight_sync = EngineWeightSync(
+        lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
+    )
     check = pushed_weights_landed(components)
-    assert check.passed == (layer is None), f"seed {seed}: {check.sentence}"
+    assert not check.passed, f"seed {seed}: {check.sentence}"
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
@@ -193,29 +204,27 @@ def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, 
     assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
-def test_one_token_off_or_clipped_in_float32_is_found(components: Components) -> None:
-    components.rows = components.sample()
-    assert gate.engine_and_trainer_agree(components).passed
-    assert gate.first_ratio_is_one(components).passed
-    components.diagnosis |= {"clip_fraction": 0.01}
-    assert not gate.first_ratio_is_one(components).passed
-    components.rows[0][keys.LOG_PROBS][-1] -= 0.0025
-    check = gate.engine_and_trainer_agree(components)
+def test_one_token_off_or_clipped_in_float32_is_found(sampled: Components) -> None:
+    assert gate.engine_and_trainer_agree(sampled).passed
+    assert gate.first_ratio_is_one(sampled).passed
+    sampled.diagnosis |= {"clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(sampled).passed
+    sampled.rows[0][keys.LOG_PROBS][-1] -= 0.0025
+    check = gate.engine_and_trainer_agree(sampled)
     assert not check.passed
     assert "largest 0.0025, over" in check.sentence
 
 
-def test_rows_that_are_padded_for_no_reason_are_found(components: Components) -> None:
-    components.rows = components.sample()
-    components.packs = True
-    assert gate.prompts_are_computed_once(components).passed
-    del components.diagnosis
-    components.learner.policy.shared_prompt = False
-    check = gate.prompts_are_computed_once(components)
+def test_rows_that_are_padded_for_no_reason_are_found(sampled: Components) -> None:
+    sampled.packs = True
+    assert gate.prompts_are_computed_once(sampled).passed
+    del sampled.diagnosis
+    sampled.learner.policy.shared_prompt = False
+    check = gate.prompts_are_computed_once(sampled)
     assert not check.passed
     assert "rows are padded" in check.sentence
-    components.packs = False
-    assert gate.prompts_are_computed_once(components).passed
+    sampled.packs = False
+    assert gate.prompts_are_computed_once(sampled).passed
 
 
 def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> None:
@@ -229,72 +238,66 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
 
 
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
-    components: Components, monkeypatch: pytest.MonkeyPatch
+    sampled: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    components.rows = graded_rows(components)
-    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
-    assert gate.responses_end_and_are_graded(components).passed  # of those that are drawn then, some end
-    monkeypatch.setattr(components, "sample", None)
-    own = components.sampling
-    components.sampling = replace(own, ignore_eos=True)
-    assert gate.responses_end_and_are_graded(components).passed  # they need not end
-    components.sampling = replace(own, max_tokens=256)
-    components.learner.settings = replace(components.learner.settings, optim_batch_size=8)
-    said = gate.responses_end_and_are_graded(components).sentence
+    sampled.rows.set(keys.TRUNCATED, torch.ones(len(sampled.rows), 1, dtype=torch.bool))
+    assert gate.responses_end_and_are_graded(sampled).passed  # of those that are drawn then, some end
+    monkeypatch.setattr(sampled, "sample", None)
+    own = sampled.sampling
+    sampled.sampling = replace(own, ignore_eos=True)
+    assert gate.responses_end_and_are_graded(sampled).passed  # they need not end
+    sampled.sampling = replace(own, max_tokens=256)
+    sampled.learner.settings = replace(sampled.learner.settings, optim_batch_size=8)
+    said = gate.responses_end_and_are_graded(sampled).sentence
     assert "; not verified: that responses longer than the checks' 85 tokens" in said
 
 
-def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
-    components.rows = graded_rows(components)
+def test_each_task_of_a_mixture_is_looked_at(sampled: Components) -> None:
     errors = torch.zeros(8, 1, dtype=torch.bool)
     errors[[3, 5]] = True  # all of one task's
-    components.rows.set(keys.REWARD_ERROR, errors)
-    components.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
+    sampled.rows.set(keys.REWARD_ERROR, errors)
+    sampled.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
-    check = gate.responses_end_and_are_graded(components)
+    check = gate.responses_end_and_are_graded(sampled)
     assert check.passed
     assert check.sentence.endswith("6 are graded; the grader failed on 2 of 8, first error: OSError: gone")
-    components.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
-    check = gate.responses_end_and_are_graded(components)
+    sampled.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
+    check = gate.responses_end_and_are_graded(sampled)
     assert check.passed is False
     assert "the grader failed on every response of b, first error: OSError: gone" in check.sentence
 
 
-def test_a_check_over_nothing_is_not_passed(components: Components) -> None:
-    components.task = with_gold(components.task, heldout=[])
-    components.transforms = []
-    graded_by(components, lambda text, example: Score({"correct": None}, False))
-    components.rows = graded_rows(components)
-    components.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.gold_answers_earn_the_full_reward(components).passed is None
-    assert gate.no_held_out_question_is_trained_on(components).passed is None
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is None
+def test_a_check_over_nothing_is_not_passed(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task, heldout=[])
+    sampled.transforms = []
+    graded_by(sampled, lambda text, example: Score({"correct": None}, False))
+    sampled.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.gold_answers_earn_the_full_reward(sampled).passed is None
+    assert gate.no_held_out_question_is_trained_on(sampled).passed is None
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed is None
 
 
 def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[RowTable], RowTable]:
     return lambda rows: (rows.set(keys.ADVANTAGE, change(rows.get(keys.ADVANTAGE))), rows)[1]
 
 
-def test_advantages_of_other_rows_or_of_the_other_sign_are_found(components: Components) -> None:
-    own = components.transforms
-    components.transforms = [*own, changing(torch.neg)]
-    assert failed(components) == ["rewards and advantages belong to their responses"]
-    for by in (1, -1, 2, 3):
-        components.transforms = [*own, changing(lambda rows, by=by: rows.roll(by, 0))]
-        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False, by
+def test_advantages_of_other_rows_or_of_the_other_sign_are_found(sampled: Components) -> None:
+    for change in (torch.neg, *(lambda rows, by=by: rows.roll(by, 0) for by in (1, -1, 2, 3))):
+        sampled.transforms = [GroupAdvantage(), changing(change)]
+        check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
+        assert check.passed is False, check.sentence
 
 
-def test_every_baseline_and_scale_passes(components: Components) -> None:
+def test_every_baseline_and_scale_passes(sampled: Components) -> None:
     """Whatever the rewards of the samples were: others are made up, no two siblings alike."""
-    components.rows = components.sample()
-    terms = components.task.term_weights
+    terms = sampled.task.term_weights
     for baseline, scale in itertools.product(get_args(Baseline), get_args(Scale)):
-        components.transforms = [GroupAdvantage(baseline, scale)]
-        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed, (baseline, scale)
-    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False  # worse is better
-    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
+        sampled.transforms = [GroupAdvantage(baseline, scale)]
+        assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed, (baseline, scale)
+    sampled.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed is False  # worse is better
+    sampled.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed
 
 
 def test_scores_of_other_rows_are_found(components: Components) -> None:
@@ -345,30 +348,28 @@ MASKS = {
 }
 
 
-def test_a_sampled_token_that_is_not_trained_is_found(components: Components) -> None:
-    components.rows = graded_rows(components)
-    assert gate.every_sampled_token_is_trained(components).passed
-    rows = components.rows.rows()
+def test_a_sampled_token_that_is_not_trained_is_found(sampled: Components) -> None:
+    assert gate.every_sampled_token_is_trained(sampled).passed
+    rows = sampled.rows.rows()
     for sentence, fault in MASKS.items():
         masks = [fault(row[keys.ASSISTANT_MASK], len(row[keys.PROMPT_TOKENS])) for row in rows]
-        components.rows.set(keys.ASSISTANT_MASK, masks)
-        check = gate.every_sampled_token_is_trained(components)
+        sampled.rows.set(keys.ASSISTANT_MASK, masks)
+        check = gate.every_sampled_token_is_trained(sampled)
         assert check.passed is False
         assert check.sentence.endswith(sentence)
 
 
-def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(components: Components) -> None:
-    components.rows = graded_rows(components)
-    ids = [row[keys.FULL_TOKENS].clone() for row in components.rows]
-    assert not components.rows.get(keys.TRUNCATED)[0]
-    ids[0][-1] = components.rollouts.env.tokenizer("5")["input_ids"][0]
-    components.rows.set(keys.FULL_TOKENS, ids)
-    assert gate.every_sampled_token_is_trained(components).sentence.endswith("the end token is not trained")
-    components.stop = ["5"]
-    assert gate.every_sampled_token_is_trained(components).passed
-    components.stop = []
-    components.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.every_sampled_token_is_trained(components).passed
+def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(sampled: Components) -> None:
+    ids = [row[keys.FULL_TOKENS].clone() for row in sampled.rows]
+    assert not sampled.rows.get(keys.TRUNCATED)[0]
+    ids[0][-1] = sampled.rollouts.env.tokenizer("5")["input_ids"][0]
+    sampled.rows.set(keys.FULL_TOKENS, ids)
+    assert gate.every_sampled_token_is_trained(sampled).sentence.endswith("the end token is not trained")
+    sampled.stop = ["5"]
+    assert gate.every_sampled_token_is_trained(sampled).passed
+    sampled.stop = []
+    sampled.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.every_sampled_token_is_trained(sampled).passed
 
 
 def test_an_objective_of_the_wrong_sign_is_found(tmp_path: Path) -> None:
@@ -407,10 +408,12 @@ def with_reference(components: Components, temperature: float = TEMPERATURE, noi
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_another_reference_than_the_policy_is_found(half: str | None, tmp_path: Path) -> None:
     components = make_components(tmp_path, max_tokens=96, **HALF.get(half, {}))
-    own = components.transforms
+    own, rows = components.transforms, components.sample()
     for fault, passes in (({}, True), ({"noise": 0.05}, False), ({"temperature": 2 * TEMPERATURE}, False)):
         components.transforms = own
-        components.rows = graded_rows(with_reference(components, **fault))
+        components.rows = RowTable.cat([rows])
+        for transform in with_reference(components, **fault).transforms:
+            components.rows = transform(components.rows)
         check = gate.the_reference_is_the_policy_at_its_start(components)
         assert check.passed == passes, check.sentence
     assert half or failed(components) == [check.name]
@@ -461,17 +464,16 @@ LAYER = "model.layers.1"
 STALE = {
     "a projection": [f"{LAYER}.self_attn.q_proj.weight"],
     "a bias": [f"{LAYER}.self_attn.v_proj.bias"],
-    "the last norm": ["model.norm.weight"],
     "a kind": [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(4)],
 }
 
 
-@pytest.mark.parametrize(("stale", "half"), [("a projection", "bf16 both"), ("the last norm", None)])
-def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
-    """In half precision as well, where its effect is within the rounding."""
-    check = pushed_weights_landed(without(make_components(tmp_path, **HALF.get(half, {})), *STALE[stale]))
+def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(tmp_path: Path) -> None:
+    """In half precision, where its effect is within the rounding."""
+    (stale,) = STALE["a projection"]
+    check = pushed_weights_landed(without(make_components(tmp_path, **HALF["bf16 both"]), stale))
     assert check.passed is False
-    assert check.sentence.endswith(f"; the engine did not load {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; the engine did not load {stale}")
 
 
 def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
@@ -506,17 +508,17 @@ def test_in_float32_what_was_not_applied_is_named_without_checksums(components: 
         assert check.sentence.endswith(f"; the engine did not load {', '.join(stale)}")
 
 
-def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_micro_batch_means_is_found(sampled: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    padded = components.learner.padded
+    padded = sampled.learner.padded
 
     def renormalised(rows, weights=None):
         tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
         return padded(rows, weights and [1 / tokens] * len(rows))
 
-    monkeypatch.setattr(components.learner, "padded", renormalised)
-    (check,) = [check for check in run_gate(components, "warn") if check.passed is False]
-    assert check.name == "the gradient does not depend on the split"
+    monkeypatch.setattr(sampled.learner, "padded", renormalised)
+    check = gate.gradient_does_not_depend_on_the_split(sampled)
+    assert not check.passed
     assert "mixes the rows of a micro-batch" in check.sentence
 
 
@@ -553,14 +555,14 @@ class NeedsEverySibling:
         return [Score({"correct": 1.0}, True) for _ in asked]
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["works in training", "works in no group"])
-def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Components, more: int) -> None:
+def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Components) -> None:
     components.task = with_gold(components.task)
-    components.task.score = NeedsEverySibling(components.rollouts.env.repeats + more)
-    graded_by(components, components.task.score)
-    check = gate.gold_answers_earn_the_full_reward(components)
-    assert check.passed == (not more)
-    assert ("failed on" in check.sentence) == bool(more)
+    for more in (0, 1):
+        components.task.score = NeedsEverySibling(components.rollouts.env.repeats + more)
+        graded_by(components, components.task.score)
+        check = gate.gold_answers_earn_the_full_reward(components)
+        assert check.passed == (not more)
+        assert ("failed on" in check.sentence) == bool(more)
 
 
 @pytest.mark.parametrize("share_device", [True, False])
