@@ -63,7 +63,7 @@ class Attack:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run of untrusted origin, with a pickle that must not be read."""
-    run_dir = write_run(tmp_path / "run")
+    run_dir = write_run(tmp_path / "run", steps=1)
     (run_dir / "inputs").mkdir()
     (run_dir / "inputs" / "reward.pkl").write_bytes(pickle.dumps(Attack(tmp_path / "PWNED")))
     return run_dir
@@ -170,7 +170,7 @@ def test_yaml_that_would_grow_is_a_sentence(text: str, run_dir: Path) -> None:
     for read in (load_config, read_config):
         with pytest.raises(UserError, match=r"config.yaml"):
             read(run_dir)
-    assert write_report([run_dir, write_run(run_dir.parent / "sound")], run_dir / "report.html").is_file()
+    assert write_report([run_dir, write_run(run_dir.parent / "sound", steps=1)], run_dir / "report.html").is_file()
 
 
 def pipe(path: Path, outside: Path) -> None:
@@ -310,7 +310,7 @@ def test_no_control_sequence_of_a_run_reaches_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in ("0", "1"):
-        run_dir = write_run(tmp_path / "sweep" / seed)
+        run_dir = write_run(tmp_path / "sweep" / seed, steps=1)
         (run_dir / "failure.json").write_text(json.dumps({"reason": ESCAPE}))
         (run_dir / "run.json").unlink(missing_ok=True)
         (run_dir / ".hydra").mkdir()
