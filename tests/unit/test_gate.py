@@ -50,15 +50,20 @@ def components(tmp_path: Path) -> Components:
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> RowTable:
-    return graded_rows(make_components(tmp_path_factory.mktemp("samples")))
+def right(tmp_path_factory: pytest.TempPathFactory) -> Components:
+    """A right run, with the rows that its checks sample."""
+    components = make_components(tmp_path_factory.mktemp("right"))
+    components.rows = graded_rows(components)
+    return components
 
 
 @pytest.fixture
-def sampled(components: Components, samples: RowTable) -> Components:
-    """With the rows that its checks would sample; a copy, since tests write to them."""
-    components.rows = RowTable.cat([samples])
-    return components
+def sampled(right: Components, monkeypatch: pytest.MonkeyPatch) -> Components:
+    """The same with fields and rows of its own; what tests set of the parts that it shares is undone."""
+    shared = {"grader": right.rollouts.env, "settings": right.learner, "shared_prompt": right.learner.policy}
+    for name, owner in shared.items():
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    return replace(right, rows=RowTable.cat([right.rows]))
 
 
 def graded_by(components: Components, score: Callable[[str, Example], Score]) -> None:
@@ -300,41 +305,41 @@ def test_every_baseline_and_scale_passes(sampled: Components) -> None:
     assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed
 
 
-def test_scores_of_other_rows_are_found(components: Components) -> None:
-    graded_by(components, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
-    components.rows = graded_rows(components)
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
-    rewards = components.rows.get(keys.REWARD)
+def test_scores_of_other_rows_are_found(sampled: Components) -> None:
+    graded_by(sampled, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
+    sampled.rows = graded_rows(sampled)
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed
+    rewards = sampled.rows.get(keys.REWARD)
     for by in (1, -1, 2):
-        components.rows.set(keys.REWARD, rewards.roll(by, 0))
-        check = gate.rewards_and_advantages_belong_to_their_responses(components)
+        sampled.rows.set(keys.REWARD, rewards.roll(by, 0))
+        check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
         assert check.passed is False
         assert "when graded again; row" in check.sentence
 
 
-def test_a_reward_that_is_another_each_time_is_no_fault(components: Components) -> None:
+def test_a_reward_that_is_another_each_time_is_no_fault(sampled: Components) -> None:
     drawn = itertools.count()
-    graded_by(components, lambda text, example: Score({"correct": float(next(drawn))}, False))
-    components.rows = graded_rows(components)
-    check = gate.rewards_and_advantages_belong_to_their_responses(components)
+    graded_by(sampled, lambda text, example: Score({"correct": float(next(drawn))}, False))
+    sampled.rows = graded_rows(sampled)
+    check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
     assert check.passed
     assert check.sentence.startswith("0 of 0 responses")
 
 
-def test_a_grader_that_fails_once_leaves_its_response_uncompared(components: Components) -> None:
+def test_a_grader_that_fails_once_leaves_its_response_uncompared(sampled: Components) -> None:
     """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
-    components.task.score = NeedsEverySibling(NUM_SAMPLES)
-    graded_by(components, components.task.score)
-    components.rows = graded_rows(components)
-    components.rows.get(keys.REWARD)[1] += 1.0
-    grade, calls = components.task.score.score_group, itertools.count()
+    sampled.task = with_gold(sampled.task, score=NeedsEverySibling(NUM_SAMPLES))
+    graded_by(sampled, sampled.task.score)
+    sampled.rows = graded_rows(sampled)
+    sampled.rows.get(keys.REWARD)[1] += 1.0
+    grade, calls = sampled.task.score.score_group, itertools.count()
 
     def once(asked: list[tuple[str, Example]]) -> list[Score]:
         first, *others = grade(asked)
         return [first if next(calls) else replace(first, error="OSError: busy"), *others]
 
-    components.task.score.score_group = once
-    check = gate.rewards_and_advantages_belong_to_their_responses(components)
+    sampled.task.score.score_group = once
+    check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
     assert check.passed is False
     assert check.sentence.startswith("6 of 7 responses earn the reward of their row")
 
@@ -528,19 +533,19 @@ def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleName
     return SimpleNamespace(gold_response=gold_response, **{**own, **changes})
 
 
-def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(components: Components) -> None:
-    task = components.task
-    components.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
-    check = gate.gold_answers_earn_the_full_reward(components)
+def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(sampled: Components) -> None:
+    task = sampled.task
+    sampled.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert not check.passed
     assert task.train[0].query[:40] in check.sentence
-    components.task = with_gold(task)  # which knows none
-    check = gate.gold_answers_earn_the_full_reward(components)
+    sampled.task = with_gold(task)  # which knows none
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert (check.name, check.passed) == ("responses can be graded", True)
     assert check.sentence == "not checked against gold answers, because the task has none"
-    components.task = task
-    graded_by(components, lambda response, example: Score({"correct": 1.0}, True))
-    assert not gate.gold_answers_earn_the_full_reward(components).passed
+    sampled.task = task
+    graded_by(sampled, lambda response, example: Score({"correct": 1.0}, True))
+    assert not gate.gold_answers_earn_the_full_reward(sampled).passed
 
 
 class NeedsEverySibling:
@@ -555,12 +560,12 @@ class NeedsEverySibling:
         return [Score({"correct": 1.0}, True) for _ in asked]
 
 
-def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Components) -> None:
-    components.task = with_gold(components.task)
+def test_a_function_of_whole_groups_is_asked_about_a_whole_group(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task)
     for more in (0, 1):
-        components.task.score = NeedsEverySibling(components.rollouts.env.repeats + more)
-        graded_by(components, components.task.score)
-        check = gate.gold_answers_earn_the_full_reward(components)
+        sampled.task.score = NeedsEverySibling(sampled.rollouts.env.repeats + more)
+        graded_by(sampled, sampled.task.score)
+        check = gate.gold_answers_earn_the_full_reward(sampled)
         assert check.passed == (not more)
         assert ("failed on" in check.sentence) == bool(more)
 
@@ -590,26 +595,26 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
     assert not seen["asleep"]
 
 
-def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components) -> None:
+def test_a_strict_gate_ends_at_the_first_check_that_fails(sampled: Components) -> None:
     made, checks = [], list[gate.Check]()
 
     def check(passed: bool):
         return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
     with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
-        gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
+        gate.run_gate(sampled, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]
     assert [one.passed for one in checks] == made
-    assert len(gate.run_gate(components, "warn", [check(False)] * 2)) == 2
-    assert gate.run_gate(components, "off") == []
+    assert len(gate.run_gate(sampled, "warn", [check(False)] * 2)) == 2
+    assert gate.run_gate(sampled, "off") == []
 
 
-def test_a_check_that_finds_no_memory_ends_in_a_sentence(components: Components) -> None:
+def test_a_check_that_finds_no_memory_ends_in_a_sentence(sampled: Components) -> None:
     def full(components: Components) -> gate.Check:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
 
     with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\); .*_tokens=8192 or "):
-        gate.run_gate(components, "warn", [full])
+        gate.run_gate(sampled, "warn", [full])
 
 
 def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(components: Components) -> None:
@@ -621,49 +626,49 @@ def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(component
         run_gate(components, "warn", [gate.every_sampled_token_is_trained])
 
 
-def test_a_term_that_does_not_apply_counts_nothing(components: Components) -> None:
-    graded_by(components, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
-    check = gate.gold_answers_earn_the_full_reward(components)
+def test_a_term_that_does_not_apply_counts_nothing(sampled: Components) -> None:
+    graded_by(sampled, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert check.passed
     assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
 
 
-def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(components: Components) -> None:
-    components.task = with_gold(components.task)
+def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task)
     texts = []
 
     def broken(response: str, example: Example) -> Score:
         texts.append(response)
         raise OSError("no judge")
 
-    graded_by(components, broken)
-    check = gate.gold_answers_earn_the_full_reward(components)
+    graded_by(sampled, broken)
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert not check.passed
     assert check.sentence.endswith("the grader failed on 4 of 4 texts, first error: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 
-def test_a_held_out_question_in_the_training_split_is_found(components: Components) -> None:
-    task = components.task
-    components.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
-    check = gate.no_held_out_question_is_trained_on(components)
+def test_a_held_out_question_in_the_training_split_is_found(sampled: Components) -> None:
+    task = sampled.task
+    sampled.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
+    check = gate.no_held_out_question_is_trained_on(sampled)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
     mine, theirs = (  # by the normal form of the tasks, where a sharp s is a double s
         SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
     )
-    components.task = SimpleNamespace(train=[mine], heldout=[theirs])
-    assert not gate.no_held_out_question_is_trained_on(components).passed
+    sampled.task = SimpleNamespace(train=[mine], heldout=[theirs])
+    assert not gate.no_held_out_question_is_trained_on(sampled).passed
 
 
 def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before_it_is_asked(
-    components: Components,
+    sampled: Components,
 ) -> None:
-    own = components.rollouts.env.tokenizer.get_vocab()
+    own = sampled.rollouts.env.tokenizer.get_vocab()
     right = NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
-    components.reference = right
-    assert gate.checks_of(components)[0] is gate.the_reference_reads_the_policys_tokens
-    assert gate.the_reference_reads_the_policys_tokens(components).passed
+    sampled.reference = right
+    assert gate.checks_of(sampled)[0] is gate.the_reference_reads_the_policys_tokens
+    assert gate.the_reference_reads_the_policys_tokens(sampled).passed
     swapped = dict(own) | {"a": own["b"], "b": own["a"]}
     for other, sentence in (
         (replace(right, vocabulary=swapped), "638 of the 640 tokens of POLICY have the same id in TEACHER .not 'a'."),
@@ -672,10 +677,10 @@ def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before
             "TEACHER reads 2047 tokens.*may have 2048: use inference_model.max_model_len=2047",
         ),
     ):
-        components.reference, components.rows = other, components.rows[:0]
+        sampled.reference, sampled.rows = other, sampled.rows[:0]
         with pytest.raises(CheckError, match=sentence):
-            run_gate(components, "strict")
-        assert not components.rows  # nothing was sampled
+            run_gate(sampled, "strict")
+        assert not sampled.rows  # nothing was sampled
 
 
 def test_a_teacher_leaves_no_token_of_the_compared_gradients_clipped(components: Components) -> None:
