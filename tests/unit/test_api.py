@@ -112,7 +112,6 @@ def test_sentences_are_shown_unless_the_caller_shows_them(monkeypatch: pytest.Mo
         ({"overrides": ["hydra.run.dir=here"]}, r"hydra\.run\.dir has no effect here; give run_dir"),
         ({"overrides": ["env.repeats=3"]}, "not divisible by the group size"),
         ({"dataset": ROWS[:1]}, "leaves none for training"),
-        ({"dataset": [{"text": "?", "answer": "1"}] * 4}, "row 1: column 'prompt' holds no prompt"),
         ({"reward": lambda completions, levels: [1.0]}, "parameters levels, but the data has the columns answer"),
     ],
 )
