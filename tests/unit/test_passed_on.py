@@ -174,21 +174,7 @@ def test_an_engine_that_auto_selects_refuses_them_too(tmp_path: Path) -> None:
         engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)
 
 
-def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    calls: list[Any] = []
-    load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: calls.append(k["use_safetensors"]) or load(*a, **k)
-    )
-    config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}")
-    make_model(config, torch.device("cpu"))
-    assert calls == [True]
-    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
-
-
-def test_an_engine_in_a_worker_loads_its_model_as_the_learner_does(
+def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -203,8 +189,10 @@ def test_an_engine_in_a_worker_loads_its_model_as_the_learner_does(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}", "model.attn_implementation=eager")
+    make_model(config, torch.device("cpu"))
     rollout_worker(engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)).close()
-    assert seen == [(True, "eager")]
+    assert seen == [(True, "eager")] * 2
+    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
 
 
 def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_least_ten_minutes(tmp_path: Path) -> None:
