@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.corridors
 import benchmarks.soak
-from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out, t_quantile
+from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out
 from benchmarks.corridors.__main__ import FOLDER, values_of
 from benchmarks.corridors.runs import RUNS
 from benchmarks.soak import ALLOWED, slope
@@ -93,12 +93,6 @@ def test_what_a_fault_moves_leaves_the_corridor_of_the_demonstration(metric: str
     run[metric] = moved(run[metric])
     assert all(f": {metric} is " in sentence for sentence in departures(run, corridors(values)))
     assert departures(run, corridors(values))
-
-
-def test_quantiles_of_student_are_those_of_the_tables() -> None:
-    assert t_quantile(0.025, 7) == pytest.approx(2.3646, abs=1e-4)
-    assert t_quantile(0.0005, 5) == pytest.approx(6.8688, abs=1e-3)
-    assert t_quantile(0.001, 1000) == pytest.approx(3.0984, abs=1e-3)
 
 
 def series(leak: float, noise: float, num: int = 300) -> tuple[np.ndarray, np.ndarray]:
