@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -18,7 +19,9 @@ from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
 from sota_grpo.engines.stepping import Task
+from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import Grader, LocalGrader
 from sota_grpo.rl.records import Example, Sampling, Score
 from sota_grpo.rl.table import row_list
@@ -26,11 +29,18 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.source.rollouts import Prompt, Rollouts
-from tests.training_rigs import make_env, make_scripted
+from sota_grpo.tasks.arithmetic import ArithmeticTask
+from tests.training_rigs import make_scripted
+
+tokenizer = functools.cache(lambda: load_tokenizer("tiny"))
+
+
+def small_env(grader: Grader | None = None) -> TaskEnv:
+    return TaskEnv(ArithmeticTask(1, num_train=40, num_heldout=1), tokenizer(), num_envs=16, repeats=4, grader=grader)
 
 
 def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollector:
-    env = make_env(grader=grader)
+    env = small_env(grader)
     engine = make_scripted(env)
     engine._duration_s = lambda request: random.random() / 100  # groups finish in any order
     return PromptGroupCollector(
@@ -54,15 +64,15 @@ def test_batches_hold_whole_groups_in_the_order_drawn() -> None:
 class LateGrader:
     """Answers after requests for ``num_groups`` groups, the last one first, from another thread."""
 
-    def __init__(self, num_groups: int, delay_s: float = 0.0) -> None:
-        task = make_env().task
-        self._here, self._num_groups, self._delay_s = LocalGrader(task.score, task.term_weights), num_groups, delay_s
+    def __init__(self, num_groups: int) -> None:
+        task = small_env().task
+        self._here, self._num_groups = LocalGrader(task.score, task.term_weights), num_groups
         self.open: list[tuple[Future[list[Score]], list[tuple[str, Example]]]] = []
 
     def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         self.open.append((Future(), list(asked)))
         if len(self.open) == self._num_groups:
-            threading.Timer(self._delay_s, self._answer).start()
+            threading.Thread(target=self._answer).start()
         return self.open[-1][0]
 
     def _answer(self) -> None:
@@ -86,7 +96,8 @@ def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
 
 @pytest.mark.parametrize("multi_turn", [False, True])
 def test_a_request_has_its_example_where_the_dialog_continues(multi_turn: bool) -> None:
-    env = make_env(multi_turn=multi_turn)
+    env = small_env()
+    env.multi_turn = multi_turn
     engine, example, requests = make_scripted(env), env.task.train[3], []
     engine.submit = lambda request, sampling: requests.append(request) or Future()
     prompt = Prompt(7, example, num_samples=2, seed=5)
@@ -139,19 +150,15 @@ def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
     assert len(collector) == 3
 
 
-@pytest.mark.parametrize("as_name", ["positional", "weights", "policy", "tensordict"])
-def test_weights_are_taken_in_each_form_of_torchrl(as_name: str) -> None:
+def test_weights_are_taken_in_each_form_of_torchrl() -> None:
     model, collector, seen = torch.nn.Linear(2, 2), make_collector(), []
-    collector.policy.update_weights = lambda weights, version: seen.append((dict(weights), version))
-    if as_name == "positional":
-        collector.update_policy_weights_(model)
-    elif as_name == "tensordict":
-        collector.update_policy_weights_(TensorDict.from_module(model).data)
-    else:
-        collector.update_policy_weights_(**{as_name: model})
-    ((weights, version),) = seen
-    assert version == 1
-    assert torch.equal(weights["weight"], model.weight)
+    collector.policy.update_weights = lambda weights, version: seen.append((dict(weights)["weight"], version))
+    collector.update_policy_weights_(model)
+    collector.update_policy_weights_(TensorDict.from_module(model).data)
+    collector.update_policy_weights_(weights=model)
+    collector.update_policy_weights_(policy=model)
+    assert all(torch.equal(weight, model.weight) and version == 1 for weight, version in seen)
+    assert len(seen) == 4
     for options in ({}, {"worker_ids": 1}, {"model_id": "critic"}):
         with pytest.raises(ValueError):
             collector.update_policy_weights_(**options)
@@ -353,12 +360,3 @@ def test_a_failure_in_the_thread_is_raised_at_shutdown() -> None:
     collector._thread.join(60)
     with pytest.raises(TypeError):
         collector.shutdown()
-
-
-@pytest.mark.parametrize(("refill", "groups"), [(True, [1, 2, 4, 5, 7, 8]), (False, list(range(6)))])
-def test_refill_replaces_zero_advantage_groups_and_both_are_counted(refill: bool, groups: list[int]) -> None:
-    """Groups 0, 3, 6, ... are always right: three of the first nine, two of the first six have zero advantage."""
-    source = make_collector(dialog_turns_per_batch=24, refill=refill)
-    assert sorted(set(column(source.next_batch(), keys.GROUP_ID))) == groups
-    metrics = source.metrics()
-    assert (metrics["groups/refilled"], metrics["groups/zero_advantage"]) == ((3, 0) if refill else (0, 2))
