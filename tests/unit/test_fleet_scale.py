@@ -18,23 +18,22 @@ COSTS = replace(
 )
 
 
-def simulation(**options) -> Simulation:
-    return Simulation(make_env(num_envs=2, repeats=2, num_train=30), Scenario(**options))
-
-
 def test_a_step_is_its_largest_bound_where_nothing_queues_and_responses_are_equally_long() -> None:
     """Equal to rounding, in virtual time; batches come in bursts of A + 1: 16 steps, of which 4 are left out."""
     for age in (0, 1, 2, 3):
         groups = random.randint(1, 2)
-        run = simulation(
-            num_workers=age + 1,
-            groups_per_worker=groups,
-            num_groups=groups,
-            max_policy_age=age,
-            sigma=0.0,
-            generation_ratio=random.choice([0.1, 0.4, 1.0, 3.0]),
-            publish_s=random.choice([0.0, 0.3]),
-            num_steps=16,
+        run = Simulation(
+            make_env(num_envs=2, repeats=2, num_train=30),
+            Scenario(
+                num_workers=age + 1,
+                groups_per_worker=groups,
+                num_groups=groups,
+                max_policy_age=age,
+                sigma=0.0,
+                generation_ratio=random.choice([0.1, 0.4, 1.0, 3.0]),
+                publish_s=random.choice([0.0, 0.3]),
+                num_steps=16,
+            ),
         )
         least = bounds(run.scenario, 2, run.learn_s + run.scenario.publish_s)
         assert run.run().step_s == pytest.approx(max(least.values()), rel=1e-9), run.scenario
