@@ -33,6 +33,7 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from tests.training_rigs import make_scripted
 
 tokenizer = functools.cache(lambda: load_tokenizer("tiny"))
+MODEL = torch.nn.Linear(2, 2)
 
 
 def small_env(grader: Grader | None = None) -> TaskEnv:
@@ -50,15 +51,6 @@ def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollec
 
 def column(rows, key) -> list:
     return [int(row[key]) for row in row_list(rows)]
-
-
-def test_batches_hold_whole_groups_in_the_order_drawn() -> None:
-    batches = list(make_collector(total_dialog_turns=48))
-    assert [batch.batch_size[0] for batch in batches] == [16, 16, 16]
-    assert [group for batch in batches for group in column(batch, keys.GROUP_ID)] == [
-        g for g in range(12) for _ in range(4)
-    ]
-    assert column(batches[0], keys.SAMPLE_ID) == [0, 1, 2, 3] * 4
 
 
 class LateGrader:
@@ -136,12 +128,14 @@ def test_resumed_collector_continues_with_the_next_prompt() -> None:
 
 
 def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
-    model = torch.nn.Linear(2, 2)
     collector = make_collector(total_dialog_turns=48, postproc=GroupAdvantage())
     for step, batch in enumerate(collector):
+        assert batch.batch_size == (16,)
+        assert column(batch, keys.GROUP_ID) == [group for group in range(4 * step, 4 * step + 4) for _ in range(4)]
+        assert column(batch, keys.SAMPLE_ID) == [0, 1, 2, 3] * 4
         assert set(column(batch, keys.POLICY_VERSION)) == {step}
         assert all(keys.ADVANTAGE in row.keys(True) for row in batch.unbind(0))
-        collector.update_policy_weights_(model)
+        collector.update_policy_weights_(MODEL)
         assert collector.policy_version == collector.get_policy_version() == step + 1
     assert collector.stats() == {
         "frames": 48, "batches": 3, "total_frames": 48, "completed": True, "requested_frames_per_batch": 16,
@@ -151,13 +145,13 @@ def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
 
 
 def test_weights_are_taken_in_each_form_of_torchrl() -> None:
-    model, collector, seen = torch.nn.Linear(2, 2), make_collector(), []
+    collector, seen = make_collector(), []
     collector.policy.update_weights = lambda weights, version: seen.append((dict(weights)["weight"], version))
-    collector.update_policy_weights_(model)
-    collector.update_policy_weights_(TensorDict.from_module(model).data)
-    collector.update_policy_weights_(weights=model)
-    collector.update_policy_weights_(policy=model)
-    assert all(torch.equal(weight, model.weight) and version == 1 for weight, version in seen)
+    collector.update_policy_weights_(MODEL)
+    collector.update_policy_weights_(TensorDict.from_module(MODEL).data)
+    collector.update_policy_weights_(weights=MODEL)
+    collector.update_policy_weights_(policy=MODEL)
+    assert all(torch.equal(weight, MODEL.weight) and version == 1 for weight, version in seen)
     assert len(seen) == 4
     for options in ({}, {"worker_ids": 1}, {"model_id": "critic"}):
         with pytest.raises(ValueError):
@@ -180,27 +174,22 @@ def test_a_collector_that_fills_another_buffer_is_shut_down_without_an_error() -
     assert not collector.is_running()
 
 
-def test_a_group_buffer_gives_batches_beside_the_collector() -> None:
+def test_a_group_buffer_gives_batches_beside_the_collector_and_ends_where_it_does() -> None:
     buffer, groups = GroupReplayBuffer(8, 4, transform=GroupAdvantage()), []
-    collector = make_collector(max_policy_age=1, replay_buffer=buffer)
+    collector = make_collector(total_dialog_turns=64, max_policy_age=1, replay_buffer=buffer)
     collector.start()
     for step, batch in enumerate(buffer):
         assert batch.batch_size == (16,)
         assert min(column(batch, keys.POLICY_VERSION)) >= step - 1
         groups += column(batch, keys.GROUP_ID)
-        collector.update_policy_weights_(torch.nn.Linear(2, 2))
-        if step == 3:
-            break
+        collector.update_policy_weights_(MODEL)
     collector.shutdown()
     assert sorted(groups) == [group for group in range(16) for _ in range(4)]
     assert not collector.is_running()
 
 
-MODEL = torch.nn.Linear(2, 2)
-
-
-def started(**options) -> PromptGroupCollector:
-    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4), **options)
+def started() -> PromptGroupCollector:
+    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4))
     collector.start()
     return collector
 
@@ -226,15 +215,6 @@ def test_a_loop_that_pushes_nothing_has_fresh_groups_in_each_batch() -> None:
         assert len(buffer) == 0
     assert seen == [group for group in range(12) for _ in range(4)]
     assert buffer.write_count == 12
-
-
-def test_iterating_over_the_buffer_ends_where_the_collector_does() -> None:
-    collector, steps = started(total_dialog_turns=48), 0
-    for _ in collector.replay_buffer:
-        collector.update_policy_weights_(MODEL)
-        steps += 1
-    assert steps == 3
-    collector.shutdown()
 
 
 def test_the_age_counts_pushes_so_there_is_one_for_each_batch() -> None:

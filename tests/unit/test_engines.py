@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 import sota_grpo.engines as engines
-from sota_grpo.engines import resolve_engine_name, scripted
+from sota_grpo.engines import resolve_engine_name
 from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine, sampled_probs, uniforms
@@ -342,37 +342,6 @@ def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: p
     assert broken.call_count == 1
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
-
-
-class SleepingClock:
-    """Moves only while a thread sleeps."""
-
-    def __init__(self) -> None:
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return sum(self.slept)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-
-
-def test_scripted_groups_end_shortest_first_with_the_version_of_their_start_and_steps_are_short(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(scripted, "time", clock := SleepingClock())
-    engine = ScriptedEngine(duration_s=lambda request: 0.1 * (3 - request.group_id))
-    tickets = add(engine, [GroupRequest(i, (2,), 1, seed=i) for i in range(3)], Sampling(max_tokens=2))
-    actual, steps = step(engine), 1
-    engine.update_weights([], 1)
-    while engine.num_in_flight:
-        actual += step(engine)
-        steps += 1
-        assert len(clock.slept) <= steps
-    assert max(clock.slept) <= 0.005
-    assert clock.monotonic() == pytest.approx(0.3)
-    assert [number for number, _ in actual] == tickets[::-1]
-    assert {int(output.samples[0].versions[0]) for _, output in actual} == {0}
 
 
 def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):

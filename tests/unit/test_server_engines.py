@@ -141,18 +141,6 @@ def test_sampling_is_refused_where_sglang_reports_other_log_probs_or_rows_do_not
     assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
 
 
-def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event(), 21: threading.Event()}
-    engine = rigs.engine(fake)
-    slow, middle, fast = add(engine, [request(20), request(21), request(22)], SAMPLING)
-    assert steps_until(engine)[0][0] == fast
-    fake.held[21].set()
-    assert steps_until(engine)[0][0] == middle
-    fake.held[20].set()
-    assert steps_until(engine)[0][0] == slow
-
-
 def test_many_groups_need_no_more_threads_than_are_answered_at_once(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}

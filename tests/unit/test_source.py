@@ -376,18 +376,6 @@ def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() ->
     assert ids(rig.source.next_batch()) == [0, 3]
 
 
-def test_slots_are_freed_by_release_and_not_by_taking() -> None:
-    rig = Rig(num_groups=3, max_policy_age=1)
-    while not rig.source.is_ready():
-        rig.desk.finish_any()
-        rig.source.handle_events()
-    rig.source.next_batch()
-    assert len(rig.desk.asked) == 6
-    rig.engine.version = 1
-    rig.source.release()
-    assert len(rig.desk.asked) == 9
-
-
 def reload(rig: Rig, tmp_path, **options) -> Rig:
     """A new source over what the old one saved, with futures of its own."""
     CheckpointStore(tmp_path).save(0, {"source": rig.source.state_dict()})
