@@ -407,12 +407,12 @@ def test_a_start_that_does_nothing_counts_as_failed_and_one_that_works_is_waited
     launcher, never = ProcessLauncher(), tmp_path / "never"
     os.mkfifo(never)
 
-    def begun(start_silence_s: float, factory: str, **options: Any) -> Fleet:
+    def begun(factory: str, **options: Any) -> Fleet:
         start = starter(launcher, "echo", spec(factory, **options))
-        return Fleet("echo", start, 1, capacity=1, start_silence_s=start_silence_s, max_start_failures=1)
+        return Fleet("echo", start, 1, capacity=1, start_silence_s=2.5, max_start_failures=1)
 
-    silent, working = begun(1.5, "held_echo", pipe=str(never)), begun(2.5, "busy_echo", seconds=3.5)
-    with pytest.raises(WorkerDied, match=r"after 1 start .* it did nothing for 1\.5 s while it was being started"):
+    silent, working = begun("held_echo", pipe=str(never)), begun("busy_echo", seconds=3.5)
+    with pytest.raises(WorkerDied, match=r"after 1 start .* it did nothing for 2\.5 s while it was being started"):
         silent.wait_ready()
     working.wait_ready()
     assert working.restarts == 0
