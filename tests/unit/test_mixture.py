@@ -18,7 +18,7 @@ from tensordict import NonTensorData, TensorDict
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.sampling import heldout_task, task_of
 from sota_grpo.config.mixture import task_configs, weights
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import flat, overrides_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptStream, TaskEnv
@@ -322,24 +322,23 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
     assert config.env.mixture["maths"]["weight"] == 0.1  # nothing was changed
 
 
-@pytest.mark.parametrize(
-    ("mixture", "sentence"),
-    [
-        ("{}", "env.mixture={} has no task"),
-        ("{a: 5}", "env.mixture.a=5 is no mapping"),
-        ("{a: {datset: gsm8k}}", "env.mixture.a.datset is no option of an entry; did you mean dataset?"),
-        ("{a: {env: {}}}", "use weight, dataset_path, "),
-        ("{a: {dataset: nope}}", "env.mixture.a.dataset=nope is not one of gsm8k, "),
-        ("{a: {weight: 0}}", "env.mixture.a.weight=0 must be a number above 0."),
-        ("{a/b: {}}", "rename it"),
-        ("{accuracy: {}}", "env.mixture.accuracy has the name of the accuracy on all tasks; rename it."),
-        ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
-    ],
-)
-def test_an_entry_that_cannot_be_is_reported_in_one_sentence(mixture: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        validate(configured(f"env.mixture={mixture}"))
-    assert sentence in str(refused.value)
+def test_an_entry_that_cannot_be_is_reported_in_one_sentence() -> None:
+    config = configured()
+    for mixture, sentence in (
+        ({}, "env.mixture={} has no task"),
+        ({"a": 5}, "env.mixture.a=5 is no mapping"),
+        ({"a": {"datset": "gsm8k"}}, "env.mixture.a.datset is no option of an entry; did you mean dataset?"),
+        ({"a": {"env": {}}}, "use weight, dataset_path, "),
+        ({"a": {"dataset": "nope"}}, "env.mixture.a.dataset=nope is not one of gsm8k, "),
+        ({"a": {"weight": 0}}, "env.mixture.a.weight=0 must be a number above 0."),
+        ({"a/b": {}}, "rename it"),
+        ({"accuracy": {}}, "env.mixture.accuracy has the name of the accuracy on all tasks; rename it."),
+        ({"a": {"difficulty": "hard"}}, "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
+    ):
+        config.env.mixture = mixture
+        with pytest.raises(ConfigError) as refused:
+            validate(config)
+        assert sentence in str(refused.value)
 
 
 def test_rules_let_pass_a_mixture_that_works() -> None:
@@ -426,26 +425,28 @@ def test_no_task_trains_on_what_another_holds_out(tmp_path: Path) -> None:
         task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}"))
 
 
-def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
+TEXTS = ("Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add.")
+WORDS = ("adamw_8bit", "my/task.py:Mine", "http://127.0.0.1:8000/v1", "org/model-1.5b@main")
+FOR_TEXTS = """
+env.system_prompt env.dataset_path env.eval_path env.prompt_column env.answer_column env.tools env.environment env.agent
+reward.path reward.judge.rubric train.sampler model.name reward.judge.url reward.judge.model
+"""
+
+
+def test_options_are_written_on_the_command_line_as_they_are() -> None:
+    """Plain words without quotes."""
     mixture = {
         "a": {"dataset": "table", "dataset_path": "/my files/rows, 2.jsonl", "reward_name": ["f", "g"], "weight": 0.5},
         "b-1": {"system_prompt": 'It\'s \\ {so}: "null", 5 = x\\', "answer_column": "null", "max_samples": 5},
         "c": {"system_prompt": "", "prompt_column": "7", "eval_path": None},
     }
-    assert compose("grpo_cpu", overrides_of({"env.mixture": mixture})).env.mixture == mixture
-
-
-@pytest.mark.parametrize(
-    "text", ["Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add."]
-)
-def test_a_text_is_written_on_the_command_line_as_it_is(text: str) -> None:
-    assert compose("grpo_cpu", overrides_of({"env.system_prompt": text})).env.system_prompt == text
-
-
-@pytest.mark.parametrize("word", ["adamw_8bit", "my/task.py:Mine", "http://127.0.0.1:8000/v1", "org/model-1.5b@main"])
-def test_a_plain_word_is_written_without_quotes(word: str) -> None:
-    assert overrides_of({"env.system_prompt": word}) == [f"env.system_prompt={word}"]
-    assert compose("grpo_cpu", overrides_of({"env.system_prompt": word})).env.system_prompt == word
+    texts = dict(zip(FOR_TEXTS.split(), (*TEXTS, *WORDS), strict=True))
+    written = overrides_of({**texts, "env.mixture": mixture})
+    config = compose("grpo_cpu", written)
+    assert config.env.mixture == mixture
+    actual = flat(asdict(config))
+    assert {name: actual[name] for name in texts} == texts
+    assert [line.partition("=")[2] for line in written[len(TEXTS) : -1]] == [*WORDS]
 
 
 def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:
