@@ -180,9 +180,9 @@ def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path,
 def test_a_wrong_file_or_class_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
     riddles(tmp_path)
     (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    config = config_of(f"env.dataset={tmp_path / written}")
     with pytest.raises(UserError, match=sentence):
-        validate(config_of(f"env.dataset={tmp_path / written}"))
-    config = config_of()
-    config.env.mixture = {"own": {"dataset": str(tmp_path / written)}}
+        validate(config)
+    config.env.dataset, config.env.mixture = "parity", {"own": {"dataset": str(tmp_path / written)}}
     with pytest.raises(ConfigError, match=f"env.mixture.own: .*{sentence}"):
         validate(config)

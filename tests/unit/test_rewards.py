@@ -241,7 +241,7 @@ def test_hostile_text_is_refused_in_linear_time() -> None:
     rng = random.Random(SEED)
     pieces = [*"()+-*/.×÷−", " ", "9" * 50, "1", "__import__", "\x00", "٣", "\U0001f600", "<answer>", "**"]
     texts = ["(" * 1_000_000, "9" * 1_000_000, "-" * 1_000_000, "1/" * 99 + "3", " " * 1_000_000]
-    texts += ["".join(rng.choices(pieces, k=rng.randint(1, 80))) for _ in range(5000)]
+    texts += ["".join(rng.choices(pieces, k=rng.randint(1, 80))) for _ in range(1500)]
     reasons = [reason for reason in map(reason_of, texts) if reason]
-    assert len(reasons) > 4000
+    assert len(reasons) > 1200
     assert max(map(len, reasons)) < 60, f"seed {SEED}"
