@@ -334,7 +334,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(
     if say is None:
         fake.gate.clear()
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2}), texts_of(4))
+        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2, "gone_s": 0.25}), texts_of(4))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
