@@ -7,9 +7,11 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tensordict import NonTensorData, TensorDict
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.sampling import heldout_task, task_of
+from sota_grpo.config import Config
 from sota_grpo.config.mixture import task_configs, weights
 from sota_grpo.config.spelling import flat, overrides_of
 from sota_grpo.config.validators import ConfigError, validate
@@ -206,9 +209,7 @@ def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_p
         "    return [float(len(text)) for text, truth in zip(completions, ground_truth)]\n"
     )
     entries = {"mine": {"reward_path": str(tmp_path / "r.py"), "reward_name": "near"}, "sums": {}}
-    config = compose("grpo_cpu", ["env.max_samples=4", "env.num_heldout=2"])
-    config.env.mixture = entries
-    task = task_of(config)
+    task = task_of(configured(mixture=entries, max_samples=4, num_heldout=2))
     mine, sums = task.train[:2]
     actual = [score.terms for score in guarded_scores(task.score, task.term_weights, [("ab", mine), ("ab", mine)])]
     assert actual == [{"mine/near": 1.0, "sums/correct": None}] * 2  # one turn of a chat
@@ -300,16 +301,19 @@ def test_metrics_of_a_batch_by_task() -> None:
     }
 
 
-def configured(*overrides: str):
-    return compose("grpo_cpu", list(overrides))
+@cache
+def preset() -> Config:
+    return compose("grpo_cpu")
+
+
+def configured(**env: Any) -> Config:
+    return replace(preset(), env=replace(preset().env, **env))
 
 
 def test_a_task_has_the_runs_options_but_for_its_own() -> None:
-    config = configured(
-        "env.mixture={hard: {difficulty: 4}, maths: {dataset: gsm8k, weight: 0.1, max_tokens: 9}, "
-        "own: {reward_path: a}}",
-        *("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1"),
-    )
+    mixture = "{hard: {difficulty: 4}, maths: {dataset: gsm8k, weight: 0.1, max_tokens: 9}, own: {reward_path: a}}"
+    others = ("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1")
+    config = compose("grpo_cpu", [f"env.mixture={mixture}", *others])
     validate(config)
     actual = task_configs(config)
     assert {name: (one.env.dataset, one.env.difficulty) for name, one in actual.items()} == {
@@ -342,13 +346,14 @@ def test_an_entry_that_cannot_be_is_reported_in_one_sentence() -> None:
 
 
 def test_rules_let_pass_a_mixture_that_works() -> None:
-    for overrides in (
-        ["env.mixture={a: {}, c: {dataset: calculator}}", "env.max_steps=3"],
-        ["env.mixture={a: {dataset: gsm8k}, b: {}}", "env.difficulty=2"],
-        ["env.mixture={a: {}}", "env.reasoning=true", "env.max_steps=2"],
-        ["env.mixture={a: {dataset: table, dataset_path: x.jsonl, reward_path: r.py, reward_name: [f, g]}}"],
+    table = {"dataset": "table", "dataset_path": "x.jsonl", "reward_path": "r.py", "reward_name": ["f", "g"]}
+    for options in (
+        {"mixture": {"a": {}, "c": {"dataset": "calculator"}}, "max_steps": 3},
+        {"mixture": {"a": {"dataset": "gsm8k"}, "b": {}}, "difficulty": 2},
+        {"mixture": {"a": {}}, "reasoning": True, "max_steps": 2},
+        {"mixture": {"a": table}},
     ):
-        validate(configured(*overrides))
+        validate(configured(**options))
 
 
 def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,30 +404,30 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
 def test_data_that_cannot_be_read_are_reported_with_the_name_of_the_task(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?"}\n')
-    config = configured(f"env.mixture={{m: {{dataset: gsm8k, dataset_path: {tmp_path / 'bad.jsonl'}}}}}")
+    config = configured(mixture={"m": {"dataset": "gsm8k", "dataset_path": str(tmp_path / "bad.jsonl")}})
     with pytest.raises(DatasetError, match=r"env\.mixture\.m: "):
         task_of(config)
-    config = configured(f"env.mixture={{m: {{dataset: gsm8k, eval_path: {tmp_path / 'held.jsonl'}}}, a: {{}}}}")
+    config = configured(mixture={"m": {"dataset": "gsm8k", "eval_path": str(tmp_path / "held.jsonl")}, "a": {}})
     assert [one.query for one in heldout_task(config).heldout if one.extra[TASK] == "m"] == ["1 + 1?"]
 
 
 def test_no_task_trains_on_what_another_holds_out(tmp_path: Path) -> None:
     rows = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "held.jsonl").write_text(rows[3])
-    one = f"dataset: gsm8k, dataset_path: {tmp_path / 'rows.jsonl'}, eval_path: {tmp_path / 'held.jsonl'}"
-    other = f"dataset: reasoning, dataset_path: {tmp_path / 'rows.jsonl'}"
-    task = task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}", "env.num_heldout=2"))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "held", "more")}
+    for name, text in (("rows", "\n".join(rows)), ("held", rows[3]), ("more", rows[4])):
+        Path(paths[name]).write_text(text)
+    one = {"dataset": "gsm8k", "dataset_path": paths["rows"], "eval_path": paths["held"]}
+    other = {"dataset": "reasoning", "dataset_path": paths["rows"]}
+    task = task_of(configured(mixture={"one": one, "other": other}, num_heldout=2))
     trained, held = ({example.query for example in examples} for examples in (task.train, task.heldout))
     assert len(held) >= 2
     assert "3 + 1?" in held
     assert not trained & held
     assert len(trained | held) == 20
     assert all(len(task.train.examples_of[name]) == len(trained) for name in ("one", "other"))
-    other = f"dataset: reasoning, dataset_path: {tmp_path / 'held.jsonl'}, eval_path: {tmp_path / 'more.jsonl'}"
-    (tmp_path / "more.jsonl").write_text(rows[4])
+    other |= {"dataset_path": paths["held"], "eval_path": paths["more"]}
     with pytest.raises(UserError, match=r"env\.mixture\.other has no question that no task holds out"):
-        task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}"))
+        task_of(configured(mixture={"one": one, "other": other}))
 
 
 TEXTS = ("Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add.")

@@ -263,7 +263,7 @@ def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_we
     bits = ["<think>", "</think>", "<answer>", "</answer>", "<ANSWER>", "</ANSWER>", "18", "19", " ", "so ", THOUGHT]
     task = ReasoningTask()
     rewards: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(2_000):
+    for _ in range(5_000):
         response = "".join(RNG.choices(bits, k=RNG.randrange(12)))
         rewards[task.score(response, TWICE).success].append(reward(task, response, TWICE))
     assert len(rewards[True]) > 20

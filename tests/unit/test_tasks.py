@@ -139,7 +139,7 @@ def test_a_scorer_and_a_task_travel_and_a_system_prompt_is_what_one_says(name: s
         pytest.importorskip("reasoning_gym")
         options |= {"tasks": {"chain_sum": 1}}
     if name in ROWS:
-        options = {"path": write(tmp_path / "rows.jsonl", rows_of(name, range(2000))), "num_heldout": 1}
+        options = {"path": write(tmp_path / "rows.jsonl", rows_of(name, range(200))), "num_heldout": 1}
     task = make_task(name, **options)
     example = task.train[5]
     assert isinstance(task, Task)
@@ -182,7 +182,7 @@ def test_a_share_of_the_problems_is_held_out() -> None:
 @pytest.mark.parametrize("name", ["arithmetic", "countdown", "calculator", "instructions", "reasoning_gym"])
 def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) -> None:
     options = {"tasks": {"gcd": 1, "chain_sum": 2}} if name == "reasoning_gym" else {}
-    short, long = (make_task(name, seed=SEED, num_train=num, **options) for num in (20, 1 << 40))
+    short, long = (make_task(name, seed=SEED, num_train=num, num_heldout=30, **options) for num in (20, 1 << 40))
     order = random.Random(SEED).sample(range(20), 20)
     sent = pickle.loads(pickle.dumps(long))
     assert [sent.train[place] for place in order] == [short.train[place] for place in order]
