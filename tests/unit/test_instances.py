@@ -303,11 +303,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances
     wait_for(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
 
 
-def test_described_before_the_first_sample(make: Callable[..., Instances]) -> None:
-    instances = make()
-    instances.wait_ready()
-    assert [schema["function"]["name"] for schema in instances.schemas] == ["act", "add", "later"]
-    assert instances.has_reward
+def test_plain_functions_are_tools_without_a_reward(make: Callable[..., Instances]) -> None:
     plain = make(InstanceSpec("functions", MOODY.path, ("do",)))
     key = opened(plain, anything=1)
     assert plain.call(key, [("do", {"mood": "hello"})]).result(WAIT_S) == [Answer("hello", False)]
