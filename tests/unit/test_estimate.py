@@ -111,7 +111,8 @@ SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false
     ("gib", "overrides"),
     [
         (80.0, SMALL),
-        (24.0, ["train_model.lora.enabled=true", "algorithm=gspo", "env.repeats=4", "inference_model.max_tokens=300"]),
+        (40.0, [*SMALL, "env.repeats=4", "inference_model.max_tokens=300"]),
+        (24.0, ["train_model.lora.enabled=true", "algorithm=gspo"]),
         (80.0, [*SMALL, "model.attn_implementation=sdpa"]),
         (
             80.0,
