@@ -378,7 +378,6 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str)
         ["algorithm.dual_clip=null"],
         ["mode=async", "train.max_policy_age=4", "train.epochs=2", "algorithm.correction=token"],
         ["algorithm=gspo", "algorithm.dual_clip=2"],
-        ["algorithm=rloo"],
         ["train.precision=fp16", "train_model.torch_dtype=float16", "train_model.lora.enabled=true"],
         ["train.precision=fp16"],
         ["train_model.torch_dtype=bfloat16", "optimizer.lr=1e-4"],
