@@ -29,6 +29,7 @@ RUNS = {name: name for name in ("RUN", "outputs/2026-01-31/10-00-00")} | {"outpu
 SWEEPS = {name: name for name in ("multirun/2026-01-31/10-00-00",)}
 _FINISHED = ("train.total_dialog_turns=16", "train.checkpoint_frequency=1")
 _LONG_S = 600
+_NO_MEMORY = ("optimizer.lr=", "optimizer.weight_decay=", "seed=", "logging.")
 
 
 class Workshop:
@@ -141,8 +142,9 @@ class Workshop:
 
 
 def _question(command: Command) -> tuple[str, ...]:
-    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and show no more."""
-    overrides = estimated(command)
+    """As it is written, without options that no estimate depends on, and of a part of its data: thousands of prompts
+    take seconds to tokenize, and show no more."""
+    overrides = [word for word in estimated(command) if not word.startswith(_NO_MEMORY)]
     part = [] if any(word.startswith("env.max_samples=") for word in overrides) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
     return ("estimate", *overrides, *part, "--memory-gb", command.block.gpu_gib, *gpus)
