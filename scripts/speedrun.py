@@ -2,7 +2,9 @@
 
 ``python scripts/speedrun.py input_data.jsonl`` trains SmolLM2-135M-Instruct (preset smollm_speedrun) until 30 % of
 IFEval's prompts have all their instructions followed, once for each seed, and prints a table of the runs and one of
-their phases. OPTION=VALUE are options of the runs. The exit code is 0 if every seed reached the target, else 1.
+their phases. After each run, outside of its time, prompts with kinds of instructions that neither IFEval nor training
+has are evaluated (benchmarks/unseen_instructions.py). OPTION=VALUE are options of the runs. The exit code is 0 if every
+seed reached the target, else 1.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+IFEVAL_PRESET = "smollm_speedrun"
 PHASES = ("start", "checks", "generate", "score", "learn", "publish", "eval", "checkpoint", "other")
 
 
@@ -46,6 +49,16 @@ def measure(argv: Sequence[str]) -> tuple[float, str]:
     return time.monotonic() - began, "".join(lines)
 
 
+def measure_unseen(run_dir: Path) -> dict[str, float]:
+    """Return accuracy and standard error, greedy, of 256 prompts with kinds of instructions that no training sees."""
+    out = run_dir / "unseen.json"
+    task = f"{ROOT / 'benchmarks' / 'unseen_instructions.py'}:UnseenInstructions"
+    options = ["--task", task, "--k", "0", "--num-samples", "256", "--out", str(out)]
+    measure([sys.executable, "-m", "sota_grpo.cli", "eval", str(run_dir), *options])
+    greedy = json.loads(out.read_text())["greedy"]
+    return {"unseen": greedy["accuracy"], "unseen_stderr": greedy["stderr"]}
+
+
 def row_of(run_dir: Path, seed: int, seconds: float, printed: str) -> dict[str, Any]:
     """Return the figures of a finished run: score, steps, responses and tokens of training, seconds of each phase.
 
@@ -66,8 +79,6 @@ def row_of(run_dir: Path, seed: int, seconds: float, printed: str) -> dict[str, 
         "seconds": seconds,
         "accuracy": last["eval/accuracy"],
         "problems": last["eval/num_samples"],
-        "unseen": last.get("eval/task/prompt_strict_unseen"),
-        "unseen_stderr": last.get("eval/task_stderr/prompt_strict_unseen"),
         "steps": len(steps),
         "responses": steps[-1]["dialog_turns"],
         "tokens": round(sum(row["response_tokens/mean"] * size for row in steps)),
@@ -90,7 +101,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     lines = [line(heads), "|" + "---|" * len(heads)]
     for row in rows:
         cells = (row["seed"], "yes" if row["reached"] else "no", f"{row['seconds'] / 60:.1f}", percent(row["accuracy"]))
-        cells += (percent(row["unseen"], row["unseen_stderr"]), row["steps"], row["responses"], row["tokens"])
+        cells += (percent(row.get("unseen"), row.get("unseen_stderr")), row["steps"], row["responses"], row["tokens"])
         lines.append(line(cells))
     lines += ["", line(("seconds", *PHASES)), "|" + "---|" * (len(PHASES) + 1)]
     lines += [line((f"seed {row['seed']}", *(f"{row['phases'][name]:.0f}" for name in PHASES))) for row in rows]
@@ -102,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("file", type=Path, help="file of the held-out problems (env.eval_path): IFEval's input_data.jsonl")
     add("overrides", metavar="OPTION=VALUE", nargs="*", help="options of the runs")
-    add("--preset", default="smollm_speedrun", help="default: smollm_speedrun")
+    add("--preset", default=IFEVAL_PRESET, help=f"default: {IFEVAL_PRESET}")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     add(
         "--out",
@@ -120,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides = [f"env.eval_path={options.file.resolve()}", *options.overrides]
         try:
             rows.append(row_of(run_dir, seed, *measure(command(options.preset, seed, run_dir, overrides))))
+            if options.preset == IFEVAL_PRESET:
+                rows[-1] |= measure_unseen(run_dir)
         except subprocess.CalledProcessError as error:
             return int(error.returncode)
         (options.out / "speedrun.json").write_text(json.dumps(rows, indent=1))

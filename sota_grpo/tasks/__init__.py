@@ -24,7 +24,6 @@ _OWN = {
     "math": "questions:MathTask",
     "ifeval": "ifeval:IFEvalTask",
     "instructions": "ifeval:InstructionsTask",
-    "instructions_20": "ifeval:SeenInstructionsTask",
     "reasoning": "questions:ReasoningTask",
     "table": "table:TableTask",
     "code": "code:CodeTask",

@@ -1,8 +1,8 @@
 """IFEval: prompts whose instructions a program can check (Zhou et al. 2023, arXiv:2311.07911).
 
-``ifeval`` trains on RLVR-IFeval, ``instructions`` and ``instructions_20`` on generated prompts. A generated prompt is a
-request (a form and a topic) and one to three of the 25 instructions, worded by templates of this package
-(``instructions.yaml``). Each request belongs to one split, for every seed.
+``ifeval`` trains on RLVR-IFeval, ``instructions`` on generated prompts. A generated prompt is a request (a form and a
+topic) and one to three of the 25 instructions, worded by templates of this package (``instructions.yaml``). Each
+request belongs to one split, for every seed.
 
 Contradictory instructions are never combined. Each instruction *decides* some aspects of a response (its start, case,
 layout, ..) and *relies* on others: an end phrase decides the end, and relies on English and on its letters. Two
@@ -160,7 +160,6 @@ class InstructionsTask(IFEvalTask):
     """Generated prompts with instructions, graded like :class:`IFEvalTask` and with the same options."""
 
     name, hub_name = "instructions", ""  # no dataset
-    unseen: frozenset[str] = frozenset()  # instructions that no training prompt has
 
     @classmethod
     def load(  # type: ignore[override]
@@ -183,37 +182,11 @@ class InstructionsTask(IFEvalTask):
         task = cls(**options)
         read = [] if eval_path is None else unique_examples(task.read(eval_path, HELDOUT_SPLITS))
         examples = hash_ordered(read)
-        draw = partial(_draw, frozenset(normalised(example.query) for example in examples), cls.unseen)
+        draw = partial(_draw, frozenset(normalised(example.query) for example in examples))
         task.train = DrawnExamples([draw], seed, False, num_train)
         task.heldout = examples or DrawnExamples([draw], seed, True, num_heldout)
         task._warn_without_punkt(INSTRUCTIONS)
         return task
-
-
-class SeenInstructionsTask(InstructionsTask):
-    """Generated prompts with 20 of the 25 instructions; the other five are in held-out prompts only.
-
-    The five are those whose names have the smallest SHA-256, so their choice depends on no result.
-    """
-
-    name = "instructions_20"
-    unseen = frozenset(
-        {
-            "keywords:letter_frequency",
-            "combination:two_responses",
-            "change_case:english_capital",
-            "change_case:english_lowercase",
-            "detectable_content:postscript",
-        }
-    )
-
-    def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return :meth:`IFEvalTask.counts`, and ``prompt_strict_unseen`` of prompts with at least one of the five."""
-        counts, is_unseen = (
-            super().counts(score, example),
-            not self.unseen.isdisjoint(example.extra["instruction_id_list"]),
-        )
-        return counts | {"prompt_strict_unseen": counts["prompt_strict"] if is_unseen else (0, 0)}
 
 
 @cache
@@ -247,11 +220,10 @@ _COUNTS = {  # kwarg of n, its range
 Kwargs = dict[str, Any]
 
 
-def _draw(taken: frozenset[str], unseen: frozenset[str], rng: random.Random, heldout: bool) -> Example:
-    """Return a random example of a split; its prompt is not ``taken``, its instructions in training not ``unseen``."""
-    names = [name for name in texts()["instructions"] if heldout or name not in unseen]
+def _draw(taken: frozenset[str], rng: random.Random, heldout: bool) -> Example:
+    """Return a random example of a split whose prompt is not ``taken``."""
     while True:
-        request, chosen = _draw_instructions(rng, heldout, names)
+        request, chosen = _draw_instructions(rng, heldout)
         sentences = [_say(rng, name, kwargs) for name, kwargs in chosen.items()]
         prompt = _arrange(rng, request, sentences, request_first=_REPEAT in chosen)
         if normalised(prompt) not in taken:
@@ -260,9 +232,10 @@ def _draw(taken: frozenset[str], unseen: frozenset[str], rng: random.Random, hel
             return Example(prompt, "", {"instruction_id_list": ids, "kwargs": kwargs})
 
 
-def _draw_instructions(rng: random.Random, heldout: bool, names: list[str]) -> tuple[str, dict[str, Kwargs]]:
-    """Return a random request of the split and ``{instruction: kwargs}`` of ``names`` that can be combined."""
-    words_of, order = texts(), rng.sample(names, len(names))
+def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str, Kwargs]]:
+    """Return a random request of the split and ``{instruction: kwargs}`` that can be combined."""
+    words_of, names = texts(), list(texts()["instructions"])
+    order = rng.sample(names, len(names))
     is_question = order[0] == _CHOICE
     forms = words_of["questions" if is_question else "requests"]
     while True:

@@ -324,7 +324,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             raise _not_plain(sentence(error).rstrip(".")) from error
         file.write(_MAGIC + writer.hash.digest())
     if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        raise _not_plain(f"not {refused[0]}")
+        raise _not_plain(refused[0])
 
 
 def _not_plain(reason: str) -> RunFailed:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.unseen_instructions import KINDS, UnseenInstructions
 from scripts import speedrun
 from sota_grpo.config.validators import validate
-from sota_grpo.tasks.ifeval import SeenInstructionsTask
+from sota_grpo.rl.records import Example
 from tests.config.test_config import composed
 
 
@@ -18,13 +19,12 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
     rows = [
         {"step": 0, "dialog_turns": 8, "response_tokens/mean": 10.0},
         {"step": 1, "dialog_turns": 16, "response_tokens/mean": 20.0},
-        {"step": 2, "eval/accuracy": 0.303, "eval/num_samples": 541, "eval/task/prompt_strict_unseen": 0.25},
+        {"step": 2, "eval/accuracy": 0.303, "eval/num_samples": 541},
     ]
-    rows[2]["eval/task_stderr/prompt_strict_unseen"] = 0.03
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.json").write_text(json.dumps({"reached": {"step": 2, "accuracy": 0.303, "target": 0.3}}))
     printed = "Held out: greedy 30.3 %\nTime: 3:10, of which learn 50 %, eval 15 %, start 5 %, other 30 %\n"
-    row = speedrun.row_of(tmp_path, 3, 200.0, printed)
+    row = speedrun.row_of(tmp_path, 3, 200.0, printed) | {"unseen": 0.25, "unseen_stderr": 0.03}
     assert (row["reached"], row["steps"], row["responses"], row["tokens"]) == (True, 2, 16, 240)
     assert {name: row["phases"][name] for name in ("learn", "eval", "start", "checks", "other")} == {
         **{"learn": 95.0, "eval": 28.5, "start": 9.5, "checks": 0.0, "other": 67.0}
@@ -45,12 +45,28 @@ def test_the_presets_keep_the_rules(preset: str, problems: int, target: float, l
     assert config.check.mode == "strict"
 
 
-def test_training_prompts_have_the_seen_instructions_alone_and_held_out_ones_any() -> None:
-    task = SeenInstructionsTask.load(num_train=400, num_heldout=400)
-    trained = {name for example in task.train for name in example.extra["instruction_id_list"]}
-    measured = {name for example in task.heldout for name in example.extra["instruction_id_list"]}
-    assert len(trained) == 20
-    assert measured - trained == task.unseen
-    unseen = [example for example in task.heldout if task.unseen & set(example.extra["instruction_id_list"])]
-    counts = [task.counts(task.score("", example), example)["prompt_strict_unseen"] for example in task.heldout]
-    assert sum(tried for _, tried in counts) == len(unseen) > 0
+RIGHT = {
+    "numbers": ("In 1999 there were 3,500.5 bees.", "In 1999 there were bees.", 2),
+    "question": ("Bees fly. Do they?\n", "Do they? They fly.", 0),
+    "exclamations": ("Bees! Bees!", "Bees!!!", 2),
+    "same_word": ("Bees like other bees.", "Bees.", 0),
+    "numbered": ("1. Bees\n\n2. Wasps", "1. Bees\n3. Wasps", 0),
+    "short_words": ("Bees fly.", "Bumblebees fly.", 7),
+    "brackets": ("Bees (small) fly (fast).", "Bees (small) fly ().", 2),
+    "semicolons": ("Bees; wasps; ants.", "Bees; wasps.", 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kinds_that_no_training_sees_are_checked(kind: str) -> None:
+    followed, broken, count = RIGHT[kind]
+    task, example = UnseenInstructions(), Example("Write about bees.", "", {"kind": kind, "n": count})
+    scores = [task.score(text, example) for text in (followed, broken, "")]
+    assert [score.success for score in scores] == [True, False, False]
+    assert {name: count for name, count in task.counts(scores[0], example).items() if count != (0, 0)} == {kind: (1, 1)}
+
+
+def test_each_kind_is_drawn_with_a_request_of_its_split() -> None:
+    task = UnseenInstructions(num_train=200, num_heldout=200)
+    assert {example.extra["kind"] for example in task.heldout} == set(KINDS)
+    assert not {example.query for example in task.train} & {example.query for example in task.heldout}
