@@ -14,7 +14,7 @@ from tests.e2e.conftest import SMALL, metrics
 
 OPTIONS = (
     *("engine=transformers", "policy.kl_coef=0.01", "train.checkpoint_frequency=2", "train.export_hf=false"),
-    *("eval.mode=off", "train.total_dialog_turns=48"),
+    *("eval.mode=off", "train.total_dialog_turns=48", "env.reward_workers=0"),
 )
 
 

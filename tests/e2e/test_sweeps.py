@@ -12,7 +12,7 @@ from tests.e2e.conftest import SMALL
 
 QUICK = (
     *(*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false"),
-    "train.total_dialog_turns=16",
+    *("train.total_dialog_turns=16", "env.reward_workers=0"),
 )
 
 

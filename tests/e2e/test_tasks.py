@@ -53,7 +53,8 @@ def problems(count: int = 40) -> list[dict]:
 def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", problems())
     dialog = ("env.reasoning=true", "env.max_steps=2", "inference_model.stop=['.','8']")  # else none of them ends
-    steps, rollouts = run(tmp_path, "grpo_reasoning", f"env.dataset_path={path}", *dialog)
+    data = ("env.reward_workers=0", f"env.dataset_path={path}")
+    steps, rollouts = run(tmp_path, "grpo_reasoning", *data, *dialog)
     assert all({"reward/answer", "reward/format", "reward/thinking"} <= row.keys() for row in steps)
     assert all(row["reward/thinking"] <= 0 for row in steps)
     assert any("Think about it again" in row["response"] for row in rollouts)  # a wrong answer gets another turn
@@ -74,7 +75,8 @@ def test_ifeval(tmp_path: Path) -> None:
         }
         for i, n in enumerate(rng.randint(1, 20) for _ in range(40))
     ]
-    steps, rollouts = run(tmp_path, "grpo_ifeval", f"env.dataset_path={write(tmp_path / 'rows.jsonl', rows)}")
+    data = ("env.reward_workers=0", f"env.dataset_path={write(tmp_path / 'rows.jsonl', rows)}")
+    steps, rollouts = run(tmp_path, "grpo_ifeval", *data)
     assert all("follow_instruction_list_strict" in row["reward_info"] for row in rollouts)
     assert all(0 <= row["success"] <= 1 for row in steps)
 
