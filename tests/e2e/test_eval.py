@@ -63,9 +63,6 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
     assert [actual[name] for name in ("model", "task", "k", "temperature", "seed")] == ["tiny", "arithmetic", 4, 0.5, 3]
     assert list(actual["pass_at_k"]) == ["1", "2", "4"]
     assert actual["pass_at_k"]["1"] == {name: actual["sampled"][name] for name in ("accuracy", "stderr")}
-    assert actual == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {
-        "seconds": actual["seconds"]
-    }
     assert "pass@4" in capsys.readouterr().out
 
 

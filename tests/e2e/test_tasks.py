@@ -174,7 +174,7 @@ def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> N
     for row in (first, last):
         assert {f"eval/task/{name}" for name in mixture} <= row.keys()
 
-    half = (*TINY, *options, "check.mode=off", "eval.mode=off")
+    half = (*TINY, *options, "check.mode=off", "eval.mode=off", "env.reward_workers=0")
     assert train(composed("grpo_cpu", *half, "train.total_dialog_turns=16"), tmp_path / "half") == 1
     assert train(composed("grpo_cpu", *half, f"train.resume={tmp_path / 'half'}"), tmp_path / "half") == 2
     resumed = [row for row in metrics(tmp_path / "half") if "grad_norm" in row]

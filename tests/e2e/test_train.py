@@ -66,7 +66,7 @@ def test_every_preset_trains(algorithm: str, tmp_path: Path) -> None:
 
 def test_the_policy_learns(tmp_path: Path) -> None:
     rows = run(tmp_path, "env.num_envs=64", "env.repeats=8", "train.dialog_turns_per_batch=64",
-               "train.optim_batch_size=64", "train.total_dialog_turns=640", "inference_model.max_tokens=96",
+               "train.optim_batch_size=64", "train.total_dialog_turns=384", "inference_model.max_tokens=64",
                "optimizer.lr=3e-4", "check.mode=off")  # fmt: skip
     assert (rows[0]["kl"], rows[0]["time/ref_s"]) == (None, 0)  # no reference
     first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
