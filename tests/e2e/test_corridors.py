@@ -24,6 +24,7 @@ def test_a_ninth_seed_stays_in_the_corridor(tmp_path: Path, name: str) -> None:
     assert not left, left[0]
 
 
-def test_the_demonstration_leaves_it_with_a_fault(tmp_path: Path) -> None:
-    """An engine that is a push behind. What the other faults move: tests/unit/test_benchmark_corridors.py."""
-    assert check("demonstration", tmp_path, fault="stale")
+@pytest.mark.parametrize("fault", ["sign", "stale", "log_probs"])
+def test_the_demonstration_leaves_it_with_a_fault(tmp_path: Path, fault: str) -> None:
+    """Where the other faults leave: tests/unit/test_benchmark_corridors.py."""
+    assert check("demonstration", tmp_path, fault=fault)

@@ -172,11 +172,10 @@ LIGHT: dict[str, dict[str, Any]] = {
 HEAVY: dict[str, dict[str, Any]] = {
     "71M parameters, a head of its own, 600 tokens at once": DEEP | SHORT | {"family": "llama", "full": True},
     "29M parameters, most of them words, 600 tokens at once": WORDS | SHORT,
-    "an adapter": TALL | LONG | {"rank": 16},
     "an adapter with dropout": FLAT | SHORT | {"rank": 16, "dropout": 0.05},
     "checkpointing": TALL | LONG | {"checkpointing": True},
-    "muon": DEEP | SHORT | {"family": "llama", "optimizer": "muon"},
-    "an adapter on weights of 4 bits": DEEP | SHORT | {"family": "llama", "rank": 16, "quantization": "nf4"},
+    "muon": FLAT | SHORT | {"family": "llama", "optimizer": "muon"},
+    "an adapter on weights of 4 bits": FLAT | SHORT | {"family": "llama", "rank": 16, "quantization": "nf4"},
 }
 
 
