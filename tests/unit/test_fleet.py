@@ -271,7 +271,7 @@ def test_a_sticky_broadcast_reaches_a_worker_that_is_being_constructed(stage: St
 @pytest.mark.parametrize("turns", range(8))
 def test_a_worker_that_refuses_a_sticky_broadcast_at_its_start_is_replaced(turns: int, stage: Stage) -> None:
     """However many turns of the fleet's loop after the answer to its first ping the broadcast comes."""
-    fleet = stage.fleet(2)
+    fleet = stage.fleet(2, silence_s=4.0)  # the death is found by a ping, one a second
     stage.prepare = lambda puppet: puppet.mute.update({"ping", "update"} if puppet.name == "puppet-1.1" else ())
     stage.now(1).kill()
     wait_for(lambda: len(stage.puppets[1]) == 2 and "ping" in stage.now(1).open)
