@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,16 @@ def write_run(
                 store(run_dir, step, actual, rows)
         if finished:
             log.write_step(steps, evaluation(steps, seed))
-    config = OmegaConf.merge(OmegaConf.structured(Config(seed=seed)), OmegaConf.from_dotlist(list(options)))
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    (run_dir / "config.yaml").write_text(config_text(seed, *options))
     record = {"signature": "0", "num_steps": steps if num_steps is None else num_steps, "finished": finished}
     (run_dir / "run.json").write_text(json.dumps(record))
     return run_dir
+
+
+@cache
+def config_text(seed: int, *options: str) -> str:
+    config = OmegaConf.merge(OmegaConf.structured(Config(seed=seed)), OmegaConf.from_dotlist(list(options)))
+    return OmegaConf.to_yaml(config)
 
 
 def evaluation(step: int, seed: int) -> dict[str, float | None]:

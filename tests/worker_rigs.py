@@ -27,17 +27,13 @@ class Refused(ValueError):
 class Echo:
     """Answers at once, later, never, or dies; records its calls."""
 
-    def __init__(self, version: int = 0, quiet_s: float = 0.0) -> None:
+    def __init__(self, version: int = 0) -> None:
         self.version = version
         self.seen: list[Any] = []
-        self._quiet_s = quiet_s
         self._lock = threading.Lock()
 
     def ping(self) -> float:
-        return self._quiet_s
-
-    def close(self) -> None:
-        self.seen.append("closed")
+        return 0.0
 
     def run(self, task: Any, delay_s: float = 0.0) -> Future[tuple[Any, int]]:
         """``(task, version when it was started)`` after a while."""
@@ -70,9 +66,6 @@ class Echo:
 
     def release(self) -> None:
         self._held.set_result("held")
-
-    def block(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     def fail(self, kind: str) -> None:
         raise {"key": KeyError("missing"), "odd": Refused(3, reason="because")}[kind]
@@ -112,8 +105,9 @@ def echo(**options: Any) -> Echo:
     return Echo(**options)
 
 
-def slow_echo(seconds: float) -> Echo:
-    time.sleep(seconds)
+def held_echo(pipe: str) -> Echo:
+    """Is constructed once something was written to this named pipe."""
+    Path(pipe).read_text()
     return Echo()
 
 
@@ -130,13 +124,6 @@ def broken(tries: str) -> Echo:
     with Path(tries).open("a") as file:
         file.write("x")
     raise RuntimeError("no such model")
-
-
-def dies(tries: str) -> Echo:
-    """The process ends while the worker is constructed."""
-    with Path(tries).open("a") as file:
-        file.write("x")
-    os._exit(7)
 
 
 def works_once(tries: str) -> Echo:

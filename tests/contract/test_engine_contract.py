@@ -46,19 +46,13 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
-def test_it_is_an_engine_with_the_models_context(engine: Engine):
+def test_every_group_comes_out_once_with_samples_of_ids_log_probs_and_versions_of_one_length(engine: Engine):
     assert isinstance(engine, Engine)
     assert engine.max_model_len == CONTEXT
-
-
-def test_every_group_comes_out_once_with_all_its_samples(engine: Engine):
     requests = [*ragged_requests(4, 3), GroupRequest(group_id=7, prompt_ids=(5,), num_samples=1, seed=3)]
     outputs = generate(engine, requests, SAMPLING)
     assert {group: len(output.samples) for group, output in outputs.items()} == {100: 3, 101: 3, 102: 3, 103: 3, 7: 1}
-
-
-def test_samples_carry_ids_log_probs_and_versions_of_one_length(engine: Engine):
-    for output in generate(engine, ragged_requests(), SAMPLING).values():
+    for output in outputs.values():
         for sample in output.samples:
             length = len(sample.token_ids)
             assert 1 <= length <= SAMPLING.max_tokens
@@ -70,13 +64,9 @@ def test_samples_carry_ids_log_probs_and_versions_of_one_length(engine: Engine):
             assert sample.log_probs.isfinite().all()
             assert (sample.log_probs <= 0).all()
             assert (sample.versions == engine.version).all()
-
-
-def test_samples_can_enter_autograd(engine: Engine):
-    (output,) = generate(engine, ragged_requests(1, 1), SAMPLING).values()
-    behaviour = output.samples[0].log_probs
+    behaviour = outputs[7].samples[0].log_probs
     current = behaviour.clone().requires_grad_()
-    ((current - behaviour).exp() * behaviour).sum().backward()
+    ((current - behaviour).exp() * behaviour).sum().backward()  # samples can enter autograd
     assert torch.equal(current.grad, behaviour)
 
 
@@ -90,11 +80,12 @@ def test_truncated_says_whether_the_engine_stopped_for_length(engine: Engine):
     assert {sample.truncated for sample in samples} == {True, False}
 
 
-def test_ignore_eos_samples_to_the_limit(engine: Engine):
-    outputs = generate(engine, ragged_requests(), Sampling(max_tokens=60, ignore_eos=True))
-    for output in outputs.values():
-        assert [len(sample.token_ids) for sample in output.samples] == [60] * 4
-        assert all(sample.truncated for sample in output.samples)
+def test_without_an_end_token_samples_go_to_the_limit_or_the_end_of_the_context(engine: Engine):
+    short = GroupRequest(group_id=0, prompt_ids=(5,) * (CONTEXT - 3), num_samples=2, seed=0)
+    outputs = generate(engine, [short, *ragged_requests(2)], Sampling(max_tokens=60, ignore_eos=True))
+    lengths = {group: [len(sample.token_ids) for sample in output.samples] for group, output in outputs.items()}
+    assert lengths == {0: [3, 3], 100: [60] * 4, 101: [60] * 4}
+    assert all(sample.truncated for output in outputs.values() for sample in output.samples)
 
 
 def test_equal_calls_give_equal_samples_and_siblings_differ(engine: Engine):
@@ -122,34 +113,19 @@ def test_a_prompt_that_fills_the_context_is_refused_before_anything_is_sampled(e
         engine.generate([*ragged_requests(), long], SAMPLING)
 
 
-def test_the_context_cuts_a_response(engine: Engine):
-    request = GroupRequest(group_id=0, prompt_ids=(5,) * (CONTEXT - 3), num_samples=2, seed=0)
-    (output,) = generate(engine, [request], Sampling(max_tokens=50, ignore_eos=True)).values()
-    assert [len(sample.token_ids) for sample in output.samples] == [3, 3]
-    assert all(sample.truncated for sample in output.samples)
-
-
-def test_a_push_changes_the_samples_and_their_version(engine: Engine):
-    requests = ragged_requests()
-    before = generate(engine, requests, SAMPLING)
+def test_a_push_changes_the_samples_and_their_version_and_is_a_copy(engine: Engine):
+    requests, weights = ragged_requests(), changed_weights(MODEL)
+    before = token_lists(generate(engine, requests, SAMPLING))
     version = engine.version + 1
-    engine.update_weights(iter(changed_weights(MODEL).items()), version)
+    engine.update_weights(iter(weights.items()), version)
     assert engine.version == version
     after = generate(engine, requests, SAMPLING)
-    assert token_lists(after) != token_lists(before)
+    assert token_lists(after) != before
     assert {int(v) for output in after.values() for s in output.samples for v in s.versions} == {version}
-    engine.update_weights(MODEL.state_dict().items(), version + 1)
-
-
-def test_a_push_is_a_copy(engine: Engine):
-    weights = changed_weights(MODEL)
-    engine.update_weights(weights.items(), engine.version + 1)
-    requests = ragged_requests()
-    before = generate(engine, requests, SAMPLING)
     for tensor in weights.values():
         tensor.zero_()
-    assert token_lists(generate(engine, requests, SAMPLING)) == token_lists(before)
-    engine.update_weights(MODEL.state_dict().items(), engine.version + 1)
+    assert token_lists(generate(engine, requests, SAMPLING)) == token_lists(after)
+    engine.update_weights(MODEL.state_dict().items(), version + 1)
 
 
 def test_it_samples_the_same_after_sleep_and_wake(engine: Engine):

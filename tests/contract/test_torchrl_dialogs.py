@@ -22,14 +22,15 @@ from torchrl.envs.utils import check_env_specs
 from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import DialogRows, GSM8KEnv, PromptStream, TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.table import row_list
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.wrappers import MESSAGE, think_again
+from sota_grpo.tasks.wrappers import think_again
 from sota_grpo.workers.instances import InstanceLost
+from tests.forked import ForkLauncher
 
 SEED = random.randrange(1 << 30)
 NUM_ENVS, REPEATS, MAX_STEPS = 6, 3, 4
@@ -94,6 +95,14 @@ class Policy:
 def engine(env: TaskEnv) -> ScriptedEngine:
     length = (env.max_prompt_tokens or 4095) + 1
     return ScriptedEngine(script, eos_token_id=TOKENIZER.eos_token_id, log_prob=-0.25, max_model_len=length)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_fork() -> Iterator[None]:
+    """Each worker is a fork of a process that has imported what it imports."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -325,16 +334,3 @@ def test_named_environments_take_them(counter: str, tmp_path: Path) -> None:
     )
     assert '"add"' in TOKENIZER.decode(env.reset()[0]["tokens", "prompt"])
     env.close()
-
-
-def test_the_turns_between_are_the_templates() -> None:
-    env = make_env(num_envs=1, repeats=1)
-    token_ids = TOKENIZER("#### 7777")["input_ids"]  # cut: no end was sampled
-    row = env.step(act(env.reset(), [token_ids]))["next"]
-    assert row["truncated"].all()
-    token_ids.append(TOKENIZER.eos_token_id)
-    before = env.reset()
-    row = env.step(act(before, [token_ids]))["next"]
-    message = {"role": "user", "content": MESSAGE}
-    between = TurnTokens(TOKENIZER).ids([message], TOKENIZER.eos_token_id)
-    assert row[0]["tokens", "prompt"].tolist() == [*before[0]["tokens", "prompt"].tolist(), *token_ids, *between]

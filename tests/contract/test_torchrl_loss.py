@@ -54,9 +54,8 @@ EQUAL_LENGTHS = [(3, 5)] * 6
 RAGGED = [(1, 6), (4, 2), (2, 2), (3, 5), (1, 1), (2, 4)]
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+@pytest.mark.parametrize(("aggregation", "clip_epsilon"), [("token_mean", 0.2), ("prompt_mean", (0.1, 0.3))])
 @pytest.mark.parametrize("masking_strategy", ["sft", "rlhf"])
-@pytest.mark.parametrize("clip_epsilon", [0.2, (0.1, 0.3)])
 def test_loss_objective_equals_torchrls_on_an_unpadded_batch(
     model, aggregation, masking_strategy, clip_epsilon
 ) -> None:

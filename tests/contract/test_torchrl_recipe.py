@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,13 +60,13 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "ours": GRPOLoss, "GRPO": TorchRLGRPOLoss, "DAPO": DAPO, "CISPO": CISPOLoss,
 }  # fmt: skip
 COMBINATIONS = [
-    *itertools.product(["ours"], ["GroupAdvantage", "MCAdvantage"], LOSSES),
-    *itertools.product(["TorchRL's"], ["GroupAdvantage by query", "MCAdvantage"], LOSSES),
+    *(("ours", "GroupAdvantage"), ("ours", "MCAdvantage")),
+    *(("TorchRL's", "GroupAdvantage by query"), ("TorchRL's", "MCAdvantage")),
 ]
 
 
-def one_update(env: Any, sampler: Any, advantage: Any, loss: Any, learner: Any) -> TensorDictBase:
-    """The recipe's loop, once: what the loss was given, with the gradient in the model."""
+def one_batch(env: Any, sampler: Any, advantage: Any) -> TensorDictBase:
+    """The recipe's loop, once, up to the loss."""
     buffer = ReplayBuffer(
         storage=LazyStackStorage(NUM_ENVS * REPEATS), sampler=SamplerWithoutReplacement(), batch_size=NUM_ENVS
     )
@@ -80,21 +79,19 @@ def one_update(env: Any, sampler: Any, advantage: Any, loss: Any, learner: Any) 
     )  # fmt: skip
     for data in collector:
         assert data is None
-    batch = buffer.sample()
-    loss(learner)(batch).mean(reduce=True).backward()
-    return batch
+    return buffer.sample()
 
 
-@pytest.mark.parametrize(("env", "advantage", "loss"), COMBINATIONS)
+@pytest.mark.parametrize(("env", "advantage"), COMBINATIONS)
 def test_the_recipe_learns_with_each_combination(
-    env: str, advantage: str, loss: str, model: Qwen2ForCausalLM, tmp_path: Any
+    env: str, advantage: str, model: Qwen2ForCausalLM, tmp_path: Any
 ) -> None:
     torch.manual_seed(0)
-    model.zero_grad()
     history = {} if env == "ours" else {"input_mode": "history"}
-    batch = one_update(
-        ENVS[env](tmp_path), make_policy(model, **history), ADVANTAGES[advantage](), LOSSES[loss],
-        make_policy(model, generate=False, pad_output=True),
-    )  # fmt: skip
+    batch = one_batch(ENVS[env](tmp_path), make_policy(model, **history), ADVANTAGES[advantage]())
     assert batch[keys.ADVANTAGE].isfinite().all()
-    assert model.lm_head.weight.grad.isfinite().all()
+    for name, loss in LOSSES.items():
+        model.zero_grad()
+        learner = make_policy(model, generate=False, pad_output=True)
+        loss(learner)(batch.clone()).mean(reduce=True).backward()
+        assert model.lm_head.weight.grad.isfinite().all(), name

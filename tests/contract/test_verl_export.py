@@ -8,11 +8,12 @@ from __future__ import annotations
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from sota_grpo.migration.verl import VERSION, Facts, verl_options, verl_script
+from sota_grpo.migration.verl import VERSION, Facts, Report, verl_options, verl_script
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
 
 pytestmark = pytest.mark.bench
@@ -41,24 +42,34 @@ def verls_config() -> Path:
     return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
 
 
-@pytest.mark.parametrize(("name", "algorithm", "variant"), CASES)
-def test_verl_takes_the_command_line(name: str, algorithm: str, variant: str, tmp_path: Path) -> None:
+def command_lines() -> list[tuple[dict[str, Any], Report]]:
+    """As few as give each option each value that a case gives it; the report is the last case's."""
+    values: dict[str, list[Any]] = {}
+    for name, algorithm, variant in CASES:
+        overrides = (f"algorithm={algorithm}", *VARIANTS[variant])
+        if algorithm == "rloo" and variant == "corrected":
+            overrides = (*overrides, "train.epochs=1")
+        options, report = verl_options(composed(name, *overrides), FACTS)
+        for option, value in options.items():
+            if value not in values.setdefault(option, []):
+                values[option].append(value)
+    lines = range(max(map(len, values.values())))
+    return [({option: given[line % len(given)] for option, given in values.items()}, report) for line in lines]
+
+
+def test_verl_takes_every_option_and_value_that_is_exported(tmp_path: Path) -> None:
     import hydra
 
-    folder = verls_config()
-    overrides = (f"algorithm={algorithm}", *VARIANTS[variant])
-    if algorithm == "rloo" and variant == "corrected":
-        overrides = (*overrides, "train.epochs=1")
-    options, report = verl_options(composed(name, *overrides), FACTS)
-    script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
-    script.write_text(verl_script(options, report, [VERSION]))
+    folder, script, python = verls_config(), tmp_path / "run_verl.sh", tmp_path / "python3"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True, env=environment)
-    with hydra.initialize_config_dir(str(folder), version_base=None):
-        actual = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
-    for option, value in options.items():
-        if not (isinstance(value, str) and value.startswith("$HERE")):
-            read = OmegaConf.select(actual, option.lstrip("+"))
-            assert (OmegaConf.to_container(read) if OmegaConf.is_config(read) else read) == value, option
+    for options, report in command_lines():
+        script.write_text(verl_script(options, report, [VERSION]))
+        done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True, env=environment)
+        with hydra.initialize_config_dir(str(folder), version_base=None):
+            actual = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
+        for option, value in options.items():
+            if not (isinstance(value, str) and value.startswith("$HERE")):
+                read = OmegaConf.select(actual, option.lstrip("+"))
+                assert (OmegaConf.to_container(read) if OmegaConf.is_config(read) else read) == value, option

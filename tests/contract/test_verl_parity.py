@@ -12,6 +12,7 @@ verl's functions are called with the options that ``sota-grpo export --to verl``
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from scripts.preset_table import VERL
 from sota_grpo import keys
 from sota_grpo.config import Config
 from sota_grpo.config.mixture import longest_response
+from sota_grpo.config.spelling import with_options
 from sota_grpo.functional import decoupled_rewards, group_advantages, importance_weights
 from sota_grpo.functional.divergences import raw_weights
 from sota_grpo.migration.verl import ACTOR, Facts, verl_options
@@ -42,6 +44,7 @@ SHIFT = {"gspo": 2e-3, "dppo": 0.8}  # how far the policy moved, so that a part 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
+@cache
 def exported(name: str) -> tuple[Config, dict[str, Any]]:
     config = composed("grpo_cpu", f"algorithm={name}")
     if name == "geometric_rejection":  # bounds that the drift of these rows crosses
@@ -118,11 +121,9 @@ def test_preset_equals_verl_in_loss_and_gradient(name: str) -> None:
 )
 def test_correction_equals_verls(level: str, mode: str) -> None:
     """Of every level and mode that verl has."""
-
-    overrides = {"correction": level, "correction_mode": mode, "correction_cap": 1.3}
     floor = 0.0 if mode == "truncate" else 0.6
-    config = composed("grpo_cpu", *(f"algorithm.{key}={value}" for key, value in overrides.items()))
-    config.algorithm.correction_floor = floor
+    chosen = {"correction": level, "correction_mode": mode, "correction_cap": 1.3, "correction_floor": floor}
+    config = with_options(exported("grpo")[0], {f"algorithm.{name}": value for name, value in chosen.items()})
     options = verl_options(config, FACTS)[0]
     gap, mask = 0.5 * torch.randn(40, 6, dtype=torch.float64), torch.rand(40, 6) < 0.7
     mask[:, 0] = True

@@ -1,11 +1,10 @@
-"""The engine over HTTP with a real vLLM server on CPU: parity, pushes in flight, dialogs, who may ask, how it ends."""
+"""The engine over HTTP with a real vLLM server on CPU: parity, pushes in flight, who may ask, how it ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,20 +15,11 @@ import urllib3
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sota_grpo
-from sota_grpo import keys
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.server_engine import ServerDied, ServerEngine, server_engine
-from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
-from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.collate import finish_rows, last_turn, prompt_rows
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sampling, Score
-from sota_grpo.rl.task import Task
-from sota_grpo.tasks.arithmetic import ArithmeticTask
-from sota_grpo.tasks.wrappers import MESSAGE, think_again
-from sota_grpo.workers.base import pending_future
+from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import (
     add,
     changed_weights,
@@ -40,7 +30,6 @@ from tests.engine_rigs import (
     step,
 )
 from tests.process_rigs import children, members, wait_for
-from tests.training_rigs import score_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -51,7 +40,6 @@ pytestmark = [
 POLICY = str(Path(sota_grpo.__file__).parent / "assets" / "tiny")
 LONG = 900  # tokens of a sample that is not to end while something else is done
 EOS = 2
-TEMPERATURE, MAX_STEPS = 0.8, 3  # of dialogs
 
 
 class Rig:
@@ -184,60 +172,6 @@ def test_no_other_user_of_the_machine_can_push_weights(rig: Rig):
     key = rig.engine._client._headers["Authorization"].removeprefix("Bearer ")
     for pid in members(rig.group):
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def test_every_token_of_a_dialog_has_the_trainers_log_prob(rig: Rig) -> None:
-    """Before and after a push, which leaves nothing of the old weights in the prompts of later turns."""
-    task, tokenizer = think_again(ArithmeticTask(num_train=6, num_heldout=1)), load_tokenizer("tiny")
-    env, sampling = TaskEnv(task, tokenizer), Sampling(max_tokens=64, temperature=TEMPERATURE)
-    turns = TurnTokens(tokenizer)
-    rules = Rules(GradedTurns(InProcess(task), turns), turns, MAX_STEPS, rig.engine.max_model_len)
-    engine = DialogEngine(rig.engine, {None: rules})
-    rig.engine.update_weights((own := load_model("tiny").eval()).state_dict().items(), rig.engine.version + 1)
-    rig.model.load_state_dict(own.state_dict())  # one that says enough to be graded
-    check(env, rig, list(engine.generate(requests(env), sampling)))
-    rig.push(1)
-    check(env, rig, list(engine.generate(requests(env), sampling)))
-
-
-class InProcess:
-    """A grader without processes."""
-
-    def __init__(self, task: Task):
-        self._task = task
-
-    def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        future = pending_future()
-        future.set_result([self._task.score(*pair) for pair in pairs])
-        return future
-
-
-def requests(env: TaskEnv) -> list[GroupRequest]:
-    return [GroupRequest(i, env.prompt_ids(e), 4, seed=i, example=e) for i, e in enumerate(env.task.train)]
-
-
-def check(env: TaskEnv, rig: Rig, outputs: Sequence[GroupOutput]) -> None:
-    """Whole rows: the trainer's log-probs where the policy spoke, the message where it did not, and nothing else."""
-    assert sorted(output.group_id for output in outputs) == list(range(6))
-    turns = []
-    for output in outputs:
-        example = env.task.train[output.group_id]
-        (prompt,) = prompt_rows(output.group_id, example, env.prompt_ids(example), repeats=1)
-        rows = finish_rows(prompt, output.samples, env.tokenizer)
-        for row, sample in zip(rows, output.samples, strict=True):
-            ids, num_prompt = sample.token_ids, len(env.prompt_ids(example))
-            sampled = row[keys.ASSISTANT_MASK][num_prompt:]
-            own = reference_log_probs(rig.model, env.prompt_ids(example), ids, TEMPERATURE)
-            assert (own - sample.log_probs)[sampled].abs().max() < 1e-4
-            assert (sample.versions[sampled] == rig.engine.version).all()
-            assert (sample.versions[~sampled] == -1).all()
-            assert (sample.log_probs[~sampled] == 0).all()
-            between = f"\n<|im_start|>user\n{MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
-            count = int((sampled[1:] & ~sampled[:-1]).sum())
-            assert env.tokenizer.decode(ids[~sampled].tolist()) == between * count
-            turns.append(count + 1)
-            assert sample.truncated or turns[-1] == MAX_STEPS or score_of(env, last_turn(sample), example).success
-    assert max(turns) == MAX_STEPS
 
 
 def step_for_ever(engine: ServerEngine) -> None:

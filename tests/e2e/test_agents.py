@@ -62,8 +62,7 @@ def test_an_agents_run_that_is_killed_draws_each_example_in_its_order(tmp_path: 
 def test_an_agents_run_with_workers_keeps_the_age(tmp_path: Path, grpo) -> None:
     pytest.importorskip("ray", reason="needs Ray (the extra ray)")
     (tmp_path / "agent.py").write_text(AGENT)
-    options = (*OPTIONS, f"env.agent={tmp_path}/agent.py:run", "policy.kl_coef=0.01")
-    options += ("train_model.num_devices=2", "inference_model.num_devices=2")
+    options = (*OPTIONS, f"env.agent={tmp_path}/agent.py:run", "inference_model.num_devices=2")
     done = grpo(tmp_path / "run", *options, script="grpo-async.py")
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path / "run")

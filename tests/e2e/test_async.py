@@ -31,7 +31,7 @@ def test_at_age_0_it_equals_sync_bit_for_bit(tmp_path: Path, grpo) -> None:
     """
     (tmp_path / "sampler.py").write_text(SAMPLER)
     options = (*SMALL, *QUIET, "engine=scripted", "algorithm.entropy_coef=0.1", "train.optim_batch_size=8")
-    sync = grpo(tmp_path / "sync", *options)
+    sync = grpo(tmp_path / "sync", *options, "env.reward_workers=0")
     assert sync.returncode == 0, sync.stderr
     sampler = f"train.sampler={tmp_path}/sampler.py:Noted"
     concurrent = grpo(tmp_path / "async", *options, "train.max_policy_age=0", sampler, script=ASYNC)

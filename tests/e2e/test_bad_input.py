@@ -25,24 +25,17 @@ QUICK = (
     *("env.reward_workers=0", "logging.report=false"),
 )
 
-
 GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(40)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([{"question": "1+1?", "solution": "#### 2"}], "answer"),
-        ([*GOOD, {"question": "How many?", "answer": "#### many"}], "41"),
-    ],
-    ids=["missing column", "gold that does not parse"],
-)
-def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(rows: list, expected: str, tmp_path, grpo) -> None:
+def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(tmp_path: Path, grpo) -> None:
+    """What each kind of row says: tests/unit/test_question_tasks.py."""
+    rows = [*GOOD, {"question": "How many?", "answer": "#### many"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = grpo(tmp_path / "run", *QUICK, "env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows.jsonl'}")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert expected in done.stderr
+    assert "row 41" in done.stderr
     assert not (tmp_path / "run" / "run.json").exists()
 
 
@@ -50,27 +43,24 @@ def test_a_dataset_of_which_nothing_is_held_out_ends_the_start(tmp_path: Path) -
     """A folder that datasets reads as a hub's dataset, with the split train alone."""
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
-    options = [option for option in QUICK if option not in ("eval.mode=off", "env.num_heldout=4")]
     data = ("env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows'}", "env.num_heldout=0", "eval.mode=after")
     with pytest.raises(UserError, match=r"gsm8k has no held-out problems; set env.eval_path or env.num_heldout"):
-        train(composed("grpo_cpu", *options, *data), tmp_path / "run")
+        train(composed("grpo_cpu", *QUICK, *data), tmp_path / "run")
 
 
-def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path, grpo) -> None:
-    options = [option for option in QUICK if option != "check.mode=off"]  # scripted tokens are no policy's
-    done = grpo(tmp_path / "run", *options)
-    assert done.returncode == 2, done.stderr
-    assert "The check before training failed" in done.stderr
-    checks = json.loads((tmp_path / "run" / "gate.json").read_text())["checks"]
+def test_a_failed_gate_leaves_its_reason_and_no_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(UserError, match=r"The check before training failed \("):  # scripted tokens are no policy's
+        train(composed("grpo_cpu", *QUICK, "check.mode=strict"), run_dir)
+    checks = json.loads((run_dir / "gate.json").read_text())["checks"]
     assert [check["passed"] for check in checks][-1] is False
-    state, note = state_of(tmp_path / "run")
+    state, note = state_of(run_dir)
     assert (state, note[:34]) == ("failed", "The check before training failed (")
-    corrected = grpo(tmp_path / "run", *QUICK)
-    assert corrected.returncode == 0, corrected.stderr
-    assert state_of(tmp_path / "run") == ("finished", "")
+    assert train(composed("grpo_cpu", *QUICK, "train.total_dialog_turns=16"), run_dir) == 1
+    assert state_of(run_dir) == ("finished", "")
 
 
-def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_says_a_sentence(tmp_path, grpo) -> None:
+def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_says_a_sentence(tmp_path: Path) -> None:
     """The third step's first response earns -0.5; the two steps before it are in a checkpoint."""
     (tmp_path / "reward.py").write_text(
         "graded = []\n"
@@ -79,11 +69,8 @@ def test_a_reward_that_turns_negative_under_maxrl_saves_what_was_learned_and_say
         "    return -0.5 if len(graded) == 33 else float(len(graded) % 2)\n"
     )
     options = ("algorithm=maxrl", f"reward.path={tmp_path / 'reward.py'}", "train.checkpoint_frequency=100")
-    done = grpo(tmp_path / "run", *QUICK, *options)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "is -0.5; scale 'group_mean' divides" in done.stderr
-    assert "The steps before are saved." in done.stderr
+    with pytest.raises(RunFailed, match=r"is -0\.5; scale 'group_mean' divides.* The steps before are saved\."):
+        train(composed("grpo_cpu", *QUICK, *options), tmp_path / "run")
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["checkpoint_000002.pt"]
     assert state_of(tmp_path / "run")[0] == "failed"
 
@@ -141,28 +128,28 @@ def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:
     assert str(tmp_path / "file") in done.stderr  # libraries may say lines of their own after it
 
 
-def test_damaged_checkpoints(tmp_path: Path, grpo) -> None:
+def test_damaged_checkpoints(tmp_path: Path) -> None:
     """The newest: the one before is taken. All of them: a sentence."""
     run_dir = tmp_path / "run"
     options = (*QUICK, "train.checkpoint_frequency=1", "optimizer.schedule=constant")
-    assert grpo(run_dir, *options).returncode == 0
-    whole = metrics(run_dir)
+    assert train(composed("grpo_cpu", *options), run_dir) == 4
+    whole, log = metrics(run_dir), run_dir / "training.log"
+    before = log.read_text()
     newest = max((run_dir / "checkpoints").glob("checkpoint_*.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 0xFF
     newest.write_bytes(data)
-    done = grpo(run_dir, *options, "train.resume=auto", "train.total_dialog_turns=80")
-    assert done.returncode == 0, done.stderr
-    assert newest.name in done.stderr
-    assert "after 3 steps" in done.stderr
+    longer = (*options, "train.resume=auto", "train.total_dialog_turns=80")
+    assert train(composed("grpo_cpu", *longer), run_dir) == 5
+    after = log.read_text().removeprefix(before)
+    assert newest.name in after
+    assert "after 3 steps" in after
     assert without_clock(metrics(run_dir)[:4]) == without_clock(whole)
     assert len(metrics(run_dir)) == 5
     for path in (run_dir / "checkpoints").glob("checkpoint_*.pt"):
         path.write_bytes(path.read_bytes()[:100])
-    done = grpo(run_dir, *options, "train.resume=auto", "train.total_dialog_turns=96")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "restore one from a backup" in done.stderr
+    with pytest.raises(RunFailed, match="restore one from a backup"):
+        train(composed("grpo_cpu", *longer, "train.total_dialog_turns=96"), run_dir)
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
@@ -172,13 +159,8 @@ def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:
         f"import pathlib, time\ndef wait(completions, **columns):\n    pathlib.Path({str(marker)!r}).touch()\n"
         "    time.sleep(3600)\n"
     )
-    options = [option for option in QUICK if option != "check.mode=off"]
-    options += [
-        "env.reward_workers=1",
-        "env.timeout_s=3600",
-        f"reward.path={tmp_path / 'reward.py'}",
-        "reward.name=wait",
-    ]
+    options = (*QUICK, "check.mode=strict", "env.reward_workers=1", "env.timeout_s=3600")
+    options += (f"reward.path={tmp_path / 'reward.py'}", "reward.name=wait")
     done = signalled(signal.SIGINT, marker.exists, tmp_path / "run", *options, times=3)
     assert done.code == 130, done.stderr
     assert "interrupted; nothing was saved" in done.stderr

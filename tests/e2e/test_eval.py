@@ -13,26 +13,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.cli import main
-from sota_grpo.run.app import train
-from tests.config.test_config import composed
-from tests.e2e.conftest import SMALL, metrics
-
-OPTIONS = (
-    *(*SMALL, "engine=transformers", "check.mode=off", "train.total_dialog_turns=32"),
-    *("env.reward_workers=0", "env.num_heldout=32"),
-    *("eval.num_samples=16", "eval.avg_at_k=4", "eval.every=0", "optimizer.lr=1e-3", "inference_model.max_tokens=48"),
-)
-LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
-
-
-def trained(folder: Path, *overrides: str) -> Path:
-    assert train(composed("grpo_cpu", *OPTIONS, *overrides), folder) == 2
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("eval") / "run", *LORA)
+from tests.e2e.conftest import metrics
 
 
 def evaluated(folder: Path, *arguments: str) -> dict:
@@ -82,9 +63,6 @@ def test_a_model_is_measured_with_the_preset_of_its_task(tmp_path: Path, capsys:
     assert [actual[name] for name in ("model", "task", "k", "temperature", "seed")] == ["tiny", "arithmetic", 4, 0.5, 3]
     assert list(actual["pass_at_k"]) == ["1", "2", "4"]
     assert actual["pass_at_k"]["1"] == {name: actual["sampled"][name] for name in ("accuracy", "stderr")}
-    assert actual == evaluated(tmp_path, *command, "--temperature", "0.5", "--seed", "3") | {
-        "seconds": actual["seconds"]
-    }
     assert "pass@4" in capsys.readouterr().out
 
 
@@ -105,7 +83,6 @@ def test_a_gain_is_that_of_the_same_problems(run_dir: Path, tmp_path: Path, caps
         (("--num-samples", "8"), "other problems"),
         (("inference_model.max_tokens=40",), "not 40"),
         (("model.quantization=nf4",), "model.quantization=nf4 has no effect: the evaluated model is that of"),
-        (("--step", "7"), "has no checkpoint after 7 steps; choose from 2."),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["eval", str(run_dir), *common, *other, "--against", str(before)])
@@ -132,10 +109,8 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
         (["tiny", "--step", "3"], "needs a run, and tiny is not one"),
         (["tiny", "model.name=smollm2"], "model.name=smollm2 has no effect: the evaluated model is tiny; leave it out"),
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
-        (["tiny", "--config-name", "grpo_cpus"], "There is no config grpo_cpus"),
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
-        (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
         (["tiny", "--out", "a.json", "--responses", "./a.json"], "--out and --responses both write a.json; give two"),
         (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),

@@ -14,23 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sota_grpo.cli import main
 from sota_grpo.policy.load import resolve_model_path
-from sota_grpo.run.app import train
-from tests.config.test_config import composed
-from tests.e2e.conftest import SMALL, metrics
-
-OPTIONS = (
-    *(*SMALL, "engine=transformers", "check.mode=off", "train.total_dialog_turns=32"),
-    *("env.reward_workers=0", "env.num_heldout=32"),
-    *("eval.num_samples=16", "env.max_samples=40", "train.checkpoint_frequency=1", "optimizer.lr=1e-3"),
-)
-LORA = ("train_model.lora.enabled=true", "train_model.lora.r=4")
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export") / "run"
-    assert train(composed("grpo_cpu", *OPTIONS, *LORA), folder) == 2
-    return folder
+from tests.e2e.conftest import metrics
 
 
 def export(*arguments: object) -> None:

@@ -22,7 +22,7 @@ RUN = (
 def test_a_judge_that_is_gone_ends_the_run_and_a_resumed_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"timeout_s": 20.0, "gone_s": 2.0, "first_pause_s": 0.05}.items():
+    for name, value in {"timeout_s": 20.0, "gone_s": 0.5, "first_pause_s": 0.05}.items():
         monkeypatch.setitem(JudgeClient.__init__.__kwdefaults__, name, value)
     with FakeJudge() as fake:
         judged = (f"reward.judge.url={fake.url}", "env.mixture={a: {}, b: {judge_weight: 0}}")

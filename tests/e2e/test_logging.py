@@ -41,7 +41,7 @@ def test_everything_that_is_measured_reaches_wandb_and_tensorboard(tmp_path: Pat
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
     run_dir = tmp_path / "run"
-    options = ("engine=scripted", "check.mode=off", "train.export_hf=false")
+    options = ("engine=scripted", "check.mode=off", "train.export_hf=false", "env.reward_workers=0")
     options += ("policy.kl_coef=0.01", "algorithm.entropy_coef=0.01")
     sinks = (
         "logging.wandb=offline",
@@ -83,6 +83,7 @@ def test_a_killed_sweep_with_every_copy_and_a_report_is_resumed(tmp_path: Path, 
         "train.total_dialog_turns=96",
         "train.checkpoint_frequency=2",
         "env.num_heldout=8",
+        "env.reward_workers=0",
         "logging.wandb_kwargs={project: p}",
     )
     sweep += ("logging.sinks=[tensorboard]", f"hydra.sweep.dir={tmp_path}/sweep", "seed=1,2")

@@ -82,6 +82,7 @@ def installed(tmp_path: Path) -> Path:
 
 def test_a_task_of_a_package_trains(installed: Path, tmp_path: Path, grpo) -> None:
     options = ("env.dataset=riddles", "env.max_samples=16", "train.total_dialog_turns=32", "logging.sinks=[lines]")
+    options += ("train.export_hf=false", "logging.report=false")
     done = grpo(tmp_path / "run", *SMALL, *options, env={"PYTHONPATH": str(installed)})
     assert done.returncode == 0, done.stderr
     assert {"0 True", "1 True"} <= {*(tmp_path / "run" / "lines.txt").read_text().splitlines()}

@@ -32,25 +32,22 @@ result = sota_grpo.train("grpo_cpu", reward=brief, dataset=rows, overrides={over
 print("STEPS", len(result.metrics), result.finished)
 """
 NO_HELDOUT = tuple(option for option in SMALL if not option.startswith("env.num_heldout="))  # a tenth of the rows is
-OPTIONS = (*NO_HELDOUT, "engine=transformers", "eval.mode=off", "train.checkpoint_frequency=1", "logging.report=false")
-
-
-def script(folder: Path, *overrides: str) -> list[str]:
-    path = folder / "mine.py"
-    path.write_text(SCRIPT.format(overrides=[*OPTIONS, *overrides], run_dir=str(folder / "run")))
-    return [str(path)]
+OPTIONS = (
+    *(*NO_HELDOUT, "engine=transformers", "check.mode=off", "eval.mode=off", "train.export_hf=false"),
+    *("train.checkpoint_frequency=1", "logging.report=false", "train.total_dialog_turns=32"),
+)
 
 
 def test_from_python_and_from_the_command_line_it_is_the_same_run(tmp_path: Path, grpo, fork_server) -> None:
     """Same numbers, but for the clock: the rows in a file, the function in a file; a worker grades."""
-    options = ("train.total_dialog_turns=32",)
-    fork_server.run(script(tmp_path, *options), cwd=tmp_path).require("the script")
+    (tmp_path / "mine.py").write_text(SCRIPT.format(overrides=[*OPTIONS], run_dir=str(tmp_path / "run")))
+    fork_server.run([str(tmp_path / "mine.py")], cwd=tmp_path).require("the script")
     rows = [json.dumps({"prompt": f"How much is {n} + 1?", "answer": str(n + 1)}) for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text(SCRIPT.split("rows =")[0].replace("import sota_grpo", ""))
     table = ("env.dataset=table", f"env.dataset_path={tmp_path / 'rows.jsonl'}", "env.num_heldout=4")
     reward = (f"reward.path={tmp_path / 'reward.py'}", "reward.name=brief")
-    done = grpo(tmp_path / "other", *OPTIONS, *options, *table, *reward)
+    done = grpo(tmp_path / "other", *OPTIONS, *table, *reward)
     assert done.returncode == 0, done.stderr
     assert without_clock(metrics(tmp_path / "run")) == without_clock(metrics(tmp_path / "other"))
     result = Result(tmp_path / "run")

@@ -16,10 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sota_grpo.errors import RunFailed
+from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import resolve_model_path
 from sota_grpo.recording.progress import Progress
 from sota_grpo.recording.run_files import FAILURE_FILE, read_json
+from sota_grpo.recording.stored_steps import StoredStep, read_step, stored_steps
 from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.e2e.conftest import SMALL, final_weights, metrics, without_clock
@@ -53,54 +54,53 @@ def after_rows(run_dir: Path, count: int, delay_s: float = 0.0) -> Callable[[], 
     return moment
 
 
+def content(stored: StoredStep) -> tuple:
+    """All but the clock and the machine, as plain values."""
+    rows = [
+        {str(name): value.tolist() for name, value in row.items() if isinstance(value, torch.Tensor)}
+        for row in stored.rows
+    ]
+    return without_clock([stored.metrics]), rows, stored.samples
+
+
 def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled) -> None:
-    """With the sets that top-p keeps, which travel with the tokens."""
+    """With the sets that top-p keeps, which travel with the tokens. Each later start finds the run by itself."""
     options = (*SCRIPTED, "engine=transformers", "env.reward_workers=1", "train.total_dialog_turns=96")
     options += ("inference_model.top_p=0.9", "inference_model.temperature=1.5")
     options += ("algorithm.entropy_target=9", "algorithm.top_entropy_quantile=0.5")  # it grows each step
-    whole = grpo(tmp_path / "whole", *options)
-    assert whole.returncode == 0, whole.stderr
-    run_dir, again = tmp_path / "killed", (*options, "train.resume=auto")
-    for kill in random.sample(range(2), 2):
-        moment = mid_checkpoint(run_dir) if kill == 0 else after_rows(run_dir, 2, random.uniform(0, 0.1))
-        assert signalled(signal.SIGKILL, moment, run_dir, *again).code == -signal.SIGKILL
-    last = grpo(run_dir, *again)
+    whole = tmp_path / "whole"
+    done = grpo(whole, *options)
+    assert done.returncode == 0, done.stderr
+    run_dir, *others = (tmp_path / "outputs" / f"2026-01-0{day}" / "10-00-00" for day in (1, 2, 3))
+    again = (*options, "train.resume=auto")
+    for kill, started in zip(random.sample(range(2), 2), (run_dir, others[0])):
+        moment = mid_checkpoint(run_dir) if kill == 0 else after_rows(run_dir, 3, random.uniform(0, 0.1))
+        assert signalled(signal.SIGKILL, moment, started, *again).code == -signal.SIGKILL
+    last = grpo(others[1], *again)
     assert last.returncode == 0, last.stderr
-    assert without_clock(metrics(run_dir)) == without_clock(metrics(tmp_path / "whole"))
+    assert re.search(rf"Continuing {run_dir} after [1-6] steps?\.", last.stderr)
+    assert not any(other.exists() for other in others)
+    assert without_clock(metrics(run_dir)) == without_clock(metrics(whole))
     coefs = [row["entropy_coef"] for row in metrics(run_dir) if "entropy_coef" in row]
     assert len(coefs) > 2
     assert coefs == sorted(set(coefs))
-    mine, theirs = final_weights(run_dir), final_weights(tmp_path / "whole")
+    mine, theirs = final_weights(run_dir), final_weights(whole)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, tmp_path / "whole")]
+    rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, whole)]
     assert rollouts[0] == rollouts[1]
+    stored = [[content(read_step(path)) for path in stored_steps(each)] for each in (run_dir, whole)]
+    assert len(stored[0]) == 6
+    assert stored[0] == stored[1]
 
 
-def test_resume_finds_the_newest_unfinished_run_by_itself(tmp_path: Path, grpo, signalled) -> None:
-    options = (*SCRIPTED, "eval.mode=off", "train.total_dialog_turns=96")
-    first = tmp_path / "outputs" / "2026-01-01" / "10-00-00"
-    signalled(signal.SIGKILL, after_rows(first, 2), first, *options)
-    second = tmp_path / "outputs" / "2026-01-02" / "10-00-00"
-    done = grpo(second, *options, "train.resume=auto", "train.micro_batch_tokens=512")  # an option that is free
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"Continuing {first} after [1-6] steps", done.stderr)
-    assert [row["step"] for row in metrics(first)] == list(range(6))
-    assert not second.exists()
-    again = grpo(second, *options, "train.resume=auto")  # nothing unfinished is left: a fresh run
-    assert again.returncode == 0
-    assert f"There is no checkpoint to resume: starting a new run in {second}" in again.stderr
-    assert [row["step"] for row in metrics(second)] == list(range(6))
-
-
-def test_a_finished_run_that_is_made_longer_equals_the_long_one(tmp_path: Path, grpo) -> None:
+def test_a_finished_run_that_is_made_longer_equals_the_long_one(tmp_path: Path) -> None:
     options = (*SCRIPTED, "eval.num_samples=4", "train.total_dialog_turns=32")
     options += ("optimizer.schedule=constant",)  # a learning rate that does not depend on the length of the run
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    assert grpo(run_dir, *options).returncode == 0
-    longer = (*options, "train.total_dialog_turns=64")
-    assert grpo(tmp_path / "fresh", *longer, f"train.resume={run_dir}").returncode == 0
-    assert grpo(whole, *longer).returncode == 0
+    run_dir, whole, longer = tmp_path / "run", tmp_path / "whole", (*options, "train.total_dialog_turns=64")
+    assert train(composed("grpo_cpu", *options), run_dir) == 2
+    assert train(composed("grpo_cpu", *longer, f"train.resume={run_dir}"), tmp_path / "fresh") == 4
+    assert train(composed("grpo_cpu", *longer), whole) == 4
     assert without_clock(metrics(run_dir)) == without_clock(metrics(whole))
 
 
@@ -114,17 +114,17 @@ def test_ctrl_c_saves_the_step_and_exits(tmp_path: Path, signalled) -> None:
     assert newest.stem == f"checkpoint_{len(metrics(run_dir)):06d}"
 
 
-def test_a_run_does_not_continue_over_another_base_model(tmp_path: Path, grpo) -> None:
+def test_a_run_does_not_continue_over_another_base_model(tmp_path: Path) -> None:
     """Of an adapter a checkpoint has no weight of the base."""
     folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
-    options = (*SCRIPTED, f"model.name={folder}", "train_model.lora.enabled=true", "train.total_dialog_turns=32")
-    assert grpo(tmp_path / "run", *options).returncode == 0
+    options = (*SCRIPTED, "eval.mode=off", f"model.name={folder}", "train_model.lora.enabled=true")
+    assert train(composed("grpo_cpu", *options, "train.total_dialog_turns=16"), tmp_path / "run") == 1
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 1.1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    done = grpo(tmp_path / "run", *options, "train.resume=auto", "train.total_dialog_turns=64")
-    assert done.returncode == 2, done.stderr
-    assert "was started with other files of model.name" in done.stderr
+    save_file(weights, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    (tmp_path / "other.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"was started with other files of model\.name"):
+        train(composed("grpo_cpu", *options, "train.resume=auto", "train.total_dialog_turns=32"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -145,13 +145,12 @@ def test_a_run_whose_console_goes_away_continues_and_saves_at_a_hangup(
     monkeypatch.setattr(console, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", console)
     monkeypatch.setattr(Progress, "update", hang_up)
-    options = (*SCRIPTED, "eval.mode=off", "logging.report=true")
-    assert train(composed("grpo_cpu", *options, "train.checkpoint_frequency=100"), tmp_path) == 2
+    options = (*SCRIPTED, "eval.mode=off", "logging.report=true", "train.checkpoint_frequency=100")
+    assert train(composed("grpo_cpu", *options), tmp_path) == 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_000002.pt"]
     log = (tmp_path / "training.log").read_text()
     assert log.count("cannot be written (Broken pipe); its further output is discarded") == 1
     assert log.count("SIGHUP: stopping after this step") == 1
-    assert train(composed("grpo_cpu", *options, "train.resume=auto"), tmp_path) == 4
     console.close()  # what was not written does not fail the process at its end
 
 

@@ -16,7 +16,10 @@ from tests.forked import Done, ForkServer
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra slurm is not installed")
 
-QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "train.resume=auto")
+QUICK = (
+    *(*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "train.resume=auto"),
+    "env.reward_workers=0",
+)
 
 
 @pytest.fixture

@@ -10,7 +10,10 @@ import pytest
 
 from tests.e2e.conftest import SMALL
 
-QUICK = (*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false")
+QUICK = (
+    *(*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false"),
+    *("train.total_dialog_turns=16", "env.reward_workers=0"),
+)
 
 
 def has(package: str) -> bool:

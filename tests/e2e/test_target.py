@@ -1,4 +1,7 @@
-"""A run ends at its target score, on whatever step that is, and keeps its best checkpoint."""
+"""A run ends at its target score, on whatever step that is, and keeps its best checkpoint.
+
+One with workers: tests/e2e/test_replay.py.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +61,14 @@ def test_a_run_ends_at_its_target_and_says_so_again(
 ) -> None:
     scoring(0.1, 0.45, 0.5, 0.2, 0.3)
     run_dir, sentence = tmp_path / "run", "eval.target=0.5 was reached after 2 steps: 50.0 %"
-    assert run(run_dir, "eval.target=0.5", "train.export_hf=true") == 2
+    launch(composed("grpo_cpu", *OPTIONS, "eval.target=0.5", "train.export_hf=true"), run_dir)  # no KeyboardInterrupt
     assert sentence in capsys.readouterr().out.splitlines()
     assert checkpoints(run_dir) == [2]
     assert exported_steps(run_dir, composed("grpo_cpu", *OPTIONS, "train.export_hf=true")) == 2
     before = metrics(run_dir)
     assert [row["step"] for row in before] == [0, 0, 1, 1, 2]
     again = ("train.resume=auto", "train.export_hf=true")
-    assert run(run_dir, "eval.target=0.4", *again) == 2
+    launch(composed("grpo_cpu", *OPTIONS, "eval.target=0.4", *again), run_dir)
     assert f"The run in {run_dir} is already finished. {sentence}.\n" in capsys.readouterr().out
     assert metrics(run_dir) == before
     assert run(run_dir, "eval.target=0.6", *again) == 4, "a higher target continues the run"
@@ -76,13 +79,6 @@ def test_a_run_ends_at_its_target_and_says_so_again(
         return [row for row in without_clock(metrics(path)) if "eval/accuracy" not in row]
 
     assert steps(run_dir) == steps(tmp_path / "whole")
-
-
-def test_a_run_at_its_target_is_no_interrupted_one(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.1, 0.5, 0.1, 0.1)
-    for options in ((), ("train.resume=auto",)):
-        launch(composed("grpo_cpu", *OPTIONS, "eval.target=0.5", *options), tmp_path)
-    assert json.loads((tmp_path / "run.json").read_text())["reached"]["step"] == 1
 
 
 def test_a_run_that_was_killed_before_it_could_say_so_ends_as_well(
@@ -118,17 +114,6 @@ def test_without_the_evaluation_before_training_the_first_is_after_some_steps(
     scoring(0.9, 0.1, 0.5, 0.1, 0.1)
     assert run(tmp_path, "eval.target=0.5", "eval.mode=after", "eval.every=2") == 2
     assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == [2]
-
-
-@pytest.mark.slow
-def test_an_asynchronous_run_ends_at_its_target(tmp_path: Path, grpo: Callable) -> None:
-    """The embedded policy answers two of five arithmetic problems before it is trained."""
-    options = ("engine=transformers", "check.mode=off", "eval.mode=after", "eval.every=1", "eval.num_samples=32")
-    options += ("eval.target=0.05", "train.keep_best=eval/accuracy", "inference_model.max_tokens=96")
-    done = grpo(tmp_path, *SMALL, *options, script="grpo-async.py")
-    assert done.returncode == 0, done.stderr
-    assert "eval.target=0.05 was reached after 1 step:" in done.stdout
-    assert find_checkpoint(tmp_path, "best")[0] == 1
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None]) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sota_grpo.policy.load import load_model
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.run.app import train
+from sota_grpo.training.gate import CHECKS
 from tests.config.test_config import ALGORITHMS, composed
 from tests.e2e.conftest import SMALL, final_weights, metrics
 
@@ -22,6 +23,7 @@ BASE = (
     "check.mode=strict",
     "eval.mode=off",
     "train.total_dialog_turns=32",
+    "train.export_hf=false",
     "env.reward_workers=0",
     "env.num_heldout=32",
     "logging.report=false",
@@ -49,8 +51,7 @@ def rollouts(tmp_path: Path) -> list[dict]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_preset_trains(algorithm: str, tmp_path: Path) -> None:
     seed = 3 if algorithm == "pass_at_k" else 0  # a group with a single right response is rare
-    beside = () if algorithm == "grpo" else ("check.mode=off", "train.export_hf=false")  # the same for all
-    rows = run(tmp_path, f"algorithm={algorithm}", "policy.kl_coef=0.01", f"seed={seed}", *beside)
+    rows = run(tmp_path, f"algorithm={algorithm}", "policy.kl_coef=0.01", f"seed={seed}", "check.mode=off")
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
         assert set(ALWAYS) <= row.keys()
@@ -63,8 +64,9 @@ def test_every_preset_trains(algorithm: str, tmp_path: Path) -> None:
 
 def test_the_policy_learns(tmp_path: Path) -> None:
     rows = run(tmp_path, "env.num_envs=64", "env.repeats=8", "train.dialog_turns_per_batch=64",
-               "train.optim_batch_size=64", "train.total_dialog_turns=640", "inference_model.max_tokens=96",
-               "optimizer.lr=3e-4")  # fmt: skip
+               "train.optim_batch_size=64", "train.total_dialog_turns=384", "inference_model.max_tokens=64",
+               "optimizer.lr=3e-4", "check.mode=off")  # fmt: skip
+    assert (rows[0]["kl"], rows[0]["time/ref_s"]) == (None, 0)  # no reference
     first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert last > first + 0.15, [row["reward"] for row in rows]
 
@@ -74,7 +76,6 @@ def test_the_policy_learns(tmp_path: Path) -> None:
     [
         ("train_model.lora.enabled=true", "optimizer.lr=1e-2"),
         ("train_model.gradient_checkpointing=true", "algorithm.entropy_coef=0.01"),
-        ("train.epochs=2", "train.optim_batch_size=8", "algorithm.correction=token"),
         ("algorithm.drop_truncated=true", "algorithm.overlong_buffer=8"),
     ],
     ids=lambda overrides: ",".join(overrides),
@@ -92,8 +93,18 @@ def test_mixed_precision_trains(precision: str, tmp_path: Path) -> None:
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
-    rows = run(tmp_path, "eval.mode=on", "eval.every=1", "eval.avg_at_k=2", "env.reward_workers=1")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with evaluations, a reference, a report and an export."""
+    folder = tmp_path_factory.mktemp("measured")
+    options = ("eval.mode=on", "eval.every=1", "eval.avg_at_k=2", "env.reward_workers=1", "policy.kl_coef=0.01")
+    options += ("optimizer.lr=1e-2", "optimizer.warmup_steps=0", "train.checkpoint_frequency=1")
+    run(folder, *options, "logging.report=true", "train.export_hf=true")
+    return folder / "run"
+
+
+def test_evaluation_rows_and_their_errors(measured: Path) -> None:
+    rows = metrics(measured)
     actual = [row for row in rows if "eval/accuracy" in row]
     assert [row["step"] for row in actual] == [0, 1, 2]
     for row in actual:
@@ -102,7 +113,7 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
         assert 0 <= row["eval/avg_at_k"] <= 1
     clocks = {name for name in METRICS if name.startswith("time/")} - {"time/wait_s"}  # which is of mode=async
     assert clocks <= set().union(*rows)
-    lines = (line.partition("recording.progress: ") for line in (tmp_path / "run" / "training.log").open())
+    lines = (line.partition("recording.progress: ") for line in (measured / "training.log").open())
     stages = [sentence.strip() for _, ours, sentence in lines if ours and "so far" not in sentence]
     assert [stage.partition(" ")[0] for stage in stages] == [
         *("Reading", "Loading", "Starting", "Building", "Waiting", "Sending", "Checking", "Evaluating", "The", "The"),
@@ -110,18 +121,30 @@ def test_evaluation_rows_and_their_errors(tmp_path: Path) -> None:
     assert stages[-1] == "The first step is done."
 
 
-def test_two_runs_of_one_seed_are_one_run_whose_export_is_the_trained_policy(tmp_path: Path) -> None:
-    """Adapters: tests/e2e/test_export.py."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        rows = run(tmp_path / name, "optimizer.lr=1e-2", "optimizer.warmup_steps=0")
-        assert (rows[0]["kl"], rows[0]["time/ref_s"]) == (None, 0)  # no reference
-    mine, theirs = (final_weights(tmp_path / name / "run") for name in ("a", "b"))
-    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    assert rollouts(tmp_path / "a") == rollouts(tmp_path / "b")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "run" / "hf")
-    assert all(torch.equal(value, mine[f"model.{name}"]) for name, value in exported.named_parameters())
+def test_a_run_leaves_a_report_of_what_it_did(measured: Path) -> None:
+    """Its gate and its stored steps included."""
+    page = (measured / "report.html").read_text(encoding="utf-8")
+    shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    assert (shown["state"], shown["done"]) == ("finished", 2)
+    checks = [check["passed"] for check in shown["gate"]["checks"]]
+    assert checks == [True] * (len(CHECKS) + 1)  # that of the reference, too
+    rewards = [row["reward"] for row in metrics(measured) if "reward" in row]
+    assert [value for value in shown["columns"]["reward"]["v"] if value is not None] == pytest.approx(rewards, rel=1e-4)
+    assert shown["record"]["stored"] == [0, 1]
+    first, *_ = (group for group in shown["groups"] if group["whole"] and group["step"] == 0)
+    assert len(first["samples"]) == 4
+    for sample in first["samples"]:  # the first policy is engine, trainer and reference in one
+        assert "".join(sample["pieces"])
+        assert sample["ratio"] == pytest.approx([1.0] * len(sample["pieces"]), abs=1e-3)
+        assert sample["kl"] == pytest.approx([0.0] * len(sample["pieces"]), abs=1e-6)
+        assert max(sample["entropy"]) > 0
+
+
+def test_the_export_is_the_trained_policy(measured: Path) -> None:
+    """Of an adapter: tests/e2e/test_export.py."""
+    weights, exported = final_weights(measured), AutoModelForCausalLM.from_pretrained(measured / "hf")
+    assert all(torch.equal(value, weights[f"model.{name}"]) for name, value in exported.named_parameters())
     base = load_model("tiny")
     moved = [n for (n, a), b in zip(exported.named_parameters(), base.parameters()) if not torch.equal(a, b)]
     assert any("q_proj" in name for name in moved)
-    assert AutoTokenizer.from_pretrained(tmp_path / "a" / "run" / "hf").chat_template
+    assert AutoTokenizer.from_pretrained(measured / "hf").chat_template

@@ -13,6 +13,7 @@ import pytest
 
 from tests.docs.markdown import ROOT, blocks, commands
 from tests.e2e.conftest import command, metrics
+from tests.e2e.running import require_every_prompt_once
 from tests.two_nodes import TwoNodes, two_nodes, why_not
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
@@ -75,14 +76,6 @@ def train(nodes: TwoNodes, run_dir: Path, *more: str) -> Popen:
     return nodes.start(0, *command(run_dir, *options, script="grpo-async.py"))
 
 
-def require_each_prompt_once(run_dir: Path) -> None:
-    rows = [row for row in metrics(run_dir) if "reward" in row]
-    assert [row["step"] for row in rows] == list(range(STEPS))
-    lines = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-    steps = {(row["group_id"], row["step"]) for row in lines}
-    assert sorted(group for group, _ in steps) == list(range(4 * STEPS))
-
-
 def require_shared(nodes: TwoNodes, run_dir: Path) -> None:
     """``sota-grpo doctor`` sees both nodes, and that both can write to the run directory."""
     line = ("-m", "sota_grpo.cli", "doctor", "--address", nodes.address, "--run-dir", str(run_dir), "--json")
@@ -129,7 +122,7 @@ def test_a_link_that_is_cut_costs_no_prompt_and_weights_cross_it_once(tmp_path: 
         assert nodes.workers(1)
         require_cut_is_borne(nodes, run, run_dir, 60.0)
         ends_well(nodes, run)
-    require_each_prompt_once(run_dir)
+    require_every_prompt_once(run_dir, 4 * STEPS)
     assert metrics(run_dir)[-1]["workers/restarts"] == 0
 
 
@@ -148,7 +141,7 @@ def test_a_node_that_is_taken_for_dead_ends_and_the_run_continues(tmp_path: Path
         assert not nodes.workers(1)
         nodes.join(1)
         ends_well(nodes, train(nodes, run_dir))
-    require_each_prompt_once(run_dir)
+    require_every_prompt_once(run_dir, 4 * STEPS)
 
 
 def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> None:
@@ -171,4 +164,4 @@ def test_a_node_that_dies_and_one_that_joins_cost_no_prompt(tmp_path: Path) -> N
         if had_learner:
             run = train(nodes, run_dir)
         ends_well(nodes, run)
-    require_each_prompt_once(run_dir)
+    require_every_prompt_once(run_dir, 4 * STEPS)

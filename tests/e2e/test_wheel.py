@@ -75,13 +75,22 @@ def test_the_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel: Pat
     assert {f"sota_grpo/{name}" for name in needed} <= names(wheel)
 
 
-def test_the_program_names_its_commands(python: Path, tmp_path: Path) -> None:
+def test_the_program_names_its_commands_and_python_finds_the_presets(python: Path, tmp_path: Path) -> None:
     """What each says of itself: tests/unit/test_first_words.py."""
     program = str(python.parent / "sota-grpo")
     commands = run([program, "-sc", "query=bash"], tmp_path, COMP_LINE="sota-grpo ").split()
     assert len(commands) == 10
     text = run([program, "--help"], tmp_path)
     assert all(command in text for command in commands)
+    code = (
+        "import sota_grpo, sota_grpo.run.entry as entry\n"
+        "print(sota_grpo.__version__, sota_grpo.__file__, entry.CONFIG_DIR, sota_grpo.train.__name__)"
+    )
+    version, file, presets, name = run([str(python), "-c", code], tmp_path).split()
+    assert version[0].isdigit()
+    assert Path(file).is_relative_to(python.parents[1])
+    assert Path(presets) == Path(file).parent / "presets"
+    assert name == "train"
 
 
 def test_it_trains_where_no_checkout_is(python: Path, tmp_path: Path) -> None:
@@ -93,21 +102,3 @@ def test_it_trains_where_no_checkout_is(python: Path, tmp_path: Path) -> None:
     assert len([row for row in metrics(run_dir) if "reward" in row]) == 2
     assert (run_dir / "hf" / "model.safetensors").is_file()
     assert f"Run directory: {run_dir}" in output
-
-
-def test_it_trains_from_python(python: Path, tmp_path: Path) -> None:
-    code = (
-        "import sota_grpo, sota_grpo.run.entry as entry\n"
-        "print(sota_grpo.__version__, sota_grpo.__file__, entry.CONFIG_DIR)\n"
-        "def f(completions, **columns): return [float(len(text)) for text in completions]\n"
-        "rows = [{'prompt': str(n), 'answer': 'x'} for n in range(20)]\n"
-        "options = ['engine=scripted', 'check.mode=off', 'eval.mode=off', 'train.total_dialog_turns=128']\n"
-        "print(len(sota_grpo.train('grpo_cpu', reward=f, dataset=rows, overrides=options).metrics))\n"
-    )
-    (tmp_path / "mine.py").write_text(code)
-    output = run([str(python), "mine.py"], tmp_path).split()
-    version, file, presets = output[:3]
-    assert version[0].isdigit()
-    assert Path(file).is_relative_to(python.parents[1])
-    assert Path(presets) == Path(file).parent / "presets"
-    assert output[-1] == "1"

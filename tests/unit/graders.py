@@ -64,10 +64,6 @@ def tame(response: str, example: Example) -> Score:
         time.sleep(float(rest))
     if mood == "quit":
         raise SystemExit(rest)
-    if mood == "interrupt":
-        raise KeyboardInterrupt
-    if mood == "memory":
-        raise MemoryError
     if mood == "nan":
         return Score({"right": float("nan"), "length": 0.0}, False)
     right = rest == example.answer

@@ -100,7 +100,7 @@ def test_log_probs_of_random_episodes_are_those_that_were_sampled() -> None:
     tokenizer, model = load_tokenizer("tiny"), load_model("tiny")
     options = EngineOptions("tiny", engine="transformers", device="cpu", eos_token_ids=end_token_ids(tokenizer))
     engine = Counted(make_engine(options))
-    task = make_task("arithmetic", num_train=250, num_heldout=2)
+    task = make_task("arithmetic", num_train=100, num_heldout=2)
     grader = SimpleNamespace(scores=None)
     env = PromptSource(task, tokenizer, repeats=4, grader=grader, multi_turn=True)
     policy = CausalPolicy(model)
@@ -119,5 +119,5 @@ def test_log_probs_of_random_episodes_are_those_that_were_sampled() -> None:
                 mask = padded[keys.ASSISTANT_MASK]
                 assert float((computed - padded[keys.LOG_PROBS])[mask].abs().max()) < 1e-4
                 trained += int(mask.sum())
-        assert len(requests) * 4 == 1000
-        assert trained == engine.sampled > 10_000
+        assert len(requests) * 4 == 400
+        assert trained == engine.sampled > 4_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.dialogs import DialogEngine, Rules, ToolResponder, TurnTokens
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, SampledText, Sampling
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.toolbox import load
 from sota_grpo.tasks.wrappers import with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
+from tests.forked import ForkLauncher
+from tests.process_rigs import wait_for
 from tests.unit.test_tool_calls import FORMATS, make_tokenizer
 
 SEED = random.randrange(1 << 30)
@@ -32,9 +31,6 @@ SAMPLING = Sampling(max_tokens=200)
 COUNTER = '''
 import os
 import random
-import time
-import signal
-import time
 
 
 class Counter:
@@ -79,6 +75,14 @@ class Counter:
     def get_reward(self):
         return float(self.total)
 '''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_fork() -> Iterator[None]:
+    """Each worker is a fork of a process that has imported what it imports."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -302,19 +306,6 @@ def test_prompts_that_differ_share_what_they_begin_with(tokenizer: Any) -> None:
             assert mask == [False] * num_inserted + [True] * 3
 
 
-def test_rows_rewards_and_metrics_of_a_group(tokenizer: Any, instances: Instances) -> None:
-    lines = lambda index: [call("add", amount=10 * index), "Done."]  # noqa: E731
-    world = World(tokenizer, instances, lines)
-    rollouts = Rollouts(world.env, world.dialogs)
-    (group,) = rollouts.stream([Prompt(3, Example("Count!", "1", {"luck": True, "start": 1}), 3, seed=SEED)], SAMPLING)
-    assert [float(row["next", "reward"]) for row in group.rows] == [1.0, 11.0, 21.0]
-    assert [row[keys.RESPONSE_TEXT] for row in group.rows] == ["Done."] * 3
-    assert all(json.loads(row[keys.REWARD_INFO])["tool_calls"] == 1 for row in group.rows)
-    for row, sample in zip(group.rows, group.samples):
-        assert torch.equal(row["tokens", "full"][len(row["tokens", "prompt"]) :], sample.token_ids)
-        assert "You begin with" in tokenizer.decode(row["tokens", "prompt"])
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 def test_an_abandoned_dialog_gives_its_instances_back(tokenizer: Any, instances: Instances, is_open: bool) -> None:
     dropped: list[int] = []
@@ -345,11 +336,12 @@ def test_an_abandoned_dialog_gives_its_instances_back(tokenizer: Any, instances:
         for _ in range(3):
             world.dialogs.advance()
     done.cancel()
-    for _ in range(400):  # those that are being opened are given back once they are there
-        if len(dropped) == 3:
-            break
+
+    def are_back() -> bool:  # those that are being opened are given back once they are there
         world.dialogs.advance()
-        time.sleep(0.05)
+        return len(dropped) == 3
+
+    wait_for(are_back)
     assert len({*dropped}) == 3
 
 

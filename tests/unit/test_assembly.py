@@ -68,7 +68,7 @@ def with_vllm(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
     """One GPU: in turns. More: the engine has its own."""
     gpus(count)
@@ -140,7 +140,6 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
     [
         (["train_model.lora.enabled=true"], False),
         (["train_model.lora.enabled=true", "ref_model.num_devices=1"], True),
-        (["train_model.lora.enabled=true", "ref_model.devices=[0]"], True),
         ([], True),
     ],
 )
@@ -258,9 +257,7 @@ def test_an_unknown_attention_is_a_sentence() -> None:
         make_model(config_of("model.attn_implementation=swift"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("family", "key"), [("mixtral", "num_local_"), ("qwen3_moe", "num_local_"), ("deepseek_v3", "n_routed_")]
-)
+@pytest.mark.parametrize(("family", "key"), [("mixtral", "num_local_"), ("deepseek_v3", "n_routed_")])
 def test_a_mixture_of_experts_is_refused_before_weights_are_read(family: str, key: str, tmp_path: Path) -> None:
     """There are none: the folder has a config and nothing else."""
     CONFIG_MAPPING[family]().save_pretrained(tmp_path)
@@ -275,7 +272,7 @@ def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
     preflight.preflight(config_of("logging.wandb=offline"))  # continues without a copy
 
 
-@pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("4,5,6", "4,6"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
+@pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
 def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypatch) -> None:
     if seen is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -301,9 +298,8 @@ def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None
     cluster.start_reference({})(0)
     cluster._starter("learner", WorkerSpec("a:b"), [(0,)], first=3)(0)
     placed = [call.kwargs for call in launcher.start.call_args_list]
-    assert [(actual["threads"], actual["env"]["OMP_WAIT_POLICY"]) for actual in placed] == (
-        [(8, "PASSIVE")] * 3 if address is None else [(10, "PASSIVE")] * 3
-    )
+    threads = 8 if address is None else 10
+    assert [(one["threads"], one["env"]["OMP_WAIT_POLICY"]) for one in placed] == [(threads, "PASSIVE")] * 3
 
 
 SHARED = ("engine.name=vllm", "inference_model.num_devices=shared", "train_model.num_devices=4")
@@ -508,20 +504,23 @@ def test_the_defaults_fit_every_machine() -> None:
 def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
     actual = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
     assert (actual.train, actual.inference, actual.ref) == ((0,), (1, 2), ())
+    over_several = Role("inference_model", default=2)
+    actual = place(Role("train_model"), over_several, None, available=4, concurrent=True)
+    assert (actual.train, actual.inference) == ((2,), (0, 1))
 
 
-@pytest.mark.parametrize(("devices", "message"), [([7], "device 7"), ([0], "both have 0")])
-def test_wrong_indices_are_refused(devices: list[int], message: str) -> None:
+@pytest.mark.parametrize(
+    ("index", "available", "message"),
+    [
+        (0, 2, r"train_model\.devices both have 0"),
+        (2, 2, r"inference_model\.devices has device 2, but devices are numbered 0 to 1; use "),
+        (2, 1, r"device 2, but devices are numbered 0 to 0; use inference_model\.devices=\[0\]"),
+    ],
+)
+def test_wrong_indices_are_refused(index: int, available: int, message: str) -> None:
+    roles = Role("train_model", devices=[0]), Role("inference_model", devices=[index])
     with pytest.raises(UserError, match=message):
-        place(Role("train_model", devices=[0]), Role("inference_model", devices=devices), None, available=2)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_index_that_does_not_exist_is_refused_where_there_is_one_device(name: str) -> None:
-    roles = [Role(role, devices=[2] if role == name else None) for role in NAMES]
-    message = rf"{name}\.devices has device 2, but devices are numbered 0 to 0; use {name}\.devices=\[0\]"
-    with pytest.raises(UserError, match=message):
-        place(*roles, available=1)
+        place(*roles, None, available=available)
 
 
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
@@ -538,8 +537,3 @@ def test_shared_engines_ask_for_no_further_device() -> None:
     engines = Role("inference_model", shared=True)
     with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* 8 can be used; lower train_model"):
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
-
-
-def test_a_copy_over_several_devices_reserves_all_of_them() -> None:
-    actual = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
-    assert (actual.train, actual.inference) == ((2,), (0, 1))

@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.corridors
 import benchmarks.soak
-from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out, t_quantile
+from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out
 from benchmarks.corridors.__main__ import FOLDER, values_of
 from benchmarks.corridors.runs import RUNS
 from benchmarks.soak import ALLOWED, slope
@@ -36,14 +36,14 @@ def drawn(seeds: int, steps: int, correlation: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("correlation", [0.0, 0.9])
 def test_a_ninth_healthy_seed_leaves_as_rarely_as_promised(correlation: float) -> None:
-    """More than 5 of 100 have a chance below 0.001 at a rate of 0.01."""
+    """More than 3 of 50 have a chance below 0.002 at a rate of 0.01."""
     left = 0
-    for _ in range(100):
+    for _ in range(50):
         runs = drawn(9, 20, correlation)
         limits = corridors({name: values[:8] for name, values in runs.items()})
         left += bool(departures({name: values[8].tolist() for name, values in runs.items()}, limits))
     assert ALARM == 0.01
-    assert left <= 5
+    assert left <= 3
 
 
 def test_the_first_step_and_metric_that_leave_are_named() -> None:
@@ -95,12 +95,6 @@ def test_what_a_fault_moves_leaves_the_corridor_of_the_demonstration(metric: str
     assert departures(run, corridors(values))
 
 
-def test_quantiles_of_student_are_those_of_the_tables() -> None:
-    assert t_quantile(0.025, 7) == pytest.approx(2.3646, abs=1e-4)
-    assert t_quantile(0.0005, 5) == pytest.approx(6.8688, abs=1e-3)
-    assert t_quantile(0.001, 1000) == pytest.approx(3.0984, abs=1e-3)
-
-
 def series(leak: float, noise: float, num: int = 300) -> tuple[np.ndarray, np.ndarray]:
     """Memory of a run whose caches fill in its first third, with noise that lasts for ten moments, and a leak."""
     steps = np.arange(num) * 2000 / num
@@ -112,23 +106,17 @@ def series(leak: float, noise: float, num: int = 300) -> tuple[np.ndarray, np.nd
 
 def test_a_leak_of_1_mb_a_step_grows_and_noise_does_not() -> None:
     judged = {
-        leak: [slope(*series(leak, noise=1e7)).verdict(*ALLOWED["memory"]) for _ in range(100)] for leak in (0.0, 1e6)
+        leak: [slope(*series(leak, noise=1e7)).verdict(*ALLOWED["memory"]) for _ in range(50)] for leak in (0.0, 1e6)
     }
-    assert judged[1e6] == ["grows"] * 100
-    assert judged[0.0].count("grows") <= 4  # 99.9 % of the time at a rate of 0.005 or less: the allowance comes on top
-    assert judged[0.0].count("flat") >= 96
-
-
-def test_noise_that_hides_such_a_leak_is_no_flat_series() -> None:
-    assert slope(*series(0.0, noise=5e9)).verdict(*ALLOWED["memory"]) == "too noisy"
+    assert judged[1e6] == ["grows"] * 50
+    assert judged[0.0].count("grows") <= 3  # 99.9 % of the time at a rate of 0.005 or less: the allowance comes on top
+    assert judged[0.0].count("flat") >= 47
+    assert slope(*series(0.0, noise=5e9)).verdict(*ALLOWED["memory"]) == "too noisy"  # which hides such a leak
 
 
 def test_one_handle_in_ten_steps_grows() -> None:
     steps = np.arange(300)
     assert slope(steps, 40 + steps // 10).verdict(*ALLOWED["handles"]) == "grows"
     assert slope(steps, 40 + (steps % 50 == 0)).verdict(*ALLOWED["handles"]) == "flat"
-
-
-def test_a_series_too_short_for_its_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="10 moments are too few"):
         slope(range(10), range(10))

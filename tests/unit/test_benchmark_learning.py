@@ -90,11 +90,6 @@ def test_the_error_of_the_difference_is_that_of_the_pairs() -> None:
     assert actual.gain == Estimate(pytest.approx(0.08), pytest.approx(0.02 / math.sqrt(3)))
     assert actual.ours.error == pytest.approx(0.2 / math.sqrt(3))
     assert actual.spread == pytest.approx(math.sqrt((0.2**2 + 0.22**2) / 3))
-
-
-@pytest.mark.parametrize(
-    ("mean", "said"), [(0.0, "yes"), (-0.5, "within 1 s.e."), (-1.5, "within 2 s.e."), (-2.5, "no")]
-)
-def test_verdict_says_within_how_many_errors(mean: float, said: str) -> None:
-    other = Estimate(0.0, 1.0)
-    assert Comparison(other, other, Estimate(mean, 1.0)).verdict() == said
+    other, verdicts = Estimate(0.0, 1.0), ["yes", "within 1 s.e.", "within 2 s.e.", "no"]
+    gains = (Estimate(mean, 1.0) for mean in (0.0, -0.5, -1.5, -2.5))
+    assert [Comparison(other, other, gain).verdict() for gain in gains] == verdicts

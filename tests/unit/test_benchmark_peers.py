@@ -196,15 +196,12 @@ def test_the_command_writes_what_it_prints_even_when_interrupted(tmp_path, monke
         main(["--cases", "bas"])
 
 
-def test_other_work_is_no_promise_kept() -> None:
+def test_other_work_is_no_promise_kept_and_the_faster_setting_of_a_peer_counts() -> None:
     base = result(BASE, {OURS: 1.0, TRL: 4.0}, {})
     assert "holds" in promises([base])
     base.systems[OURS].gradient_distance = 0.5
     assert "holds" not in promises([base])
     assert "OTHER WORK" in promises([base])
-
-
-def test_the_faster_setting_of_a_peer_counts() -> None:
     base = result(BASE, {OURS: 1.0, TRL: 4.0, TRL_DEFAULT_BATCH: 3.0}, {})
     assert "| 3.5x | 3.00x | FALLS SHORT |" in promises([base])
 

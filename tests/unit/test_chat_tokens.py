@@ -95,14 +95,14 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     ],
 )
 def test_no_text_begins_or_ends_a_turn_and_harmless_text_has_the_tokenizers_ids(made: Callable[[], Any]) -> None:
-    require_laws(made(), random.Random(SEED), 120)
+    require_laws(made(), random.Random(SEED), 60)
 
 
 def test_a_normaliser_and_tokens_that_swallow_blanks_change_nothing() -> None:
     made = sentencepiece()
     chat, _, plain = chat_of(made)
     rng, numbers = random.Random(SEED), set(made.convert_tokens_to_ids(names_of(made)))
-    for _ in range(200):
+    for _ in range(100):
         content = texts(rng, names_of(made), rng.choice((0, 0.3)))
         messages = [{"role": "assistant", "content": content}, {"role": "user", "content": content}]
         words = [{**message, "content": "plain" if content.strip() else content} for message in messages]
@@ -144,8 +144,9 @@ def test_rows_of_a_table_are_text_wherever_they_speak(where: str, template: str 
         task.train = task.heldout = [task.read_row({"prompt": chat, "ground_truth": 4}, "here")]
         return [number for number in TaskEnv(task, made).prompt_ids(task.train[0]) if number in special]
 
-    assert markers(where) == markers("nowhere")
-    assert len(markers("nowhere")) == (9 if template else 1)
+    plain = markers("nowhere")
+    assert markers(where) == plain
+    assert len(plain) == (9 if template else 1)
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, None], ids=["chatml", "llama", "none"])

@@ -96,12 +96,12 @@ def test_no_checkpoint_is_none_and_a_missing_path_is_a_sentence(tmp_path):
 def test_truncation_and_any_flipped_bit_are_detected(tmp_path):
     path = CheckpointStore(tmp_path).save(1, _state(1))
     whole = path.read_bytes()
-    for offset in {0, 1, *(len(whole) - 38 - n for n in range(4)), *random.sample(range(len(whole)), 60)}:
+    for offset in {0, 1, *(len(whole) - 38 - n for n in range(4)), *random.sample(range(len(whole)), 20)}:
         path.write_bytes(whole[:offset])
         with pytest.raises(CheckpointError, match=r"truncated|damaged"):
             CheckpointStore.load(path)
     inside_a_tensor = whole.index(np.full(8, 1.0, dtype=np.float32).tobytes())
-    for offset in [inside_a_tensor, len(whole) - 1, len(whole) - 40, *random.sample(range(len(whole)), 80)]:
+    for offset in [inside_a_tensor, len(whole) - 1, len(whole) - 40, *random.sample(range(len(whole)), 30)]:
         flipped = bytearray(whole)
         flipped[offset] ^= 1 << random.randrange(8)
         path.write_bytes(flipped)
@@ -160,7 +160,7 @@ def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(in_backgro
     store.save(0, _state(0))
     newest, killed_mid_save = 0, 0
     for attempt in range(60):
-        if attempt >= 8 and killed_mid_save:
+        if attempt >= 4 and killed_mid_save:
             break
         writer = server.start([str(script), str(folder), str(newest + 1), str(in_background)], cwd=tmp_path)
         while not is_gone(writer) and store.paths()[0][0] <= newest:  # a busy machine may start it late

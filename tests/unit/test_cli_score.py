@@ -8,12 +8,24 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.cli import main
 from sota_grpo.cli import score as score_command
+from sota_grpo.rewards.grading import LocalGrader
+
+
+@pytest.fixture
+def graded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without worker processes, which a test of rows and those of pipes have."""
+    grader = lambda task, _: closing(LocalGrader(task.score, task.term_weights))  # noqa: E731
+    monkeypatch.setattr(score_command, "_graders", grader)
+
+
+HERE = pytest.mark.usefixtures("graded_here")
 
 
 def ended(*words: str) -> int:
@@ -23,11 +35,11 @@ def ended(*words: str) -> int:
     return end.value.code
 
 
-def score(tmp_path: Path, rows: Sequence[object], *options: str, task: str = "gsm8k") -> list[dict]:
+def score(tmp_path: Path, rows: Sequence[object]) -> list[dict]:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
     source.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     where = ["--input", str(source), "--output", str(target)]
-    assert ended("--task", task, *where, "--workers", "1", *options) == 0
+    assert ended("--task", "gsm8k", *where, "--workers", "1") == 0
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
@@ -45,18 +57,15 @@ def test_rows_keep_their_order_and_their_columns(tmp_path: Path) -> None:
     assert all(row["terms"].keys() == {"correct", "format"} and row["error"] is None for row in scored)
 
 
+@HERE
 def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, broken = {"response": "#### 4", "answer": "4"}, [{"answer": "4"}, "[1]", {"response": "#### 4"}]
     rows = [good, "{not json", good, *broken, {"response": 4, "answer": "4"}, good]
     scored = score(tmp_path, rows)
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
     output = capsys.readouterr().err
-    for number, what in (
-        (2, "not valid JSON"),
-        (4, "'response' is missing"),
-        (5, "not a JSON object"),
-        (6, "'answer'"),
-    ):
+    broken_lines = {2: "not valid JSON", 4: "'response' is missing", 5: "not a JSON object", 6: "'answer'"}
+    for number, what in broken_lines.items():
         assert f"line {number}: " in output
         assert what in scored[number - 1]["error"]
     assert "3 responses scored" in output
@@ -84,7 +93,9 @@ PIPE = [sys.executable, "-m", "sota_grpo.cli", "score", "--task", "gsm8k", "--in
 ROW = '{"response": "#### 4", "answer": "4"}\n'
 
 
-def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) -> None:
+@HERE
+def test_stdout_has_the_rows_alone_and_no_byte_of_the_input_stops_it(tmp_path: Path) -> None:
+    """Whatever a reward function prints, and in whichever encoding."""
     functions = tmp_path / "functions.py"
     functions.write_text(
         "import os\n"
@@ -94,25 +105,18 @@ def test_what_a_reward_function_prints_is_no_line_of_the_output(tmp_path: Path) 
         "    os.write(1, b'graded by the descriptor\\n')\n"
         "    return 0.5\n"
     )
-    done = subprocess.run(
-        [*PIPE, "--reward-path", str(functions)], input=ROW * 3, capture_output=True, text=True, check=True
-    )
-    assert [json.loads(line)["reward"] for line in done.stdout.splitlines()] == [0.5] * 3
-    assert "the file runs" in done.stderr
-    assert done.stderr.count("graded by print") == done.stderr.count("graded by the descriptor") == 3
-
-
-def test_no_byte_and_no_mark_of_the_input_stops_it(tmp_path: Path) -> None:
-    content = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n'
-    (tmp_path / "rows.jsonl").write_bytes(content)
+    content = b"\xef\xbb\xbf" + b'{"response": "\xff\xc3\xa9 #### 4", "answer": "4"}\n' * 3
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
-    done = subprocess.run(PIPE, input=content, capture_output=True, env=environment)
+    done = subprocess.run([*PIPE, "--reward-path", str(functions)], input=content, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert b"the file runs" in done.stderr
+    assert done.stderr.count(b"graded by print") == done.stderr.count(b"graded by the descriptor") == 3
+    (tmp_path / "rows.jsonl").write_bytes(content)
     source, target = str(tmp_path / "rows.jsonl"), tmp_path / "scored.jsonl"
-    assert ended("--task", "gsm8k", "--input", source, "--output", str(target), "--workers", "1") == 0
-    for line in (done.stdout, target.read_bytes()):
-        row = json.loads(line)
-        assert (row["response"], row["reward"]) == ("\udcffé #### 4", 1.0)
+    assert ended("--task", "gsm8k", "--input", source, "--output", str(target)) == 0
+    for output, reward in ((done.stdout, 0.5), (target.read_bytes(), 1.0)):
+        rows = map(json.loads, output.splitlines())
+        assert [(row["response"], row["reward"]) for row in rows] == [("\udcffé #### 4", reward)] * 3
 
 
 def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
@@ -136,6 +140,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@HERE
 def test_a_full_disk_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +156,7 @@ def test_a_full_disk_is_one_sentence(
     assert not (tmp_path / "scored.jsonl").exists()
 
 
+@HERE
 def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +173,7 @@ def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
 
 
 @pytest.mark.parametrize(("to_file", "num_read"), [(False, 0), (True, 640)])
+@HERE
 def test_an_interrupt_says_how_many_rows_are_written(
     to_file: bool, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +194,7 @@ def test_an_interrupt_says_how_many_rows_are_written(
     assert not target.exists()
 
 
+@HERE
 def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "scored.jsonl"
     text = "I set api_key = 5, so #### 4"  # no option with a key

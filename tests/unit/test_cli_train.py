@@ -54,7 +54,6 @@ def test_the_mode_is_the_commands_and_the_rest_is_hydras(command, arguments: tup
     [
         ("sota-grpo tr", ["train"]),
         ("sota-grpo score --in", []),
-        ("sota-grpo train env.rep", ["env.repeats="]),
         ("sota-grpo train --async seed=1 optimizer.l", ["optimizer.lr="]),
         (
             "sota-grpo train --config-name grpo_cpu algorithm=d",

@@ -129,7 +129,7 @@ def packed_tokens(rows: list[TensorDict]) -> int:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 9, 17, 40, 10_000])
+@pytest.mark.parametrize("budget", [1, 17, 10_000])
 def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
     rows = sibling_rows(6, 4)
     parts = micro_batches(rows, token_budget=budget, shared_prompt=shared)

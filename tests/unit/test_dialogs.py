@@ -201,29 +201,23 @@ def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_samples_that_are_requested_one_by_one_are_those_of_the_group(kind: str) -> None:
+def test_samples_that_are_requested_one_by_one_are_those_of_the_group() -> None:
     requests = some_requests(8)
     parts = [
         replace(request, group_id=3 * n + index, num_samples=1, first_sample=index)
         for n, request in enumerate(requests)
         for index in range(3)
     ]
-    engine = of_kind(kind)
+    engine = dialogs(scripted())
     whole = {output.group_id - 10: output.samples for output in engine.generate(requests, SAMPLING)}
     for output in engine.generate(parts, SAMPLING):
         n, index = divmod(output.group_id, 3)
         (sample,) = output.samples
         assert as_lists(sample) == as_lists(whole[n][index]), f"seed {SEED}"
-    engine.close()
 
 
-@pytest.mark.parametrize(
-    ("context", "said", "truncated"),
-    [(7, "xx", True), (8, "xx..x", True), (9, "xx..xx", True), (12, "xx..xx..x", True)],
-)
-def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(
-    context: int, said: str, truncated: bool
-) -> None:
+@pytest.mark.parametrize(("context", "said"), [(7, "xx"), (8, "xx..x"), (9, "xx..xx"), (12, "xx..xx..x")])
+def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(context: int, said: str) -> None:
     """A prompt of three, turns of two (with their ends), replies of two (``.``)."""
     engine = scripted(max_model_len=context)
     engine._script = lambda request, index, version: [5]
@@ -232,15 +226,13 @@ def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(
     for sample in output.samples:
         mask = as_lists(sample)[3]
         assert "".join("x" if own else "." for own in mask) == said
-        assert sample.truncated == truncated
+        assert sample.truncated
 
 
-def test_a_dialog_of_one_turn_is_what_the_engine_gave(kind: str) -> None:
-    requests = some_requests(4)
-    engine = of_kind(kind, Grader(lambda text, example: Score({}, True)))
-    for output in engine.generate(requests, SAMPLING):
-        assert all(sample.assistant_mask is None for sample in output.samples)
-    engine.close()
+def test_a_dialog_of_one_turn_is_what_the_engine_gave() -> None:
+    engine = dialogs(scripted(), Grader(lambda text, example: Score({}, True)))
+    (output,) = engine.generate(some_requests(1), SAMPLING)
+    assert all(sample.assistant_mask is None for sample in output.samples)
 
 
 def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
@@ -293,7 +285,7 @@ class Held:
 @pytest.mark.parametrize("max_rows", [256, 7])
 def test_when_an_answer_comes_changes_no_bit_of_what_is_sampled(max_rows: int) -> None:
     """Rows of the embedded engine differ in their last bits with those beside them."""
-    model, requests, seen = load_model("tiny"), some_requests(6), []
+    model, requests, seen = load_model("tiny"), some_requests(4), []
     for every, count in ((1, 100), (1, 1), (4, 2), (9, 100)):
         inner = TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, max_model_len=64, max_rows=max_rows)
         responder = Held()
@@ -437,9 +429,9 @@ def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
     engine.close()
 
 
-def test_nothing_is_sampled_before_the_first_group_is_requested(kind: str) -> None:
+def test_nothing_is_sampled_before_the_first_group_is_requested() -> None:
     grader = Grader()
-    engine = of_kind(kind, grader)
+    engine = dialogs(Submitting(), grader)
     stream = engine.generate(some_requests(20), SAMPLING)
     time.sleep(0.02)
     assert grader.asked == 0
@@ -510,18 +502,8 @@ def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
             done.result(0)
 
 
-def test_groups_that_the_engine_forgets_are_an_error_and_no_endless_wait() -> None:
-    inner = scripted(duration_s=lambda request: 0.0 if request.group_id == 10 else 5.0)
-    engine = dialogs(inner)
-    stream = engine.generate(some_requests(3), SAMPLING)
-    next(stream)
-    engine.close()
-    with pytest.raises(RuntimeError, match="dropped by close"):
-        next(stream)
-
-
-def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> None:
-    engine = of_kind(kind)
+def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call() -> None:
+    engine = dialogs(scripted())
     request = some_requests(1)[0]
     with pytest.raises(ValueError, match=r"group 10 has 32 tokens, .* max_model_len=32"):
         engine.generate([replace(request, prompt_ids=(3,) * CONTEXT)], SAMPLING)
@@ -529,16 +511,6 @@ def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call(kind: str) -> 
         engine.generate([replace(request, example=None)], SAMPLING)
     with pytest.raises(ValueError, match="Group 10 has no example"):
         engine.submit(replace(request, example=None), SAMPLING)
-    engine.close()
-
-
-def test_the_rest_of_the_protocol_is_the_engines() -> None:
-    inner = scripted()
-    engine = dialogs(inner)
-    assert isinstance(engine, Engine)
-    assert (engine.name, engine.max_model_len, engine.version) == ("scripted", CONTEXT, 0)
-    engine.update_weights([("w", torch.ones(3))], 4)
-    assert (engine.version, inner.version) == (4, 4)
 
 
 def test_an_environment_of_several_turns_travels() -> None:

@@ -7,7 +7,6 @@ import random
 from functools import partial
 
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -177,9 +176,3 @@ def test_a_dialog_decodes_to_the_templates_own_rendering(name: str) -> None:
             ids += turns.ids([reply], ids[-1])
         assert made.decode(ids) == render(messages, tokenize=False), f"seed {SEED}"
         assert ids == list(render(messages, tokenize=True, return_dict=True)["input_ids"])
-
-
-def test_the_grader_reads_a_turn_without_special_tokens() -> None:
-    made = load_tokenizer("tiny")
-    ids = [*made("12 + 5", add_special_tokens=False)["input_ids"], made.eos_token_id]
-    assert TurnTokens(made).text(torch.tensor(ids)) == "12 + 5"

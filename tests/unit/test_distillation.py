@@ -125,10 +125,10 @@ def test_a_run_learns_from_its_teacher_and_is_replayed(teacher: str, tmp_path: P
         "algorithm.entropy_coef=0.01",
     )
     rows = run(tmp_path / "run", f"ref_model.name={teacher}", *options)
-    for step, row in enumerate(rows):
+    for row in rows:
         assert row["grad_norm"] > 0
         assert row["distill/reverse_kl"] != row["kl"] > 0  # k1 and k3 of the same
-        assert replayed(tmp_path / "run", step)["agrees"]
+    assert replayed(tmp_path / "run", 1)["agrees"]
     other = replayed(tmp_path / "run", 1, ["algorithm.distill_coef=2"])["figures"]["grad_norm"]
     assert other["run"] != other["replayed"]
     assert "rewards were equal" not in (tmp_path / "run" / "training.log").read_text()

@@ -366,10 +366,10 @@ def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, mon
 
 
 def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
-    learner = make_components(tmp_path).learner
-    rows = make_components(tmp_path).sample()
+    components = make_components(tmp_path, max_tokens=4)
+    rows = components.sample()
     rows.set(keys.ADVANTAGE, torch.ones(len(rows), 1, 1))
-    learner.update(rows)
-    path = CheckpointStore(tmp_path / "c").save(1, learner.state_dict())
+    components.learner.update(rows)
+    path = CheckpointStore(tmp_path / "c").save(1, components.learner.state_dict())
     model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
     assert path.stat().st_size == pytest.approx(estimating.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)

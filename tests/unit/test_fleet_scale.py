@@ -11,8 +11,6 @@ import pytest
 from benchmarks.fleet_constants import Measured
 from benchmarks.fleet_scale import Cluster, Job, bounds, publish_of, step_of, step_row
 from benchmarks.simulation import Scenario, Simulation
-from sota_grpo import keys
-from sota_grpo.rl.records import GroupRequest, sample_seed
 from tests.training_rigs import make_env
 
 COSTS = replace(
@@ -20,63 +18,25 @@ COSTS = replace(
 )
 
 
-def simulation(**options) -> Simulation:
-    return Simulation(make_env(num_envs=2, repeats=2, num_train=30), Scenario(**options))
-
-
 def test_a_step_is_its_largest_bound_where_nothing_queues_and_responses_are_equally_long() -> None:
     """Equal to rounding, in virtual time; batches come in bursts of A + 1: 16 steps, of which 4 are left out."""
     for age in (0, 1, 2, 3):
         groups = random.randint(1, 2)
-        run = simulation(
-            num_workers=age + 1,
-            groups_per_worker=groups,
-            num_groups=groups,
-            max_policy_age=age,
-            sigma=0.0,
-            generation_ratio=random.choice([0.1, 0.4, 1.0, 3.0]),
-            publish_s=random.choice([0.0, 0.3]),
-            num_steps=16,
+        run = Simulation(
+            make_env(num_envs=2, repeats=2, num_train=30),
+            Scenario(
+                num_workers=age + 1,
+                groups_per_worker=groups,
+                num_groups=groups,
+                max_policy_age=age,
+                sigma=0.0,
+                generation_ratio=random.choice([0.1, 0.4, 1.0, 3.0]),
+                publish_s=random.choice([0.0, 0.3]),
+                num_steps=16,
+            ),
         )
         least = bounds(run.scenario, 2, run.learn_s + run.scenario.publish_s)
         assert run.run().step_s == pytest.approx(max(least.values()), rel=1e-9), run.scenario
-
-
-@pytest.mark.parametrize(("age", "ratio", "workers"), [(0, 1.0, 4), (1, 0.2, 4), (1, 1.0, 8), (2, 4.0, 4)])
-def test_with_a_tail_a_step_is_within_a_tenth_of_its_largest_bound(age: int, ratio: float, workers: int) -> None:
-    """The tail without an age and with one, the learner, the engines; the seed is fixed and time is virtual."""
-    options = {"num_workers": workers, "groups_per_worker": 4, "num_groups": 16, "sigma": 0.5, "num_steps": 9}
-    run = simulation(max_policy_age=age, generation_ratio=ratio, **options)
-    least = max(bounds(run.scenario, 2, run.learn_s).values())
-    assert run.run().step_s / least == pytest.approx(1.0, abs=0.1)
-
-
-def test_every_group_is_trained_once_and_places_are_busy_for_as_long_as_groups_take() -> None:
-    run = simulation(num_workers=3, groups_per_worker=2, num_groups=5, max_policy_age=2, num_steps=6)
-    requests: list[GroupRequest] = []
-    trained: list[int] = []
-    submit, take = run.workers.submit, run.collector.next_batch
-
-    def noted(request: GroupRequest, sampling):
-        requests.append(request)
-        return submit(request, sampling)
-
-    def taken():
-        batch = take()
-        trained.extend([int(row[keys.GROUP_ID]) for row in batch][::2])
-        return batch
-
-    run.workers.submit, run.collector.next_batch = noted, taken  # type: ignore[method-assign]
-    run.run()
-    while run.workers.in_flight:
-        run.clock.run_next()
-    assert len(trained) == len(set(trained)) == 6 * 5
-    assert set(trained) <= {request.group_id for request in requests}
-    assert len({request.group_id for request in requests}) == len(requests) == 6 * 5 + 3 * 5  # what 15 slots hold, too
-    draws = (random.Random(sample_seed(run.scenario.seed, request.seed)) for request in requests)
-    longest = [max(run.scenario.length(draw) for _ in range(2)) for draw in draws]
-    assert run.workers.busy_s() == pytest.approx(sum(longest) * run.scenario.token_s)
-    assert run.workers.busy_s() <= 6 * run.clock.now  # places
 
 
 def test_what_a_publish_sends_by_hand() -> None:

@@ -91,7 +91,7 @@ def weight(batch: list[PromptGroup], slots_per_token: int) -> float:
 @pytest.mark.parametrize("slots_per_token", [1, 4, 64])
 @pytest.mark.parametrize("budget", [1, 500, 2000, 30_000])
 def test_micro_batches_keep_the_budget_and_lose_no_row(budget: int, slots_per_token: int) -> None:
-    for _ in range(20):
+    for _ in range(8):
         groups = random_groups(random.randint(0, 12))
         batches = fill(groups, token_budget=budget, slots_per_token=slots_per_token)
         pieces = [piece for batch in batches for piece in batch]
@@ -104,7 +104,7 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget: int, slots_per_to
 
 
 def test_a_group_within_the_budget_is_never_cut() -> None:
-    for _ in range(30):
+    for _ in range(10):
         groups = random_groups(8)
         pieces = [piece for batch in fill(groups, token_budget=3000) for piece in batch]
         for group in groups:
@@ -114,7 +114,7 @@ def test_a_group_within_the_budget_is_never_cut() -> None:
 
 def test_two_micro_batches_would_never_fit_into_one() -> None:
     """What first fit promises, so that more than half of the budget is used on average."""
-    for _ in range(30):
+    for _ in range(10):
         batches = fill(random_groups(10, typical=100), token_budget=4000)
         tokens = [sum(piece.tokens for piece in batch) for batch in batches]
         assert all(a + b > 4000 for a, b in itertools.combinations(tokens, 2))
@@ -126,7 +126,7 @@ def test_a_group_above_the_budget_is_cut_evenly_into_the_fewest_parts() -> None:
     assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=8192)] == [5120, 5120]
     assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=4096)] == [4096, 4096, 3072]
     assert fill(groups, token_budget=group.tokens) == [[group]]
-    for _ in range(30):
+    for _ in range(10):
         (group,) = random_groups(1, size=12)
         batches = fill([group], token_budget=2000)
         lengths = [sum(sum(piece.responses) for piece in batch) for batch in batches]
@@ -150,7 +150,7 @@ def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_ranks_share_every_row_once_and_no_worse_than_whole_groups(num_ranks: int) -> None:
-    for _ in range(20):
+    for _ in range(10):
         groups = random_groups(random.randint(0, 12))
         shares = rank_shares(groups, num_ranks, cost)
         pieces = [piece for share in shares for piece in share]
@@ -165,7 +165,7 @@ def test_ranks_share_every_row_once_and_no_worse_than_whole_groups(num_ranks: in
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_ranks_are_even_up_to_one_row(num_ranks: int) -> None:
-    for _ in range(30):
+    for _ in range(10):
         groups = random_groups(random.randint(1, 20), typical=random.choice([3, 50, 600]))
         mean = sum(map(cost, groups)) / num_ranks
         row = max(cost(group.subset([member])) for group in groups for member in range(len(group.rows)))
@@ -174,7 +174,7 @@ def test_ranks_are_even_up_to_one_row(num_ranks: int) -> None:
 
 
 def test_groups_stay_whole_where_they_balance() -> None:
-    for _ in range(20):
+    for _ in range(8):
         groups = random_groups(64, size=8)
         pieces = [piece for share in rank_shares(groups, 4, cost) for piece in share]
         assert sorted(pieces, key=lambda piece: piece.rows) == sorted(groups, key=lambda group: group.rows)

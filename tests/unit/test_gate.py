@@ -49,6 +49,23 @@ def components(tmp_path: Path) -> Components:
     return make_components(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Components:
+    """A right run, with the rows that its checks sample."""
+    components = make_components(tmp_path_factory.mktemp("right"))
+    components.rows = graded_rows(components)
+    return components
+
+
+@pytest.fixture
+def sampled(right: Components, monkeypatch: pytest.MonkeyPatch) -> Components:
+    """The same with fields and rows of its own; what tests set of the parts that it shares is undone."""
+    shared = {"grader": right.rollouts.env, "settings": right.learner, "shared_prompt": right.learner.policy}
+    for name, owner in shared.items():
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    return replace(right, rows=RowTable.cat([right.rows]))
+
+
 def graded_by(components: Components, score: Callable[[str, Example], Score]) -> None:
     components.rollouts.env.grader = LocalGrader(score, ["correct"])
 
@@ -83,21 +100,20 @@ def test_the_rounding_of_half_precision_passes(half: str, tmp_path: Path) -> Non
     assert failed(make_components(tmp_path, max_tokens=96, **HALF[half])) == []
 
 
-@pytest.mark.parametrize("layer", [None, 3])
-def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(layer: int | None, tmp_path: Path) -> None:
+def test_in_half_precision_a_push_without_a_layer_differs_from_a_whole_one(tmp_path: Path) -> None:
     """Fresh samples. Of 12 seeds, right pushes came to at most 0.49 of what is allowed, others to 1.6 and more."""
     seed = random.randrange(1 << 30)
     components = make_components(tmp_path, max_tokens=96, seed=seed, **HALF["bf16 both"])
     components.weight_sync.send(version=0)
     components.rows = graded_rows(components)
-    if layer is not None:
-        push = components.weight_sync
-        old = {name: weight.clone() for name, weight in push.policy_weights() if f"layers.{layer}." in name}
-        components.weight_sync = EngineWeightSync(
-            lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
-        )
+    check, push = pushed_weights_landed(components), components.weight_sync
+    assert check.passed, f"seed {seed}: {check.sentence}"
+    old = {name: weight.clone() for name, weight in push.policy_weights() if "layers.3." in name}
+    components.weight_sync = EngineWeightSync(
+        lambda: [(name, old.get(name, w)) for name, w in push.policy_weights()], push.engine
+    )
     check = pushed_weights_landed(components)
-    assert check.passed == (layer is None), f"seed {seed}: {check.sentence}"
+    assert not check.passed, f"seed {seed}: {check.sentence}"
 
 
 @pytest.mark.parametrize("half", [None, "bf16 both"])
@@ -193,29 +209,27 @@ def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, 
     assert ("use inference_model.torch_dtype=float32 train.prec" in check.sentence) == (precision == "bf16")
 
 
-def test_one_token_off_or_clipped_in_float32_is_found(components: Components) -> None:
-    components.rows = components.sample()
-    assert gate.engine_and_trainer_agree(components).passed
-    assert gate.first_ratio_is_one(components).passed
-    components.diagnosis |= {"clip_fraction": 0.01}
-    assert not gate.first_ratio_is_one(components).passed
-    components.rows[0][keys.LOG_PROBS][-1] -= 0.0025
-    check = gate.engine_and_trainer_agree(components)
+def test_one_token_off_or_clipped_in_float32_is_found(sampled: Components) -> None:
+    assert gate.engine_and_trainer_agree(sampled).passed
+    assert gate.first_ratio_is_one(sampled).passed
+    sampled.diagnosis |= {"clip_fraction": 0.01}
+    assert not gate.first_ratio_is_one(sampled).passed
+    sampled.rows[0][keys.LOG_PROBS][-1] -= 0.0025
+    check = gate.engine_and_trainer_agree(sampled)
     assert not check.passed
     assert "largest 0.0025, over" in check.sentence
 
 
-def test_rows_that_are_padded_for_no_reason_are_found(components: Components) -> None:
-    components.rows = components.sample()
-    components.packs = True
-    assert gate.prompts_are_computed_once(components).passed
-    del components.diagnosis
-    components.learner.policy.shared_prompt = False
-    check = gate.prompts_are_computed_once(components)
+def test_rows_that_are_padded_for_no_reason_are_found(sampled: Components) -> None:
+    sampled.packs = True
+    assert gate.prompts_are_computed_once(sampled).passed
+    del sampled.diagnosis
+    sampled.learner.policy.shared_prompt = False
+    check = gate.prompts_are_computed_once(sampled)
     assert not check.passed
     assert "rows are padded" in check.sentence
-    components.packs = False
-    assert gate.prompts_are_computed_once(components).passed
+    sampled.packs = False
+    assert gate.prompts_are_computed_once(sampled).passed
 
 
 def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> None:
@@ -229,109 +243,103 @@ def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> 
 
 
 def test_responses_that_are_cut_by_chance_are_not_the_rule(
-    components: Components, monkeypatch: pytest.MonkeyPatch
+    sampled: Components, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    components.rows = graded_rows(components)
-    components.rows.set(keys.TRUNCATED, torch.ones(len(components.rows), 1, dtype=torch.bool))
-    assert gate.responses_end_and_are_graded(components).passed  # of those that are drawn then, some end
-    monkeypatch.setattr(components, "sample", None)
-    own = components.sampling
-    components.sampling = replace(own, ignore_eos=True)
-    assert gate.responses_end_and_are_graded(components).passed  # they need not end
-    components.sampling = replace(own, max_tokens=256)
-    components.learner.settings = replace(components.learner.settings, optim_batch_size=8)
-    said = gate.responses_end_and_are_graded(components).sentence
+    sampled.rows.set(keys.TRUNCATED, torch.ones(len(sampled.rows), 1, dtype=torch.bool))
+    assert gate.responses_end_and_are_graded(sampled).passed  # of those that are drawn then, some end
+    monkeypatch.setattr(sampled, "sample", None)
+    own = sampled.sampling
+    sampled.sampling = replace(own, ignore_eos=True)
+    assert gate.responses_end_and_are_graded(sampled).passed  # they need not end
+    sampled.sampling = replace(own, max_tokens=256)
+    sampled.learner.settings = replace(sampled.learner.settings, optim_batch_size=8)
+    said = gate.responses_end_and_are_graded(sampled).sentence
     assert "; not verified: that responses longer than the checks' 85 tokens" in said
 
 
-def test_each_task_of_a_mixture_is_looked_at(components: Components) -> None:
-    components.rows = graded_rows(components)
+def test_each_task_of_a_mixture_is_looked_at(sampled: Components) -> None:
     errors = torch.zeros(8, 1, dtype=torch.bool)
     errors[[3, 5]] = True  # all of one task's
-    components.rows.set(keys.REWARD_ERROR, errors)
-    components.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
+    sampled.rows.set(keys.REWARD_ERROR, errors)
+    sampled.rows.set(keys.REWARD_INFO, ['{"error": "OSError: gone"}' if lost else "{}" for lost in errors.flatten()])
     tasks = ["b" if failed else "a" for failed in errors.flatten()]
-    check = gate.responses_end_and_are_graded(components)
+    check = gate.responses_end_and_are_graded(sampled)
     assert check.passed
     assert check.sentence.endswith("6 are graded; the grader failed on 2 of 8, first error: OSError: gone")
-    components.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
-    check = gate.responses_end_and_are_graded(components)
+    sampled.rows.set(keys.EXTRA, [json.dumps({TASK: name}) for name in tasks])
+    check = gate.responses_end_and_are_graded(sampled)
     assert check.passed is False
     assert "the grader failed on every response of b, first error: OSError: gone" in check.sentence
 
 
-def test_a_check_over_nothing_is_not_passed(components: Components) -> None:
-    components.task = with_gold(components.task, heldout=[])
-    components.transforms = []
-    graded_by(components, lambda text, example: Score({"correct": None}, False))
-    components.rows = graded_rows(components)
-    components.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.gold_answers_earn_the_full_reward(components).passed is None
-    assert gate.no_held_out_question_is_trained_on(components).passed is None
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is None
+def test_a_check_over_nothing_is_not_passed(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task, heldout=[])
+    sampled.transforms = []
+    graded_by(sampled, lambda text, example: Score({"correct": None}, False))
+    sampled.rows.set(keys.REWARD_ERROR, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.gold_answers_earn_the_full_reward(sampled).passed is None
+    assert gate.no_held_out_question_is_trained_on(sampled).passed is None
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed is None
 
 
 def changing(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[RowTable], RowTable]:
     return lambda rows: (rows.set(keys.ADVANTAGE, change(rows.get(keys.ADVANTAGE))), rows)[1]
 
 
-def test_advantages_of_other_rows_or_of_the_other_sign_are_found(components: Components) -> None:
-    own = components.transforms
-    components.transforms = [*own, changing(torch.neg)]
-    assert failed(components) == ["rewards and advantages belong to their responses"]
-    for by in (1, -1, 2, 3):
-        components.transforms = [*own, changing(lambda rows, by=by: rows.roll(by, 0))]
-        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False, by
+def test_advantages_of_other_rows_or_of_the_other_sign_are_found(sampled: Components) -> None:
+    for change in (torch.neg, *(lambda rows, by=by: rows.roll(by, 0) for by in (1, -1, 2, 3))):
+        sampled.transforms = [GroupAdvantage(), changing(change)]
+        check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
+        assert check.passed is False, check.sentence
 
 
-def test_every_baseline_and_scale_passes(components: Components) -> None:
+def test_every_baseline_and_scale_passes(sampled: Components) -> None:
     """Whatever the rewards of the samples were: others are made up, no two siblings alike."""
-    components.rows = components.sample()
-    terms = components.task.term_weights
+    terms = sampled.task.term_weights
     for baseline, scale in itertools.product(get_args(Baseline), get_args(Scale)):
-        components.transforms = [GroupAdvantage(baseline, scale)]
-        assert gate.rewards_and_advantages_belong_to_their_responses(components).passed, (baseline, scale)
-    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed is False  # worse is better
-    components.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
+        sampled.transforms = [GroupAdvantage(baseline, scale)]
+        assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed, (baseline, scale)
+    sampled.transforms = [GroupAdvantage(decouple_terms=True, term_weights=dict.fromkeys(terms, -1.0))]
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed is False  # worse is better
+    sampled.transforms = [GroupAdvantage(decouple_terms=True, term_weights=terms)]
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed
 
 
-def test_scores_of_other_rows_are_found(components: Components) -> None:
-    graded_by(components, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
-    components.rows = graded_rows(components)
-    assert gate.rewards_and_advantages_belong_to_their_responses(components).passed
-    rewards = components.rows.get(keys.REWARD)
+def test_scores_of_other_rows_are_found(sampled: Components) -> None:
+    graded_by(sampled, lambda text, example: Score({"correct": float(sum(map(ord, text)))}, False))
+    sampled.rows = graded_rows(sampled)
+    assert gate.rewards_and_advantages_belong_to_their_responses(sampled).passed
+    rewards = sampled.rows.get(keys.REWARD)
     for by in (1, -1, 2):
-        components.rows.set(keys.REWARD, rewards.roll(by, 0))
-        check = gate.rewards_and_advantages_belong_to_their_responses(components)
+        sampled.rows.set(keys.REWARD, rewards.roll(by, 0))
+        check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
         assert check.passed is False
         assert "when graded again; row" in check.sentence
 
 
-def test_a_reward_that_is_another_each_time_is_no_fault(components: Components) -> None:
+def test_a_reward_that_is_another_each_time_is_no_fault(sampled: Components) -> None:
     drawn = itertools.count()
-    graded_by(components, lambda text, example: Score({"correct": float(next(drawn))}, False))
-    components.rows = graded_rows(components)
-    check = gate.rewards_and_advantages_belong_to_their_responses(components)
+    graded_by(sampled, lambda text, example: Score({"correct": float(next(drawn))}, False))
+    sampled.rows = graded_rows(sampled)
+    check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
     assert check.passed
     assert check.sentence.startswith("0 of 0 responses")
 
 
-def test_a_grader_that_fails_once_leaves_its_response_uncompared(components: Components) -> None:
+def test_a_grader_that_fails_once_leaves_its_response_uncompared(sampled: Components) -> None:
     """It fails at one response when all are graded again; and a sibling's row has not the reward that it earned."""
-    components.task.score = NeedsEverySibling(NUM_SAMPLES)
-    graded_by(components, components.task.score)
-    components.rows = graded_rows(components)
-    components.rows.get(keys.REWARD)[1] += 1.0
-    grade, calls = components.task.score.score_group, itertools.count()
+    sampled.task = with_gold(sampled.task, score=NeedsEverySibling(NUM_SAMPLES))
+    graded_by(sampled, sampled.task.score)
+    sampled.rows = graded_rows(sampled)
+    sampled.rows.get(keys.REWARD)[1] += 1.0
+    grade, calls = sampled.task.score.score_group, itertools.count()
 
     def once(asked: list[tuple[str, Example]]) -> list[Score]:
         first, *others = grade(asked)
         return [first if next(calls) else replace(first, error="OSError: busy"), *others]
 
-    components.task.score.score_group = once
-    check = gate.rewards_and_advantages_belong_to_their_responses(components)
+    sampled.task.score.score_group = once
+    check = gate.rewards_and_advantages_belong_to_their_responses(sampled)
     assert check.passed is False
     assert check.sentence.startswith("6 of 7 responses earn the reward of their row")
 
@@ -345,30 +353,28 @@ MASKS = {
 }
 
 
-def test_a_sampled_token_that_is_not_trained_is_found(components: Components) -> None:
-    components.rows = graded_rows(components)
-    assert gate.every_sampled_token_is_trained(components).passed
-    rows = components.rows.rows()
+def test_a_sampled_token_that_is_not_trained_is_found(sampled: Components) -> None:
+    assert gate.every_sampled_token_is_trained(sampled).passed
+    rows = sampled.rows.rows()
     for sentence, fault in MASKS.items():
         masks = [fault(row[keys.ASSISTANT_MASK], len(row[keys.PROMPT_TOKENS])) for row in rows]
-        components.rows.set(keys.ASSISTANT_MASK, masks)
-        check = gate.every_sampled_token_is_trained(components)
+        sampled.rows.set(keys.ASSISTANT_MASK, masks)
+        check = gate.every_sampled_token_is_trained(sampled)
         assert check.passed is False
         assert check.sentence.endswith(sentence)
 
 
-def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(components: Components) -> None:
-    components.rows = graded_rows(components)
-    ids = [row[keys.FULL_TOKENS].clone() for row in components.rows]
-    assert not components.rows.get(keys.TRUNCATED)[0]
-    ids[0][-1] = components.rollouts.env.tokenizer("5")["input_ids"][0]
-    components.rows.set(keys.FULL_TOKENS, ids)
-    assert gate.every_sampled_token_is_trained(components).sentence.endswith("the end token is not trained")
-    components.stop = ["5"]
-    assert gate.every_sampled_token_is_trained(components).passed
-    components.stop = []
-    components.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
-    assert gate.every_sampled_token_is_trained(components).passed
+def test_a_response_without_its_end_token_is_found_unless_it_was_cut_or_stopped(sampled: Components) -> None:
+    ids = [row[keys.FULL_TOKENS].clone() for row in sampled.rows]
+    assert not sampled.rows.get(keys.TRUNCATED)[0]
+    ids[0][-1] = sampled.rollouts.env.tokenizer("5")["input_ids"][0]
+    sampled.rows.set(keys.FULL_TOKENS, ids)
+    assert gate.every_sampled_token_is_trained(sampled).sentence.endswith("the end token is not trained")
+    sampled.stop = ["5"]
+    assert gate.every_sampled_token_is_trained(sampled).passed
+    sampled.stop = []
+    sampled.rows.set(keys.TRUNCATED, torch.ones(8, 1, dtype=torch.bool))
+    assert gate.every_sampled_token_is_trained(sampled).passed
 
 
 def test_an_objective_of_the_wrong_sign_is_found(tmp_path: Path) -> None:
@@ -407,10 +413,12 @@ def with_reference(components: Components, temperature: float = TEMPERATURE, noi
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_another_reference_than_the_policy_is_found(half: str | None, tmp_path: Path) -> None:
     components = make_components(tmp_path, max_tokens=96, **HALF.get(half, {}))
-    own = components.transforms
+    own, rows = components.transforms, components.sample()
     for fault, passes in (({}, True), ({"noise": 0.05}, False), ({"temperature": 2 * TEMPERATURE}, False)):
         components.transforms = own
-        components.rows = graded_rows(with_reference(components, **fault))
+        components.rows = RowTable.cat([rows])
+        for transform in with_reference(components, **fault).transforms:
+            components.rows = transform(components.rows)
         check = gate.the_reference_is_the_policy_at_its_start(components)
         assert check.passed == passes, check.sentence
     assert half or failed(components) == [check.name]
@@ -461,17 +469,16 @@ LAYER = "model.layers.1"
 STALE = {
     "a projection": [f"{LAYER}.self_attn.q_proj.weight"],
     "a bias": [f"{LAYER}.self_attn.v_proj.bias"],
-    "the last norm": ["model.norm.weight"],
     "a kind": [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(4)],
 }
 
 
-@pytest.mark.parametrize(("stale", "half"), [("a projection", "bf16 both"), ("the last norm", None)])
-def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(stale: str, half: str | None, tmp_path) -> None:
-    """In half precision as well, where its effect is within the rounding."""
-    check = pushed_weights_landed(without(make_components(tmp_path, **HALF.get(half, {})), *STALE[stale]))
+def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(tmp_path: Path) -> None:
+    """In half precision, where its effect is within the rounding."""
+    (stale,) = STALE["a projection"]
+    check = pushed_weights_landed(without(make_components(tmp_path, **HALF["bf16 both"]), stale))
     assert check.passed is False
-    assert check.sentence.endswith(f"; the engine did not load {STALE[stale][0]}")
+    assert check.sentence.endswith(f"; the engine did not load {stale}")
 
 
 def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
@@ -506,17 +513,17 @@ def test_in_float32_what_was_not_applied_is_named_without_checksums(components: 
         assert check.sentence.endswith(f"; the engine did not load {', '.join(stale)}")
 
 
-def test_a_mean_of_micro_batch_means_is_found(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_of_micro_batch_means_is_found(sampled: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commonest mistake of the field: each micro-batch normalised by itself."""
-    padded = components.learner.padded
+    padded = sampled.learner.padded
 
     def renormalised(rows, weights=None):
         tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
         return padded(rows, weights and [1 / tokens] * len(rows))
 
-    monkeypatch.setattr(components.learner, "padded", renormalised)
-    (check,) = [check for check in run_gate(components, "warn") if check.passed is False]
-    assert check.name == "the gradient does not depend on the split"
+    monkeypatch.setattr(sampled.learner, "padded", renormalised)
+    check = gate.gradient_does_not_depend_on_the_split(sampled)
+    assert not check.passed
     assert "mixes the rows of a micro-batch" in check.sentence
 
 
@@ -526,19 +533,19 @@ def with_gold(task, gold_response=lambda example: None, **changes) -> SimpleName
     return SimpleNamespace(gold_response=gold_response, **{**own, **changes})
 
 
-def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(components: Components) -> None:
-    task = components.task
-    components.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
-    check = gate.gold_answers_earn_the_full_reward(components)
+def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(sampled: Components) -> None:
+    task = sampled.task
+    sampled.task = with_gold(task, lambda example: "the gold answer, in a form that the grader cannot read")
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert not check.passed
     assert task.train[0].query[:40] in check.sentence
-    components.task = with_gold(task)  # which knows none
-    check = gate.gold_answers_earn_the_full_reward(components)
+    sampled.task = with_gold(task)  # which knows none
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert (check.name, check.passed) == ("responses can be graded", True)
     assert check.sentence == "not checked against gold answers, because the task has none"
-    components.task = task
-    graded_by(components, lambda response, example: Score({"correct": 1.0}, True))
-    assert not gate.gold_answers_earn_the_full_reward(components).passed
+    sampled.task = task
+    graded_by(sampled, lambda response, example: Score({"correct": 1.0}, True))
+    assert not gate.gold_answers_earn_the_full_reward(sampled).passed
 
 
 class NeedsEverySibling:
@@ -553,14 +560,14 @@ class NeedsEverySibling:
         return [Score({"correct": 1.0}, True) for _ in asked]
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["works in training", "works in no group"])
-def test_a_function_of_whole_groups_is_asked_about_a_whole_group(components: Components, more: int) -> None:
-    components.task = with_gold(components.task)
-    components.task.score = NeedsEverySibling(components.rollouts.env.repeats + more)
-    graded_by(components, components.task.score)
-    check = gate.gold_answers_earn_the_full_reward(components)
-    assert check.passed == (not more)
-    assert ("failed on" in check.sentence) == bool(more)
+def test_a_function_of_whole_groups_is_asked_about_a_whole_group(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task)
+    for more in (0, 1):
+        sampled.task.score = NeedsEverySibling(sampled.rollouts.env.repeats + more)
+        graded_by(sampled, sampled.task.score)
+        check = gate.gold_answers_earn_the_full_reward(sampled)
+        assert check.passed == (not more)
+        assert ("failed on" in check.sentence) == bool(more)
 
 
 @pytest.mark.parametrize("share_device", [True, False])
@@ -588,26 +595,26 @@ def test_on_a_shared_device_the_engine_sleeps_while_the_learner_computes(
     assert not seen["asleep"]
 
 
-def test_a_strict_gate_ends_at_the_first_check_that_fails(components: Components) -> None:
+def test_a_strict_gate_ends_at_the_first_check_that_fails(sampled: Components) -> None:
     made, checks = [], list[gate.Check]()
 
     def check(passed: bool):
         return lambda components: made.append(passed) or gate.Check("one", passed, "it is so")
 
     with pytest.raises(CheckError, match=r"failed \(one\): it is so; check.mode=warn trains despite this"):
-        gate.run_gate(components, "strict", [check(True), check(False), check(True)], on_check=checks.append)
+        gate.run_gate(sampled, "strict", [check(True), check(False), check(True)], on_check=checks.append)
     assert made == [True, False]
     assert [one.passed for one in checks] == made
-    assert len(gate.run_gate(components, "warn", [check(False)] * 2)) == 2
-    assert gate.run_gate(components, "off") == []
+    assert len(gate.run_gate(sampled, "warn", [check(False)] * 2)) == 2
+    assert gate.run_gate(sampled, "off") == []
 
 
-def test_a_check_that_finds_no_memory_ends_in_a_sentence(components: Components) -> None:
+def test_a_check_that_finds_no_memory_ends_in_a_sentence(sampled: Components) -> None:
     def full(components: Components) -> gate.Check:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried.\nand details")
 
     with pytest.raises(RunFailed, match=r"lacks memory for the check 'full' \(CUDA .* Tried\); .*_tokens=8192 or "):
-        gate.run_gate(components, "warn", [full])
+        gate.run_gate(sampled, "warn", [full])
 
 
 def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(components: Components) -> None:
@@ -619,49 +626,49 @@ def test_responses_that_cannot_be_trained_on_are_a_mistake_of_the_user(component
         run_gate(components, "warn", [gate.every_sampled_token_is_trained])
 
 
-def test_a_term_that_does_not_apply_counts_nothing(components: Components) -> None:
-    graded_by(components, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
-    check = gate.gold_answers_earn_the_full_reward(components)
+def test_a_term_that_does_not_apply_counts_nothing(sampled: Components) -> None:
+    graded_by(sampled, lambda text, example: Score({"correct": 1.0 if text else None}, bool(text)))
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert check.passed
     assert "104 of 104 gold answers earn the full reward of 1" in check.sentence
 
 
-def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(components: Components) -> None:
-    components.task = with_gold(components.task)
+def test_a_grader_that_fails_at_every_text_is_found_without_gold_answers(sampled: Components) -> None:
+    sampled.task = with_gold(sampled.task)
     texts = []
 
     def broken(response: str, example: Example) -> Score:
         texts.append(response)
         raise OSError("no judge")
 
-    graded_by(components, broken)
-    check = gate.gold_answers_earn_the_full_reward(components)
+    graded_by(sampled, broken)
+    check = gate.gold_answers_earn_the_full_reward(sampled)
     assert not check.passed
     assert check.sentence.endswith("the grader failed on 4 of 4 texts, first error: OSError: no judge")
     assert len(texts) == ENOUGH, "a grader that hangs may take its deadline each time"
 
 
-def test_a_held_out_question_in_the_training_split_is_found(components: Components) -> None:
-    task = components.task
-    components.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
-    check = gate.no_held_out_question_is_trained_on(components)
+def test_a_held_out_question_in_the_training_split_is_found(sampled: Components) -> None:
+    task = sampled.task
+    sampled.task = SimpleNamespace(train=[*task.train[:5], task.heldout[3]], heldout=task.heldout)
+    check = gate.no_held_out_question_is_trained_on(sampled)
     assert not check.passed
     assert check.sentence.startswith("1 held-out")
     mine, theirs = (  # by the normal form of the tasks, where a sharp s is a double s
         SimpleNamespace(query=query) for query in ("How many Straßen\n are  there?", "how many STRASSEN are there?")
     )
-    components.task = SimpleNamespace(train=[mine], heldout=[theirs])
-    assert not gate.no_held_out_question_is_trained_on(components).passed
+    sampled.task = SimpleNamespace(train=[mine], heldout=[theirs])
+    assert not gate.no_held_out_question_is_trained_on(sampled).passed
 
 
 def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before_it_is_asked(
-    components: Components,
+    sampled: Components,
 ) -> None:
-    own = components.rollouts.env.tokenizer.get_vocab()
+    own = sampled.rollouts.env.tokenizer.get_vocab()
     right = NamedReference("TEACHER", "POLICY", {**own, "<more>": len(own)}, context=2048, longest=2048)
-    components.reference = right
-    assert gate.checks_of(components)[0] is gate.the_reference_reads_the_policys_tokens
-    assert gate.the_reference_reads_the_policys_tokens(components).passed
+    sampled.reference = right
+    assert gate.checks_of(sampled)[0] is gate.the_reference_reads_the_policys_tokens
+    assert gate.the_reference_reads_the_policys_tokens(sampled).passed
     swapped = dict(own) | {"a": own["b"], "b": own["a"]}
     for other, sentence in (
         (replace(right, vocabulary=swapped), "638 of the 640 tokens of POLICY have the same id in TEACHER .not 'a'."),
@@ -670,10 +677,10 @@ def test_a_reference_with_another_tokenizer_or_a_short_context_is_refused_before
             "TEACHER reads 2047 tokens.*may have 2048: use inference_model.max_model_len=2047",
         ),
     ):
-        components.reference, components.rows = other, components.rows[:0]
+        sampled.reference, sampled.rows = other, sampled.rows[:0]
         with pytest.raises(CheckError, match=sentence):
-            run_gate(components, "strict")
-        assert not components.rows  # nothing was sampled
+            run_gate(sampled, "strict")
+        assert not sampled.rows  # nothing was sampled
 
 
 def test_a_teacher_leaves_no_token_of_the_compared_gradients_clipped(components: Components) -> None:

@@ -35,13 +35,14 @@ TOOL = {
 }
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 5}}</tool_call>'
 QUESTION = {"role": "user", "content": "What is 4 + 5?"}
+TOKENIZER = load_tokenizer("tiny")
 
 
 class Rig:
     """A gateway over a scripted engine, which says ``texts`` in turn and notes the prompts that it gets."""
 
     def __init__(self, max_model_len: int = 600):
-        self.tokenizer, self.prompts, self.texts, self.fails = load_tokenizer("tiny"), [], [CALL, "It is 9."], False
+        self.tokenizer, self.prompts, self.texts, self.fails = TOKENIZER, [], [CALL, "It is 9."], False
         self.engine = ScriptedEngine(
             self._said, eos_token_id=self.tokenizer.eos_token_id, vocab_size=300, max_model_len=max_model_len
         )
@@ -188,13 +189,10 @@ BAD = {
     "no object": ([], 400, "not a JSON object"),
     "no messages": ({}, 400, "messages"),
     "an unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, 400, "'judge'"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
     "an image with a text": (of_parts({"type": "image", "text": "hello"}), 400, "content of the type 'image' is not"),
     "a null as a text": (of_parts({"type": "text", "text": None}), 400, "the text of a part of content is a NoneType"),
     "a part without a type": (of_parts({"text": "hello"}), 400, "a part of content has no type"),
-    "a part without keys": (of_parts({}), 400, "a part of content has no type"),
     "a part that is a string": (of_parts("hello"), 400, "a part of content is a str, not a JSON object"),
-    "a bad limit": ({"messages": [QUESTION], "max_tokens": 0}, 400, "max_tokens=0"),
     "a bias": ({"messages": [QUESTION], "logit_bias": {"5": 100}}, 400, "logit_bias"),
     "a form": ({"messages": [QUESTION], "response_format": {"type": "json_object"}}, 400, "response_format"),
     "another stop string": ({"messages": [QUESTION], "stop": ["END"]}, 400, "inference_model.stop"),
@@ -227,15 +225,21 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Rig]:
+    with closing(Rig()) as rig:
+        yield rig
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_a_sentence_and_loses_nothing(rig, name) -> None:
-    session = rig.session()
+def test_a_bad_request_is_a_sentence_and_loses_nothing(shared, name) -> None:
+    session = shared.session()
     body, status, words = BAD[name]
-    answer = rig.post(session, body)
+    answer = shared.post(session, body)
     assert answer.status == status
     assert words in answer.json()["error"]["message"]
     assert (session.num_turns, len(session.tree)) == (0, 0)
-    assert rig.post(session, {"messages": [QUESTION], "stop": ["STOP"], "temperature": 0.1}).status == 200
+    assert shared.post(session, {"messages": [QUESTION], "stop": ["STOP"], "temperature": 0.1}).status == 200
     assert session.num_turns == 1
 
 
@@ -244,8 +248,9 @@ def test_text_in_parts_is_joined_and_any_other_part_is_refused(rig, path) -> Non
     session, texts = rig.session(), [{"type": "text", "text": text} for text in ("What is ", "4 + 5?")]
     assert rig.post(session, of_parts(*texts) | {"max_tokens": 9}, path).status == 200
     assert "What is 4 + 5?" in rig.tokenizer.decode(rig.prompts[0])
-    for part in ({"type": "image", "text": "hello"}, {"type": "text", "text": None}, {"text": "hello"}):
-        assert rig.post(session, of_parts(*texts, part) | {"max_tokens": 9}, path).status == 400
+    image = {"type": "image", "text": "hello"}
+    for wrong in (of_parts(*texts, image), {"messages": [], "system": "Add."}):
+        assert rig.post(session, wrong | {"max_tokens": 9}, path).status == 400
     assert len(rig.prompts) == 1
 
 
@@ -281,12 +286,6 @@ def test_the_text_beside_a_call_ends_before_a_stop_string(rig) -> None:
     rig.texts = [f"I add. {CALL} STOP"]
     said = rig.post(session, {"messages": [QUESTION], "tools": [TOOL]}).json()["choices"][0]["message"]
     assert (said["content"].strip(), len(said["tool_calls"])) == ("I add.", 1)
-
-
-def test_a_request_to_anthropics_api_needs_messages(rig) -> None:
-    session = rig.session()
-    answer = rig.post(session, {"messages": [], "system": "Add.", "max_tokens": 5}, "/v1/messages")
-    assert (answer.status, "messages has no entry" in answer.json()["error"]["message"]) == (400, True)
 
 
 def test_only_the_key_of_an_open_session_is_answered(rig) -> None:

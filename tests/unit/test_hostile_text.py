@@ -48,7 +48,6 @@ def instructed(instructions: Sequence[tuple[str, dict[str, Any], list[str], list
 TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, and examples to grade against
     "gsm8k": lambda: (GSM8KTask(), GSM8K),
     "gsm8k-any": lambda: (GSM8KTask(answer_format="any"), GSM8K),
-    "math": lambda: (MathTask(), MATH),
     "math-any": lambda: (MathTask(answer_format="any"), MATH),
     "reasoning": lambda: (ReasoningTask(), (*GSM8K, Example("?", "Tuesday"))),
     "table": lambda: read(

@@ -114,5 +114,5 @@ def test_checks_with_sentences_equal_torchrls(theirs: Callable, monkeypatch: pyt
     monkeypatch.setattr(nltk.data, "path", [str(shared_data("nltk_data"))])
     checks._splitter.cache_clear()
     names = [name for name, instruction in INSTRUCTIONS.items() if instruction.splits_sentences]
-    assert_equal_outcomes(theirs, names, 400)
+    assert_equal_outcomes(theirs, names, 250)
     checks._splitter.cache_clear()

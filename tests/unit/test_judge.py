@@ -174,21 +174,20 @@ judge.close()
 def test_a_process_that_is_killed_while_it_asks_asks_nothing_again(fake: FakeJudge, tmp_path: Path) -> None:
     path = tmp_path / "judge.jsonl"
     line = [sys.executable, "-c", ASKING, fake.url, str(path)]
-    for count in (5, 14):
-        killed = subprocess.Popen(line)
-        wait_for(lambda count=count: sum(fake.answered.values()) >= count)
-        fake.gate.clear()
-        wait_for(lambda: fake._at_once == 3 and path.read_bytes().count(b"\n") == sum(fake.answered.values()))
-        killed.kill()
-        assert killed.wait() == -signal.SIGKILL
-        fake.kill()  # what it had not answered is gone with it
-        fake.gate.set()
-        wait_for(lambda: fake._at_once == 0)
-        fake.start()
+    killed = subprocess.Popen(line)
+    wait_for(lambda: sum(fake.answered.values()) >= 5)
+    fake.gate.clear()
+    wait_for(lambda: fake._at_once == 3 and path.read_bytes().count(b"\n") == sum(fake.answered.values()))
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    fake.kill()  # what it had not answered is gone with it
+    fake.gate.set()
+    wait_for(lambda: fake._at_once == 0)
+    fake.start()
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert [float(word) for word in done.stdout.split()] == fair_values([f"text {n}" for n in range(30)])
     assert list(fake.answered.values()) == [1] * 30
-    assert sum(fake.asked.values()) == 36
+    assert sum(fake.asked.values()) == 33
 
 
 def once_each(answers: Sequence[Say]) -> Callable[[Any], Say]:
@@ -335,7 +334,7 @@ def test_a_judge_that_only_fails_ends_the_run_with_its_words(
     if say is None:
         fake.gate.clear()
     with pytest.raises(JudgeGone, match=why):
-        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2}), texts_of(4))
+        asked(opened(**IMPATIENT | {"timeout_s": 5.0 if say else 0.2, "gone_s": 0.25}), texts_of(4))
 
 
 def test_an_answer_that_was_on_its_way_blames_no_other_question(fake: FakeJudge, opened: Open) -> None:
@@ -642,11 +641,13 @@ def judged(config: Config, run_dir: Path | None = None):
 
 
 def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is one sentence where no server answers, or its rubric cannot be read."""
     monkeypatch.setenv("SOTA_GRPO_JUDGE_KEY", "sk-1")
     (tmp_path / "rubric.md").write_text("Is it kind?\n")
     with FakeJudge("sk-1") as fake:
-        options = (*CHAT, f"reward.judge.url={fake.url}", f"reward.judge.rubric={tmp_path / 'rubric.md'}")
-        task, grader = judged(config_of(*options, "reward.judge.weight=0.5"), tmp_path)
+        config = config_of(*CHAT, f"reward.judge.url={fake.url}", f"reward.judge.rubric={tmp_path / 'rubric.md'}")
+        config.reward.judge.weight = 0.5
+        task, grader = judged(config, tmp_path)
         example, text = task.train[0], task.train[0].answer
         assert isinstance(grader, JudgedGrader)
         assert (task.term_weights, task.gold_response(example)) == ({"correct": 1.0, "judge": 0.5}, None)
@@ -656,8 +657,9 @@ def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytes
         assert "Is it kind?" in fake.bodies[0][1]["messages"][-1]["content"]
         grader.close()
         assert (tmp_path / CACHE_FILE).read_text().count("\n") == 1
+        config.reward.judge.weight, config.reward.judge.alone = 1.0, True
         for above in (score_of(text) / 10 - 0.01, score_of(text) / 10):
-            config = config_of(*options, "reward.judge.alone=true", f"reward.success_above={above}")
+            config.reward.success_above = above
             task, grader = judged(config, tmp_path)
             (score,) = grader.scores([(text, example)]).result(60)
             assert (score.terms, task.term_weights) == ({"judge": score_of(text) / 10}, {"judge": 1.0})
@@ -665,14 +667,12 @@ def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytes
             grader.close()
         assert sum(fake.asked.values()) == 1
     with pytest.raises(UserError, match="No judge answers at"):
-        judged(config_of(*options))
-
-
-def test_a_rubric_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+        judged(config)
     (tmp_path / "empty.txt").write_text(" ")
     for name in ("missing.md", "empty.txt"):
+        config.reward.judge.rubric = str(tmp_path / name)
         with pytest.raises(UserError, match=f"reward.judge.rubric={tmp_path / name} "):
-            judged(config_of(*CHAT, "reward.judge.url=http://127.0.0.1:9", f"reward.judge.rubric={tmp_path / name}"))
+            judged(config)
 
 
 @pytest.mark.parametrize(

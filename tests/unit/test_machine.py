@@ -42,7 +42,7 @@ def test_a_start_has_the_commit_of_the_tree_that_it_is_in(tmp_path: Path, monkey
 
 
 def test_every_start_of_a_run_is_kept_and_shown(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
+    run_dir = write_run(tmp_path / "run", steps=1)
     (run_dir / "run.json").unlink(missing_ok=True)
     for resume in (None, "auto"):
         with open_run(run_dir, {"train": {}}, resume, num_steps=1) as place:
@@ -55,11 +55,11 @@ def test_every_start_of_a_run_is_kept_and_shown(tmp_path: Path) -> None:
     assert f"torch {torch.__version__}" in shown[0]
 
 
-@pytest.mark.parametrize("starts", [None, 3, [3], [{"versions": 3, "cpus": "\x1b[2J"}], [{"commit": "a"}]])
-def test_starts_of_another_program_are_no_failure(starts: object, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-    (run_dir / "run.json").write_text(json.dumps({"starts": starts}))
-    assert "\x1b" not in str(data.read_run(run_dir).starts)
+def test_starts_of_another_program_are_no_failure(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=1)
+    for starts in (None, 3, [3], [{"versions": 3, "cpus": "\x1b[2J"}], [{"commit": "a"}]):
+        (run_dir / "run.json").write_text(json.dumps({"starts": starts}))
+        assert "\x1b" not in str(data.read_run(run_dir).starts)
 
 
 def test_what_is_measured_is_declared_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:

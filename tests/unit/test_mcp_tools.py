@@ -72,6 +72,7 @@ def started(written: str) -> Any:
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
     with ExitStack() as opened:
+        opened.enter_context(pytest.MonkeyPatch.context()).setenv("HF_TOKEN", "hf_secret")
         running = Running() if request.param == "http" else None
         if running:
             opened.callback(running.end)
@@ -118,20 +119,19 @@ def test_every_sample_has_a_session_of_its_own_which_continues_after_what_fails(
     assert [instances.finish(one.key).result(WAIT_S) for one in (first, second)] == [None, None]
 
 
-def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    with started(STDIO) as made:
-        keys = [made.open({}).result(WAIT_S).key for _ in range(3)]
-        pids, variables = zip(*(call(made, key, "look").content.split(" ", 1) for key in keys))
-        assert len(set(pids)) == 3
-        assert "PATH" in variables[0].split()
-        assert "HF_TOKEN" not in variables[0].split()
-        made.finish(keys[0]).result(WAIT_S)
-        made.drop(keys[1])
-        wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
-        assert os.path.exists(f"/proc/{pids[2]}")
-        with pytest.raises(InstanceLost, match=r"MCP server failed in a tool call .*Connection closed"):
-            made.call(keys[2], [("leave", {})]).result(WAIT_S)
+@pytest.mark.parametrize("instances", ["stdio"], indirect=True)
+def test_a_started_server_sees_no_secrets_and_ends_with_its_sample(instances: Instances) -> None:
+    keys = [instances.open({}).result(WAIT_S).key for _ in range(3)]
+    pids, variables = zip(*(call(instances, key, "look").content.split(" ", 1) for key in keys))
+    assert len(set(pids)) == 3
+    assert "PATH" in variables[0].split()
+    assert "HF_TOKEN" not in variables[0].split()
+    instances.finish(keys[0]).result(WAIT_S)
+    instances.drop(keys[1])
+    wait_for(lambda: not os.path.exists(f"/proc/{pids[0]}") and not os.path.exists(f"/proc/{pids[1]}"))
+    assert os.path.exists(f"/proc/{pids[2]}")
+    with pytest.raises(InstanceLost, match=r"MCP server failed in a tool call .*Connection closed"):
+        instances.call(keys[2], [("leave", {})]).result(WAIT_S)
 
 
 def test_a_key_is_sent_to_the_server_and_written_nowhere_and_a_server_that_ends_costs_the_samples_that_use_it(
@@ -214,6 +214,7 @@ def test_no_server_is_one_sentence(written: str, expected: str) -> None:
     assert str(raised.value).startswith(written.split(" ")[0])
 
 
+@pytest.mark.parametrize("instances", ["stdio"], indirect=True)
 def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
     tokenizer = load_tokenizer("tiny")
     calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]

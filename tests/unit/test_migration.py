@@ -79,7 +79,7 @@ def verl_report(config: Config) -> Report:
 STANDS_ELSEWHERE = ("model.name", "model.size", "engine.url")  # the model is a fact beside the config
 
 
-@pytest.mark.parametrize("overrides", [(), RICH, (*RICH, "mode=async")], ids=["preset", "rich", "async"])
+@pytest.mark.parametrize("overrides", [(), (*RICH, "mode=async")], ids=["preset", "rich"])
 def test_an_option_that_is_mapped_has_an_effect(overrides) -> None:
     config = config_of(*overrides)
     plain = verl_text(config)
@@ -87,8 +87,7 @@ def test_an_option_that_is_mapped_has_an_effect(overrides) -> None:
         assert any(verl_text(other) != plain for other in others(config, option)), option
 
 
-@pytest.mark.parametrize("overrides", [(), RICH], ids=["preset", "rich"])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "overrides"), [*((name, ()) for name in PRESETS), ("grpo_gsm8k", RICH)])
 def test_every_option_is_named_in_the_script(name: str, overrides: tuple[str, ...]) -> None:
     """As an option, in a note, among those without a counterpart, or among those of the files."""
     config = config_of(*overrides, name=name)
@@ -217,8 +216,7 @@ def exported(config: Config, folder: Path) -> Path:
 
 def test_the_grader_travels(tmp_path: Path) -> None:
     """verl is given the reward of the run, from the columns of the exported data."""
-    overrides = ("env.dataset=reasoning", "env.format_weight=0.3")
-    file = exported(composed("grpo_gsm8k", *overrides), tmp_path)
+    file = exported(config_of("env.dataset=reasoning", "env.format_weight=0.3"), tmp_path)
     rows = [{"question": "9 * 2?", "answer": "9*2=18\n#### 18"}, {"question": "1 + 1?", "answer": "#### 2"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = make_task("reasoning", path=str(tmp_path / "rows.jsonl"), num_heldout=1, format_weight=0.3)
@@ -241,7 +239,7 @@ def test_the_grader_travels(tmp_path: Path) -> None:
 def test_reward_functions_travel_with_the_folder(tmp_path: Path) -> None:
     body = "    return {'score': 2.0 / (solution_str == ground_truth), 'acc': True}"
     (tmp_path / "mine.py").write_text(f"def compute_score(data_source, solution_str, ground_truth):\n{body}\n")
-    score = verl_reward(exported(composed("grpo_gsm8k", "reward.path=mine.py"), tmp_path))
+    score = verl_reward(exported(config_of("reward.path=mine.py"), tmp_path))
     columns = example_columns(SimpleNamespace(query="2 + 2?", answer="#### 4", extra={}))
     assert score("gsm8k", "4", "4", columns) == {"score": 2.0, "acc": 1.0}
     assert score("gsm8k", "5", "4", columns) == {"score": 0.0, "acc": 0.0}  # the grader divides by 0
@@ -329,16 +327,12 @@ def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
         ("reward.judge.rubric", "/10 for a joke, 0/10 else", "/10 for a joke, 0/10 else"),
     ],
 )
-@pytest.mark.parametrize("in_mixture", [False, True])
-def test_a_published_config_has_no_address_command_or_folder(
-    option: str, value: str, public: str, in_mixture: bool
-) -> None:
-    config = Config()
-    if in_mixture:
-        name = {"reward.judge.rubric": "judge_rubric"}.get(option, option.partition(".")[2])
-        config.env.mixture = {"mine": {name: value}}
-        assert published(config).env.mixture == {"mine": {name: public}}
-        return
-    group, name = option.rsplit(".", 1)
+def test_a_published_config_has_no_address_command_or_folder(option: str, value: str, public: str) -> None:
+    """Neither in an option of the run nor in one of an entry of a mixture."""
+    config, (group, name) = Config(), option.rsplit(".", 1)
+    entry = "judge_rubric" if group == "reward.judge" else name
     setattr(attrgetter(group)(config), name, value)
-    assert getattr(attrgetter(group)(published(config)), name) == public
+    config.env.mixture = {"mine": {entry: value}}
+    actual = published(config)
+    assert getattr(attrgetter(group)(actual), name) == public
+    assert actual.env.mixture == {"mine": {entry: public}}

@@ -7,9 +7,11 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from tensordict import NonTensorData, TensorDict
 
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, needs_consent
 from sota_grpo.assembly.sampling import heldout_task, task_of
+from sota_grpo.config import Config
 from sota_grpo.config.mixture import task_configs, weights
-from sota_grpo.config.spelling import overrides_of
+from sota_grpo.config.spelling import flat, overrides_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptStream, TaskEnv
@@ -206,9 +209,7 @@ def test_dialogs_with_tools_and_reward_functions_see_the_tasks_own_columns(tmp_p
         "    return [float(len(text)) for text, truth in zip(completions, ground_truth)]\n"
     )
     entries = {"mine": {"reward_path": str(tmp_path / "r.py"), "reward_name": "near"}, "sums": {}}
-    config = compose("grpo_cpu", ["env.max_samples=4", "env.num_heldout=2"])
-    config.env.mixture = entries
-    task = task_of(config)
+    task = task_of(configured(mixture=entries, max_samples=4, num_heldout=2))
     mine, sums = task.train[:2]
     actual = [score.terms for score in guarded_scores(task.score, task.term_weights, [("ab", mine), ("ab", mine)])]
     assert actual == [{"mine/near": 1.0, "sums/correct": None}] * 2  # one turn of a chat
@@ -300,16 +301,19 @@ def test_metrics_of_a_batch_by_task() -> None:
     }
 
 
-def configured(*overrides: str):
-    return compose("grpo_cpu", list(overrides))
+@cache
+def preset() -> Config:
+    return compose("grpo_cpu")
+
+
+def configured(**env: Any) -> Config:
+    return replace(preset(), env=replace(preset().env, **env))
 
 
 def test_a_task_has_the_runs_options_but_for_its_own() -> None:
-    config = configured(
-        "env.mixture={hard: {difficulty: 4}, maths: {dataset: gsm8k, weight: 0.1, max_tokens: 9}, "
-        "own: {reward_path: a}}",
-        *("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1"),
-    )
+    mixture = "{hard: {difficulty: 4}, maths: {dataset: gsm8k, weight: 0.1, max_tokens: 9}, own: {reward_path: a}}"
+    others = ("env.difficulty=2", "reward.path=b", "reward.name=f", "reward.success_above=1")
+    config = compose("grpo_cpu", [f"env.mixture={mixture}", *others])
     validate(config)
     actual = task_configs(config)
     assert {name: (one.env.dataset, one.env.difficulty) for name, one in actual.items()} == {
@@ -322,34 +326,34 @@ def test_a_task_has_the_runs_options_but_for_its_own() -> None:
     assert config.env.mixture["maths"]["weight"] == 0.1  # nothing was changed
 
 
-@pytest.mark.parametrize(
-    ("mixture", "sentence"),
-    [
-        ("{}", "env.mixture={} has no task"),
-        ("{a: 5}", "env.mixture.a=5 is no mapping"),
-        ("{a: {datset: gsm8k}}", "env.mixture.a.datset is no option of an entry; did you mean dataset?"),
-        ("{a: {env: {}}}", "use weight, dataset_path, "),
-        ("{a: {dataset: nope}}", "env.mixture.a.dataset=nope is not one of gsm8k, "),
-        ("{a: {weight: 0}}", "env.mixture.a.weight=0 must be a number above 0."),
-        ("{a/b: {}}", "rename it"),
-        ("{accuracy: {}}", "env.mixture.accuracy has the name of the accuracy on all tasks; rename it."),
-        ("{a: {difficulty: hard}}", "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
-    ],
-)
-def test_an_entry_that_cannot_be_is_reported_in_one_sentence(mixture: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        validate(configured(f"env.mixture={mixture}"))
-    assert sentence in str(refused.value)
+def test_an_entry_that_cannot_be_is_reported_in_one_sentence() -> None:
+    config = configured()
+    for mixture, sentence in (
+        ({}, "env.mixture={} has no task"),
+        ({"a": 5}, "env.mixture.a=5 is no mapping"),
+        ({"a": {"datset": "gsm8k"}}, "env.mixture.a.datset is no option of an entry; did you mean dataset?"),
+        ({"a": {"env": {}}}, "use weight, dataset_path, "),
+        ({"a": {"dataset": "nope"}}, "env.mixture.a.dataset=nope is not one of gsm8k, "),
+        ({"a": {"weight": 0}}, "env.mixture.a.weight=0 must be a number above 0."),
+        ({"a/b": {}}, "rename it"),
+        ({"accuracy": {}}, "env.mixture.accuracy has the name of the accuracy on all tasks; rename it."),
+        ({"a": {"difficulty": "hard"}}, "env.mixture.a: Value 'hard' of type 'str' could not be converted to Integer."),
+    ):
+        config.env.mixture = mixture
+        with pytest.raises(ConfigError) as refused:
+            validate(config)
+        assert sentence in str(refused.value)
 
 
 def test_rules_let_pass_a_mixture_that_works() -> None:
-    for overrides in (
-        ["env.mixture={a: {}, c: {dataset: calculator}}", "env.max_steps=3"],
-        ["env.mixture={a: {dataset: gsm8k}, b: {}}", "env.difficulty=2"],
-        ["env.mixture={a: {}}", "env.reasoning=true", "env.max_steps=2"],
-        ["env.mixture={a: {dataset: table, dataset_path: x.jsonl, reward_path: r.py, reward_name: [f, g]}}"],
+    table = {"dataset": "table", "dataset_path": "x.jsonl", "reward_path": "r.py", "reward_name": ["f", "g"]}
+    for options in (
+        {"mixture": {"a": {}, "c": {"dataset": "calculator"}}, "max_steps": 3},
+        {"mixture": {"a": {"dataset": "gsm8k"}, "b": {}}, "difficulty": 2},
+        {"mixture": {"a": {}}, "reasoning": True, "max_steps": 2},
+        {"mixture": {"a": table}},
     ):
-        validate(configured(*overrides))
+        validate(configured(**options))
 
 
 def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,52 +404,54 @@ def test_files_of_a_mixture_are_the_runs_files(tmp_path: Path, monkeypatch: pyte
 def test_data_that_cannot_be_read_are_reported_with_the_name_of_the_task(tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?"}\n')
-    config = configured(f"env.mixture={{m: {{dataset: gsm8k, dataset_path: {tmp_path / 'bad.jsonl'}}}}}")
+    config = configured(mixture={"m": {"dataset": "gsm8k", "dataset_path": str(tmp_path / "bad.jsonl")}})
     with pytest.raises(DatasetError, match=r"env\.mixture\.m: "):
         task_of(config)
-    config = configured(f"env.mixture={{m: {{dataset: gsm8k, eval_path: {tmp_path / 'held.jsonl'}}}, a: {{}}}}")
+    config = configured(mixture={"m": {"dataset": "gsm8k", "eval_path": str(tmp_path / "held.jsonl")}, "a": {}})
     assert [one.query for one in heldout_task(config).heldout if one.extra[TASK] == "m"] == ["1 + 1?"]
 
 
 def test_no_task_trains_on_what_another_holds_out(tmp_path: Path) -> None:
     rows = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(20)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    (tmp_path / "held.jsonl").write_text(rows[3])
-    one = f"dataset: gsm8k, dataset_path: {tmp_path / 'rows.jsonl'}, eval_path: {tmp_path / 'held.jsonl'}"
-    other = f"dataset: reasoning, dataset_path: {tmp_path / 'rows.jsonl'}"
-    task = task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}", "env.num_heldout=2"))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("rows", "held", "more")}
+    for name, text in (("rows", "\n".join(rows)), ("held", rows[3]), ("more", rows[4])):
+        Path(paths[name]).write_text(text)
+    one = {"dataset": "gsm8k", "dataset_path": paths["rows"], "eval_path": paths["held"]}
+    other = {"dataset": "reasoning", "dataset_path": paths["rows"]}
+    task = task_of(configured(mixture={"one": one, "other": other}, num_heldout=2))
     trained, held = ({example.query for example in examples} for examples in (task.train, task.heldout))
     assert len(held) >= 2
     assert "3 + 1?" in held
     assert not trained & held
     assert len(trained | held) == 20
     assert all(len(task.train.examples_of[name]) == len(trained) for name in ("one", "other"))
-    other = f"dataset: reasoning, dataset_path: {tmp_path / 'held.jsonl'}, eval_path: {tmp_path / 'more.jsonl'}"
-    (tmp_path / "more.jsonl").write_text(rows[4])
+    other |= {"dataset_path": paths["held"], "eval_path": paths["more"]}
     with pytest.raises(UserError, match=r"env\.mixture\.other has no question that no task holds out"):
-        task_of(configured(f"env.mixture={{one: {{{one}}}, other: {{{other}}}}}"))
+        task_of(configured(mixture={"one": one, "other": other}))
 
 
-def test_a_mixture_is_written_on_the_command_line_as_it_is() -> None:
+TEXTS = ("Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add.")
+WORDS = ("adamw_8bit", "my/task.py:Mine", "http://127.0.0.1:8000/v1", "org/model-1.5b@main")
+FOR_TEXTS = """
+env.system_prompt env.dataset_path env.eval_path env.prompt_column env.answer_column env.tools env.environment env.agent
+reward.path reward.judge.rubric train.sampler model.name reward.judge.url reward.judge.model
+"""
+
+
+def test_options_are_written_on_the_command_line_as_they_are() -> None:
+    """Plain words without quotes."""
     mixture = {
         "a": {"dataset": "table", "dataset_path": "/my files/rows, 2.jsonl", "reward_name": ["f", "g"], "weight": 0.5},
         "b-1": {"system_prompt": 'It\'s \\ {so}: "null", 5 = x\\', "answer_column": "null", "max_samples": 5},
         "c": {"system_prompt": "", "prompt_column": "7", "eval_path": None},
     }
-    assert compose("grpo_cpu", overrides_of({"env.mixture": mixture})).env.mixture == mixture
-
-
-@pytest.mark.parametrize(
-    "text", ["Think, then say it.", "It's 4.", "null", "1e9", "{", "a\nb", "x=1", "é", "\\", "Add."]
-)
-def test_a_text_is_written_on_the_command_line_as_it_is(text: str) -> None:
-    assert compose("grpo_cpu", overrides_of({"env.system_prompt": text})).env.system_prompt == text
-
-
-@pytest.mark.parametrize("word", ["adamw_8bit", "my/task.py:Mine", "http://127.0.0.1:8000/v1", "org/model-1.5b@main"])
-def test_a_plain_word_is_written_without_quotes(word: str) -> None:
-    assert overrides_of({"env.system_prompt": word}) == [f"env.system_prompt={word}"]
-    assert compose("grpo_cpu", overrides_of({"env.system_prompt": word})).env.system_prompt == word
+    texts = dict(zip(FOR_TEXTS.split(), (*TEXTS, *WORDS), strict=True))
+    written = overrides_of({**texts, "env.mixture": mixture})
+    config = compose("grpo_cpu", written)
+    assert config.env.mixture == mixture
+    actual = flat(asdict(config))
+    assert {name: actual[name] for name in texts} == texts
+    assert [line.partition("=")[2] for line in written[len(TEXTS) : -1]] == [*WORDS]
 
 
 def test_prompts_that_do_not_fit_are_left_out_of_their_task() -> None:

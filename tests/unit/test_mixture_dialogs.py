@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
@@ -32,6 +32,7 @@ from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
+from tests.forked import ForkLauncher
 from tests.training_rigs import collector_of
 from tests.unit.test_learner import make_learner, make_rows, mini_batches
 from tests.unit.tiny_models import make_model
@@ -240,6 +241,14 @@ class World:
     def get_reward(self) -> float:
         return self.said / 2
 '''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_fork() -> Iterator[None]:
+    """Each worker is a fork of a process that has imported what it imports."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
+        yield
 
 
 def mixed_config(folder: Path, *overrides: str) -> Config:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tensordict import TensorDict
 from sota_grpo import keys
 from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.assembly.evaluation import find_target
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.functional.surrogates import SURROGATES, Surrogate
@@ -37,8 +41,13 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SURROGATES, "halved", Surrogate(halved))
 
 
-def config_of(*overrides: str):
-    return composed("grpo_gsm8k", "algorithm.objective=halved", *overrides)
+@cache
+def preset() -> Config:
+    return composed("grpo_gsm8k")
+
+
+def config_of(objective: str = "halved", **options: Any) -> Config:
+    return with_options(preset(), {"algorithm.objective": objective, **options})
 
 
 def test_it_is_trained_by_its_own_formula() -> None:
@@ -56,14 +65,14 @@ def test_it_is_trained_by_its_own_formula() -> None:
 
 def test_options_are_judged_by_its_parameters() -> None:
     validate(config_of())
-    for overrides, sentence in (
-        (["algorithm.ratio=sequence"], "algorithm.objective=halved, which has no ratio"),
-        (["algorithm.dual_clip=2"], "no effect on algorithm.objective=halved"),
-        (["algorithm.clip_low=0.1"], "or algorithm.objective=clipped or dppo or gmpo"),
-        (["train.epochs=2"], "algorithm.objective=halved is on-policy"),
+    for options, sentence in (
+        ({"algorithm.ratio": "sequence"}, "algorithm.objective=halved, which has no ratio"),
+        ({"algorithm.dual_clip": 2.0}, "no effect on algorithm.objective=halved"),
+        ({"algorithm.clip_low": 0.1}, "or algorithm.objective=clipped or dppo or gmpo"),
+        ({"train.epochs": 2}, "algorithm.objective=halved is on-policy"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            validate(config_of(*overrides))
+            validate(config_of(**options))
     with pytest.raises(ValueError, match="'halved', which has no ratio"):
         GRPOLoss(torch.nn.Identity(), objective="halved", ratio="sequence")
 
@@ -171,24 +180,21 @@ def test_a_loss_that_is_not_one_of_each_token_is_refused() -> None:
 
 def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
     mine.write_text(MINE + "raise RuntimeError('it was run')")
-    validate(composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped", "algorithm.clip_low=0.1", "train.epochs=2"))
-    for objective, override, sentence in (
-        (f"{mine}:onpolicy", "train.epochs=2", "mine.py:onpolicy is on-policy"),
-        (f"{mine}:onpolicy", "algorithm.clip_low=0.1", r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
-        (f"{mine}:near", "ref_model.name=org/other", None),
-        (f"{mine}:hungry", "seed=1", "has the parameters values; parameters must be any of log_prob, log_ratio,"),
-        (f"{mine}:nobody", "seed=1", "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
-        (f"{mine.parent}/no.py:clipped", "seed=1", "no.py cannot be read .*; correct algorithm.objective"),
-        ("gppo", "seed=1", "gppo is not one of clipped, cispo"),
+    validate(config_of(f"{mine}:clipped", **{"algorithm.clip_low": 0.1, "train.epochs": 2}))
+    validate(config_of(f"{mine}:near", **{"ref_model.name": "org/other"}))
+    for objective, options, sentence in (
+        (f"{mine}:onpolicy", {"train.epochs": 2}, "mine.py:onpolicy is on-policy"),
+        (f"{mine}:onpolicy", {"algorithm.clip_low": 0.1}, r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
+        (f"{mine}:hungry", {}, "has the parameters values; parameters must be any of log_prob, log_ratio,"),
+        (f"{mine}:nobody", {}, "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
+        (f"{mine.parent}/no.py:clipped", {}, "no.py cannot be read .*; correct algorithm.objective"),
+        ("gppo", {}, "gppo is not one of clipped, cispo"),
     ):
-        if sentence is None:
-            validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
-            continue
         with pytest.raises(UserError, match=sentence):
-            validate(composed("grpo_gsm8k", f"algorithm.objective={objective}", override))
-    config = composed("grpo_gsm8k", f"algorithm.objective={mine}:clipped")
-    options, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
-    assert options["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+            validate(config_of(objective, **options))
+    config = config_of(f"{mine}:clipped")
+    verl, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
+    assert verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
     with pytest.raises(UserError, match=r"mine\.py, line 20: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 
@@ -244,14 +250,14 @@ def test_an_own_estimator_gives_the_advantage_that_the_scale_divides(mine: Path)
 
 def test_an_own_estimator_is_checked_before_it_is_run(mine: Path) -> None:
     mine.write_text(MINE + "raise RuntimeError('it was run')")
-    validate(composed("grpo_gsm8k", f"algorithm.baseline={mine}:above_least"))
+    validate(with_options(preset(), {"algorithm.baseline": f"{mine}:above_least"}))
     for baseline, sentence in (
         (f"{mine}:hungry", "has the parameters log_prob, values; parameters must be any of rewards, group_ids"),
         (f"{mine.parent}/no.py:median", "no.py cannot be read .*; correct algorithm.baseline"),
         ("median", "algorithm.baseline=median is not one of group_mean"),
     ):
         with pytest.raises(UserError, match=sentence):
-            validate(composed("grpo_gsm8k", f"algorithm.baseline={baseline}"))
+            validate(with_options(preset(), {"algorithm.baseline": baseline}))
 
 
 def test_a_run_is_evaluated_without_the_files_of_its_functions(tmp_path: Path) -> None:

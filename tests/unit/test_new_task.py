@@ -6,9 +6,11 @@ import copy
 import json
 import sys
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from sota_grpo import tasks
 from sota_grpo.assembly.compose import anchor_paths, needs_consent
 from sota_grpo.assembly.preflight import preflight
 from sota_grpo.assembly.sampling import task_of
+from sota_grpo.config import Config
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
 from sota_grpo.migration.export import model_card
@@ -58,12 +61,19 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS._own, "parity", "sota_grpo.tasks.parity:ParityTask")
 
 
-def config_of(*overrides: str):
-    return composed("grpo_cpu", "env.dataset=parity", "env.max_steps=3", *overrides)
+@cache
+def preset() -> Config:
+    return composed("grpo_cpu")
+
+
+def config_of(correct: float = 1.0, **env: Any) -> Config:
+    config = preset()
+    task = replace(config.env, **{"dataset": "parity", "max_steps": 3, **env})
+    return replace(config, env=task, reward=replace(config.reward, correct=correct), seed=7)
 
 
 def test_it_is_built_with_the_options_that_it_takes() -> None:
-    config = config_of("reward.correct=2", "env.max_samples=2", "seed=7", "env.system_prompt=Hi")
+    config = config_of(2.0, max_samples=2, system_prompt="Hi")
     validate(config)
     task = task_of(config)
     assert (task.correct, task.system_prompt, task.seed, len(task.train)) == (2.0, "Hi", 7, 2)
@@ -71,16 +81,16 @@ def test_it_is_built_with_the_options_that_it_takes() -> None:
 
 
 def test_options_that_it_does_not_take_are_refused() -> None:
-    for overrides, sentence in (
-        (["env.answer_format=tags"], r"env.answer_format=tags has no effect on env.dataset=parity.*\(gsm8k, math, "),
-        (["env.eval_path=x.jsonl"], "env.eval_path=x.jsonl has no effect on env.dataset=parity"),
-        (["env.max_steps=1"], "env.dataset=parity offers a tool"),
+    for options, sentence in (
+        ({"answer_format": "tags"}, r"env.answer_format=tags has no effect on env.dataset=parity.*\(gsm8k, math, "),
+        ({"eval_path": "x.jsonl"}, "env.eval_path=x.jsonl has no effect on env.dataset=parity"),
+        ({"max_steps": 1}, "env.dataset=parity offers a tool"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            validate(config_of(*overrides))
-    validate(config_of("env.dataset=math", "env.max_steps=1", "reward.correct=2"))
+            validate(config_of(**options))
+    validate(config_of(2.0, dataset="math", max_steps=1))
     with pytest.raises(ConfigError, match=r"choose another env.dataset \(math, parity\)"):
-        validate(config_of("env.dataset=gsm8k", "env.max_steps=1", "reward.correct=2"))
+        validate(config_of(2.0, dataset="gsm8k", max_steps=1))
 
 
 def test_its_data_are_named_by_its_class() -> None:
@@ -88,7 +98,7 @@ def test_its_data_are_named_by_its_class() -> None:
     assert task_of(config).place == "somebody/parity"
     assert "datasets: [somebody/parity]" in model_card(config, 1, [])
     with pytest.raises(UserError, match=r"nowhere\.txt"):
-        preflight(config_of("env.dataset_path=./nowhere.txt"))
+        preflight(config_of(dataset_path="./nowhere.txt"))
 
 
 def test_a_task_without_a_hub_wants_a_place(monkeypatch) -> None:
@@ -132,8 +142,8 @@ def riddles(folder: Path) -> str:
 
 def test_a_class_in_a_file_is_a_task_with_its_options_and_its_scores_come_from_a_grader(tmp_path: Path) -> None:
     place = riddles(tmp_path)
-    data = ("env.max_steps=1", f"env.dataset_path={tmp_path / 'rows.jsonl'}", "env.num_heldout=2")
-    config = config_of(f"env.dataset={place}", "reward.correct=2", "env.system_prompt=Hi", *data)
+    data = {"dataset": place, "max_steps": 1, "dataset_path": str(tmp_path / "rows.jsonl"), "num_heldout": 2}
+    config = config_of(2.0, system_prompt="Hi", **data)
     validate(config)
     task = task_of(config)
     assert (len(task.train), len(task.heldout), task.messages(task.train[0])[0]["content"]) == (7, 2, "Hi")
@@ -142,7 +152,7 @@ def test_a_class_in_a_file_is_a_task_with_its_options_and_its_scores_come_from_a
         (score,) = pool.scores([(f"It is {task.train[0].answer}.", task.train[0])]).result(120)
     assert score.terms == {"correct": 2.0}
     with pytest.raises(ConfigError, match=r"env.difficulty=2 has no effect on env.dataset=.*riddles.py:Riddles"):
-        validate(config_of(f"env.dataset={place}", "env.difficulty=2", *data))
+        validate(config_of(difficulty=2, **data))
     config.env.mixture = {"own": {"dataset": place, "reward_correct": 3}, "sums": {"dataset": "arithmetic"}}
     config.env.dataset, config.reward.correct = "gsm8k", 1.0
     validate(config)
@@ -151,7 +161,7 @@ def test_a_class_in_a_file_is_a_task_with_its_options_and_its_scores_come_from_a
 
 def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path, monkeypatch) -> None:
     place = riddles(tmp_path)
-    config = config_of(f"env.dataset={place}")
+    config = config_of(dataset=place)
     assert needs_consent(config) == {"env.dataset": f"run {tmp_path / 'riddles.py'}"}
     mixed = config_of()
     mixed.env.mixture = {"own": {"dataset": place}}
@@ -162,7 +172,7 @@ def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path,
     assert task_class(place)().rule.gold == "It was {}."
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parity").mkdir()  # the name of a task, not of this folder
-    named, own = config_of(), config_of("env.dataset=riddles.py:Riddles")
+    named, own = config_of(), config_of(dataset="riddles.py:Riddles")
     for one in (named, own):
         anchor_paths(one)
     assert (named.env.dataset, own.env.dataset) == ("parity", place)
@@ -180,9 +190,9 @@ def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path,
 def test_a_wrong_file_or_class_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
     riddles(tmp_path)
     (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    config = config_of(dataset=str(tmp_path / written))
     with pytest.raises(UserError, match=sentence):
-        validate(config_of(f"env.dataset={tmp_path / written}"))
-    config = config_of()
-    config.env.mixture = {"own": {"dataset": str(tmp_path / written)}}
+        validate(config)
+    config.env.dataset, config.env.mixture = "parity", {"own": {"dataset": str(tmp_path / written)}}
     with pytest.raises(ConfigError, match=f"env.mixture.own: .*{sentence}"):
         validate(config)

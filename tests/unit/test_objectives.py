@@ -14,6 +14,8 @@ from torch import nn
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from sota_grpo import keys
+from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.functional.surrogates import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
@@ -125,13 +127,12 @@ def reference(rows, actor, *, objective, ratio, low, high, dual, kl, kl_coef, co
     return value, grad
 
 
-TERMS = [pair for pair in product(("clipped", "cispo", "reinforce"), ("token", "sequence")) if pair[0] != "reinforce"]
-TERMS.append(("reinforce", "token"))
+TERMS = [*product(("clipped", "cispo"), ("token", "sequence")), ("reinforce", "token")]
+CORRECTIONS = [(None, "truncate"), *product(("token", "sequence"), ("truncate", "mask"))]
 
 
 @pytest.mark.parametrize(("objective", "ratio"), TERMS)
-@pytest.mark.parametrize("correction", [None, "token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize(("correction", "mode"), CORRECTIONS)
 def test_equals_the_loops_in_value_and_gradient(objective, ratio, correction, mode) -> None:
     for kl, dual in (("k1", None), ("k2", 1.3 if objective == "clipped" else None), ("k3", None)):
         options = {"objective": objective, "ratio": ratio, "dual_clip": dual, "kl_estimator": kl}
@@ -139,12 +140,13 @@ def test_equals_the_loops_in_value_and_gradient(objective, ratio, correction, mo
         rows, loss, _ = scene(
             **options, **corrected, clip_epsilon=(0.15, 0.25), kl_to_ref_coeff=0.3, entropy_bonus=False
         )
-        total(loss(pad_rows(rows, pad_token_id=0))).backward()
+        actual = total(loss(pad_rows(rows, pad_token_id=0)))
+        actual.backward()
         value, grad = reference(
             rows, loss.actor_network, objective=objective, ratio=ratio, low=0.15, high=0.25, dual=dual, kl=kl,
             kl_coef=0.3, correction=correction, mode=mode, cap=1.1,
         )  # fmt: skip
-        assert total(loss(pad_rows(rows, pad_token_id=0))).item() == pytest.approx(value, rel=1e-6)
+        assert actual.item() == pytest.approx(value, rel=1e-6)
         torch.testing.assert_close(loss.actor_network.log_probs.grad, grad, rtol=1e-6, atol=1e-9)
 
 
@@ -357,8 +359,9 @@ def test_no_token_owns_a_step_however_far_off_the_engine_was(name: str) -> None:
 @pytest.mark.parametrize("objective", SURROGATES)
 def test_no_token_owns_an_unbiased_divergence_whatever_the_objective(objective: str) -> None:
     """One token of 64 is 200 nats off: its slope is at most ``dual_clip`` times that of the others."""
-    overrides = f"algorithm.objective={objective}", "algorithm.kl_estimator=k3_unbiased", "algorithm.dual_clip=2"
-    config, stream = composed("grpo_cpu", *overrides), generator()
+    options = {"objective": objective, "kl_estimator": "k3_unbiased", "dual_clip": 2.0}
+    config = with_options(Config(), {f"algorithm.{name}": value for name, value in options.items()})
+    stream = generator()
     rows = [random_row(stream, 2, 16, index=index, dtype=torch.float64) for index in range(4)]
     actor = TableActor(rows, stream, shift=0.0)
     for own, row in zip(actor.log_probs.detach(), set_loss_weights(rows, "token")):
@@ -402,15 +405,25 @@ def test_loss_and_coefficients_move_the_batch_to_their_device() -> None:
     assert seen == [torch.device("cpu")] * 2
 
 
-def test_correction_above_the_cap_is_counted() -> None:
-    """w = 4, 0.5, 0.5 per token with cap 2 and A = 1 on policy: truncated 2 + 0.5 + 0.5, masked 0 + 0.5 + 0.5."""
-    batch = hand_batch(behaviour=[0.0, -math.log(4), math.log(2), math.log(2)], advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 4))
-    for mode, expected in (("truncate", -1.0), ("mask", -1 / 3)):
-        loss = GRPOLoss(Constant([0.0] * 4), correction="token", correction_mode=mode, entropy_bonus=False)
-        out = loss(batch)
-        assert out.loss_objective.item() == pytest.approx(expected)
-        assert out.correction_fraction.item() == pytest.approx(1 / 3)
+CORRECTED = [  # log-weights with A = 1 on policy, options, objective, fraction of the tokens that a bound changes
+    ([math.log(4), -math.log(2), -math.log(2)], {"correction_mode": "truncate"}, -1.0, 1 / 3),  # 2, 0.5 and 0.5
+    ([math.log(4), -math.log(2), -math.log(2)], {"correction_mode": "mask"}, -1 / 3, 1 / 3),  # 0, 0.5 and 0.5
+    # the geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not
+    ([0.5, -0.1], {"correction": "geometric", "correction_mode": "reject", "correction_floor": 1.0}, -1.0, 0.0),
+    ([0.5, -0.1], {"correction": "geometric", "correction_mode": "reject", "correction_floor": 1.3}, 0.0, 1.0),
+    ([0.0, 0.0], {"correction_mode": "mask", "correction_floor": 1.0}, -1.0, 0.0),  # at a bound is within it
+    ([0.0, 0.0], {"correction_mode": "mask", "correction_cap": 1.0}, -1.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("log_weights", "options", "objective", "fraction"), CORRECTED)
+def test_corrections_by_hand_and_how_many_are_bounded(log_weights, options, objective, fraction) -> None:
+    batch = hand_batch(behaviour=[0.0, *(-each for each in log_weights)], advantage=1.0)
+    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 1 + len(log_weights)))
+    actor = Constant([0.0] * (1 + len(log_weights)))
+    out = GRPOLoss(actor, **{"correction": "token", "correction_cap": 2.0, "entropy_bonus": False} | options)(batch)
+    assert out.loss_objective.item() == pytest.approx(objective)
+    assert out.correction_fraction.item() == pytest.approx(fraction)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -427,27 +440,6 @@ def test_of_a_batch_that_is_used_once_a_correction_changes_the_gradient_of_clipp
     clipped = ratios > 1.2 if advantage > 0 else ratios < 0.8
     torch.testing.assert_close(gradients[0], torch.where(clipped, 0.0, -advantage * ratios))
     torch.testing.assert_close(gradients[1], -advantage * ratios)
-
-
-def test_a_correction_below_its_floor_is_counted_and_rejected_by_row() -> None:
-    """Log-weights 0.5 and -0.1: their geometric mean is exp(0.2), so a floor of 1 takes the row whole and 1.3 not."""
-    batch = hand_batch(behaviour=[0.0, -0.5, 0.1], advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
-    for floor, expected, fraction in ((1.0, -1.0, 0.0), (1.3, 0.0, 1.0)):
-        bounds = {"correction_floor": floor, "correction_cap": 1.5, "entropy_bonus": False}
-        loss = GRPOLoss(Constant([0.0] * 3), correction="geometric", correction_mode="reject", **bounds)
-        out = loss(batch)
-        assert out.loss_objective.item() == pytest.approx(expected)
-        assert out.correction_fraction.item() == fraction
-
-
-@pytest.mark.parametrize("bounds", [{"correction_floor": 1.0}, {"correction_cap": 1.0}])
-def test_a_correction_at_its_bound_is_within_it(bounds) -> None:
-    batch = hand_batch(behaviour=[0.0] * 3, advantage=1.0)
-    batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 3))
-    loss = GRPOLoss(Constant([0.0] * 3), correction="token", correction_mode="mask", entropy_bonus=False, **bounds)
-    out = loss(batch)
-    assert (out.loss_objective.item(), out.correction_fraction.item()) == (-1.0, 0.0)
 
 
 def test_tokens_of_weight_zero_take_no_part() -> None:

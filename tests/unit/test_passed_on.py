@@ -60,7 +60,7 @@ def test_the_template_is_given_them_in_prompts_and_between_turns() -> None:
 
 
 def test_what_a_template_does_not_read_is_refused() -> None:
-    config = composed("grpo_cpu")
+    config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
     config.env.chat_template_kwargs = {"enable_thinkin": False}
     with pytest.raises(UserError, match="has enable_thinkin, which the chat template of tiny does not read"):
         env_of(config, thinking_tokenizer())
@@ -138,33 +138,27 @@ def test_vllm_is_given_what_is_no_option_here() -> None:
         assert engine_arguments(options, on_cpu=on_cpu)["max_num_batched_tokens"] == 4096
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_vllm_is_given_nothing_that_is_set_here(on_cpu: bool) -> None:
+def test_vllm_is_given_nothing_that_is_set_here() -> None:
     plain = EngineOptions("m", eos_token_ids=[1], tensor_parallel_size=2)
-    for name in engine_arguments(plain, on_cpu=on_cpu):
-        with pytest.raises(UserError, match=f"has {name}, which sota-grpo itself sets"):
-            refuse_arguments(replace(plain, tensor_parallel_size=1, engine_kwargs={name: 1}), on_cpu=on_cpu)
+    for on_cpu in (True, False):
+        for name in engine_arguments(plain, on_cpu=on_cpu):
+            with pytest.raises(UserError, match=f"has {name}, which sota-grpo itself sets"):
+                refuse_arguments(replace(plain, tensor_parallel_size=1, engine_kwargs={name: 1}), on_cpu=on_cpu)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_vllm_is_given_nothing_that_would_make_samples_wrong() -> None:
+    for name, reason in (
         ("speculative_config", "a step would give several tokens of unknown seeds"),
-        ("speculative_config", "fly keeps tokens that the policy rejects"),
-        ("spec_tokens", "a step would give several tokens of unknown seeds"),
-        ("logits_processors", "another distribution"),
+        ("spec_tokens", "fly keeps tokens that the policy rejects"),
         ("override_generation_config", "another distribution"),
-        ("quantization", "the learner's"),
         ("hf_overrides", "the learner's"),
         ("data_parallel_size", "inference_model.num_devices"),
         ("enable_lora", "merged"),
         ("worker_extension_cls", "vLLM's own worker"),
         ("hf_token", "it would be saved"),
-    ],
-)
-def test_vllm_is_given_nothing_that_would_make_samples_wrong(name: str, reason: str) -> None:
-    with pytest.raises(UserError, match=f"inference_model.engine_kwargs has {name}.*{reason}.*; leave it out"):
-        refuse_arguments(EngineOptions("m", eos_token_ids=[1], engine_kwargs={name: 1}), on_cpu=False)
+    ):
+        with pytest.raises(UserError, match=f"inference_model.engine_kwargs has {name}.*{reason}.*; leave it out"):
+            refuse_arguments(EngineOptions("m", eos_token_ids=[1], engine_kwargs={name: 1}), on_cpu=False)
 
 
 def test_an_argument_that_vllm_has_not_is_reported_with_one_that_it_has() -> None:
@@ -180,21 +174,7 @@ def test_an_engine_that_auto_selects_refuses_them_too(tmp_path: Path) -> None:
         engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)
 
 
-def test_learner_and_reference_are_loaded_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    calls: list[Any] = []
-    load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: calls.append(k["use_safetensors"]) or load(*a, **k)
-    )
-    config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}")
-    make_model(config, torch.device("cpu"))
-    assert calls == [True]
-    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
-
-
-def test_an_engine_in_a_worker_loads_its_model_as_the_learner_does(
+def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -209,8 +189,10 @@ def test_an_engine_in_a_worker_loads_its_model_as_the_learner_does(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     config = composed("grpo_cpu", "model.load_kwargs={use_safetensors: true}", "model.attn_implementation=eager")
+    make_model(config, torch.device("cpu"))
     rollout_worker(engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)).close()
-    assert seen == [(True, "eager")]
+    assert seen == [(True, "eager")] * 2
+    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
 
 
 def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_least_ten_minutes(tmp_path: Path) -> None:

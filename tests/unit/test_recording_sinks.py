@@ -61,7 +61,7 @@ def test_a_key_is_found_where_it_may_be(tmp_path, no_key, monkeypatch):
     assert has_api_key()
 
 
-def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tmp_path, no_key, monkeypatch, caplog):
+def test_wandb_without_a_key_records_every_step_and_touches_no_network(tmp_path, no_key, monkeypatch, caplog):
     pytest.importorskip("wandb")
     server = socket.create_server(("127.0.0.1", 0))
     server.settimeout(0.2)
@@ -71,26 +71,25 @@ def test_wandb_offline_records_every_step_under_one_id_and_touches_no_network(tm
     monkeypatch.setattr(sys, "stdin", None)  # a prompt would fail
     config = {"seed": 1, "engine": {"url": None}}
     monkeypatch.setattr(sys, "argv", ["mine.py", "engine.api_key=sesame"])  # W&B keeps the command line
-    for first, mode in ((0, "offline"), (1, "online")):  # the second is a resumed run, online in vain
-        sink = WandbSink(mode, run_dir=tmp_path, config=config, arguments={"project": "p", "tags": ["t"]})
-        sink.samples_every = 1
-        assert sink.mode == "offline"
-        with RunLog(tmp_path, sinks=[sink]) as log:
-            log.rewind(first)
-            log.write_step(first, {"reward": 0.5 + first, "kl": None})
-            log.write_rollouts(first, [rollout(1, 0, 1.0, HOSTILE)])
+    sink = WandbSink("online", run_dir=tmp_path, config=config, arguments={"project": "p", "tags": ["t"]})
+    sink.samples_every = 1
+    assert sink.mode == "offline"
+    with RunLog(tmp_path, sinks=[sink]) as log:
+        log.rewind(0)
+        log.write_step(0, {"reward": 0.5, "kl": None})
+        log.write_rollouts(0, [rollout(1, 0, 1.0, HOSTILE)])
     with pytest.raises(TimeoutError):
         server.accept()
     server.close()
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
-    actual = wandb_history(tmp_path)
-    assert [name for name, _ in actual] == [run_id, run_id]
-    history = [row for _, rows in actual for row in rows]
-    assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(0, 0.5), (1, 1.5)]
+    ((name, history),) = wandb_history(tmp_path)
+    assert name == run_id
+    assert [(row["step"], row["reward"]) for row in history if "reward" in row] == [(0, 0.5)]
     assert not any("kl" in row for row in history)
-    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
-    assert [table["columns"] for table in tables] == [["step", *ROLLOUT_FIELDS]] * 2
-    assert all(HOSTILE.replace("\ud800", "\\ud800") in table["data"][0] for table in tables)
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["step", *ROLLOUT_FIELDS]
+    assert HOSTILE.replace("\ud800", "\\ud800") in table["data"][0]
     assert [record.message.count("wandb sync") for record in caplog.records if record.levelname == "WARNING"] == [1]
     assert wandb_config(tmp_path) == config
     assert not any(b"sesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

@@ -40,13 +40,9 @@ RUNS = {
         *("algorithm=reinforce_pp", KL, "train_model.lora.enabled=true"),
         *("train_model.lora.dropout=0.2", "train.optim_batch_size=8", "train.micro_batch_tokens=512"),
     ),
-    "skywork_or1, tokens of high entropy": (
-        *("algorithm=skywork_or1", "algorithm.entropy_target=9"),
-        "algorithm.top_entropy_quantile=0.2",
-    ),
-    "dialogs of two turns, min-p": (
-        *("algorithm=grpo", "env.reasoning=true", "env.max_steps=2", "train.optim_batch_size=4"),
-        *("inference_model.min_p=0.02", "inference_model.temperature=1.5"),
+    "skywork_or1, tokens of high entropy, dialogs of two turns, min-p": (
+        *("algorithm=skywork_or1", "algorithm.entropy_target=9", "algorithm.top_entropy_quantile=0.2"),
+        *("env.reasoning=true", "env.max_steps=2", "inference_model.min_p=0.02", "inference_model.temperature=1.5"),
     ),
 }
 
@@ -122,8 +118,6 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
         replayed(plain, 1)
     with pytest.raises(UserError, match=r"Step 7 of .* is not stored; .* replayed: 0[.]"):
         replayed(plain, 7)
-    with pytest.raises(UserError, match="There is no run in"):
-        replayed(plain / "nowhere", 0)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +127,6 @@ def test_a_step_without_its_weights_names_those_that_can_be_replayed(plain: Path
         (["algorithm.clip_low=0.2", "algorithm.clip_high=0.2"], "nothing to compare"),
         (["inference_model.temperature=0.5"], "has no effect, because the step's responses"),
         (["algorithm.dynamic_sampling=true"], "has no effect, because the step's responses"),
-        (["optimizer.lr=1e-5"], "optimizer.lr=1e-5 has no effect, because the step"),
         (["algorithm=grpo,dapo,grpo"], "has grpo twice"),
         (["algorithm=grpo,run"], "nothing to compare"),
         (["algorithm=dapo,rloo"], r"^rloo: .* makes? several steps"),
@@ -174,13 +167,10 @@ def test_several_algorithms_are_side_by_side(plain: Path, tmp_path: Path) -> Non
     assert json.loads(json.dumps(actual, allow_nan=False)) == actual
 
 
-@pytest.mark.parametrize("budget", [100, 4096])
-def test_the_gradient_is_the_sum_over_the_optimizer_steps_before_the_clip(
-    budget: int, plain: Path, tmp_path: Path
-) -> None:
-    """By hand, in one optimizer step whose norm is clipped: its norm is that of the metric, however rows are packed."""
+def test_the_gradient_is_the_sum_over_the_optimizer_steps_before_the_clip(plain: Path, tmp_path: Path) -> None:
+    """By hand, in one optimizer step of many micro-batches whose norm is clipped: its norm is that of the metric."""
     step = open_step(plain, 0)
-    one = with_options(step.config, {"train.optim_batch_size": 16, "train.micro_batch_tokens": budget})
+    one = with_options(step.config, {"train.optim_batch_size": 16, "train.micro_batch_tokens": 100})
     once = replay(step, with_options(one, {"optimizer.clip_grad_norm": 1e-3}), tmp_path / "once")
     assert once.optimizer_steps == 1
     assert once.gradient.double().norm().item() == pytest.approx(once.figures["grad_norm"], rel=1e-5)

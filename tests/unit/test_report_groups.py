@@ -56,7 +56,7 @@ def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
 
 
 def test_a_small_page_has_the_newest_step_the_first_and_the_middle(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=101, groups=8)
+    run_dir = write_run(tmp_path, steps=101, groups=8, siblings=2)
     whole = sum(len(json.dumps(group)) for group in chosen(run_dir, 10_000_000)[0])
     groups, actual = chosen(run_dir, whole // 20)
     steps = sorted({group["step"] for group in groups})

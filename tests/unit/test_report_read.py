@@ -109,7 +109,7 @@ def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Pa
     checks = [{"name": "ratio", "passed": True, "sentence": "it is 1", "seconds": 0.25}]
     (whole / "gate.json").write_text(json.dumps({"mode": "warn", "checks": checks}))
     (whole / "failure.json").write_text(json.dumps({"reason": "it failed"}))
-    for attempt in range(8):
+    for attempt in range(4):
         shutil.copytree(whole, damaged)
         damage(damaged, name, rng)
         where = f"random.Random({seed}), attempt {attempt}: {(damaged / name).read_text()[:2000]}"

@@ -133,23 +133,13 @@ def test_weights_are_loaded_while_a_group_runs_and_serve_its_next_tokens(start):
         assert int(sample.versions[-1]) == 7
 
 
-def test_an_adapter_is_merged_where_the_engines_weights_lie(start, monkeypatch: pytest.MonkeyPatch):
-    engine, merged_on = ScriptedEngine(), []
-    engine.device = torch.device("cuda:0")
-    monkeypatch.setattr(WeightPack, "merged", lambda self, base, device: merged_on.append(device) or iter(()))
-    worker = start(lambda: engine)
-    worker.set_base(NO_WEIGHTS)
-    assert worker.update_weights(WeightPack((), {"layer.weight": 2.0}), 3).result(5.0) == 3
-    assert merged_on == [torch.device("cuda:0")]
-
-
 def test_a_push_waits_for_one_step_at_most(start):
     engine = HeldEngine(duration_s=10.0)
     engine.go.set()
     worker = start(lambda: engine)
     worker.run(REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    for version in range(1, 21):
+    for version in range(1, 6):
         future = worker.update_weights(NO_WEIGHTS, version)
         before = engine.num_steps
         assert future.result(WAIT_S) == version
@@ -191,14 +181,22 @@ def test_a_failing_step_fails_everything_with_its_cause(start):
     assert engine.closed
 
 
-def test_an_engine_that_takes_no_adapters_gets_merged_weights(start, monkeypatch: pytest.MonkeyPatch):
-    engine, served = ScriptedEngine(), {}
+def test_an_engine_that_takes_no_adapters_gets_weights_merged_where_its_own_lie(start, monkeypatch):
+    engine, served, merged_on, merge = ScriptedEngine(), {}, [], WeightPack.merged
+    engine.device = torch.device("cuda:0")
+
+    def merged(self, base, device):
+        merged_on.append(device)
+        return merge(self, base, torch.device("cpu"))
+
+    monkeypatch.setattr(WeightPack, "merged", merged)
     monkeypatch.setattr(engine, "update_weights", lambda weights, version: served.update(weights))
     worker = start(lambda: engine)
     worker.set_base(WeightPack.of([("layer.weight", torch.ones(2, 2))]))
     factors = [("layer.weight:A", torch.tensor([[1.0, 2.0]])), ("layer.weight:B", torch.tensor([[3.0], [0.0]]))]
-    worker.update_weights(replace(WeightPack.of(factors), scales={"layer.weight": 2.0}), 1).result(5.0)
+    worker.update_weights(replace(WeightPack.of(factors), scales={"layer.weight": 2.0}), 1).result(WAIT_S)
     assert {name: value.tolist() for name, value in served.items()} == {"layer.weight": [[7.0, 13.0], [1.0, 1.0]]}
+    assert merged_on == [torch.device("cuda:0")]
 
 
 def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):

@@ -60,7 +60,7 @@ def same(rows, others) -> None:
                 assert value == other[key]
 
 
-@pytest.mark.parametrize("_", range(20))
+@pytest.mark.parametrize("_", range(8))
 def test_tables_are_cut_joined_saved_sent_and_stacked_as_their_rows_are(_: int) -> None:
     parts = [random_rows() for _ in range(3)]
     rows = [row for part in parts for row in part]

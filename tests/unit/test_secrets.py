@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from sota_grpo.cli import main
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY, VARIABLE, key_of, require_tokens, without_tokens
 from sota_grpo.errors import UserError
+from tests.forked import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "0123456789abcdef" * 2  # of no account
@@ -82,15 +81,15 @@ def test_what_no_client_could_send_is_reported_without_repeating_it(
         monkeypatch.setenv(variable, "")
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_run_shows_no_token(broken: bool, tmp_path: Path) -> None:
+def test_a_run_shows_no_token(tmp_path: Path) -> None:
     """A run that ends in its first checks: the model is not there. With a sweep, Hydra writes files of its own."""
+    server = ForkServer(tmp_path, os.environ | {"HYDRA_FULL_ERROR": "1"})
     options = [f"model.hub_token={TOKEN}", f"engine.api_key={TOKEN}", f"model.name={tmp_path}/none", "seed=1,2", "-m"]
-    options += ["no.such=1"] if broken else []
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.sweep.dir={tmp_path}/runs", *options],
-        capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HYDRA_FULL_ERROR": "1"},
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert TOKEN not in done.stdout + done.stderr
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    command = [str(ROOT / "grpo.py"), "--config-name=grpo_cpu", f"hydra.sweep.dir={tmp_path}/runs", *options]
+    for broken in ([], ["no.such=1"]):
+        done = server.run([*command, *broken], cwd=tmp_path)
+        assert done.code != 0
+        assert broken or f"{tmp_path}/none" in done.stderr
+        assert TOKEN not in done.stdout + done.stderr
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    server.close()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sota_grpo.engines import Deadlines, EngineOptions
+from sota_grpo.engines import server_engine as server_module
 from sota_grpo.engines.server_engine import ServerDied, ServerEngine, ServerLate, ServerProcess
 from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey
@@ -32,7 +36,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple[ServerProcess, str, str]:
+def start(folder: Path, script: str = SERVER) -> tuple[ServerProcess, str, str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
 
@@ -40,9 +44,8 @@ def start(folder: Path, script: str = SERVER, *, start_s: float = 60.0) -> tuple
         command = staticmethod(lambda options, port, *_, on_cpu: [sys.executable, "-c", script, str(port)])
         environment = staticmethod(lambda options, key, on_cpu: {KEY_VARIABLE: key})
 
-    options = EngineOptions(
-        "model", eos_token_ids=[1], log_path=folder / "logs" / "server.log", deadlines=Deadlines(start=start_s)
-    )
+    log_path = folder / "logs" / "server.log"
+    options = EngineOptions("model", eos_token_ids=[1], log_path=log_path, deadlines=Deadlines(start=60.0))
     return Engine.start(options, scratch, on_cpu=True)
 
 
@@ -81,14 +84,18 @@ def test_a_killed_launcher_takes_the_server_along(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_server_ends_when_its_trainer_is_killed(tmp_path: Path):
+    (tmp_path / "scratch").mkdir()
     trainer = f"""
-import sys, time
-sys.path.insert(0, {str(Path.cwd())!r})
+import subprocess, sys, time
 from pathlib import Path
-from tests.unit.test_server_process import start
-process, _, _ = start(Path({str(tmp_path)!r}))
-print(process.pid, flush=True)
-time.sleep(600)
+from sota_grpo.orphans import launcher
+command = [*launcher(Path({str(tmp_path / "scratch")!r})), sys.executable, "-c", {SERVER!r}, "0"]
+log = Path({str(tmp_path / "log")!r})
+launched = subprocess.Popen(command, stdout=log.open("wb"), start_new_session=True)
+while b"child" not in log.read_bytes():
+    time.sleep(0.01)
+print(launched.pid, flush=True)
+launched.wait()
 """
     with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -115,12 +122,19 @@ def test_a_start_that_fails_is_one_sentence_with_the_cause_from_far_above_the_la
     assert isinstance(caught.value, RunFailed)  # printed without a traceback
 
 
-def test_a_start_that_takes_too_long_is_ended_and_reported(tmp_path: Path):
+def test_a_start_that_takes_too_long_is_ended_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log, calls = tmp_path / "logs" / "server.log", itertools.count()
+
+    def late() -> float:
+        """100 s pass once the server has begun; the first call is that for the deadline."""
+        return time.monotonic() + 100 * (next(calls) > 0 and "loading" in log.read_text())
+
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=late, sleep=time.sleep))
     script = "import os, time; print('loading', os.getpgid(0), flush=True); time.sleep(600)"
-    with pytest.raises(ServerLate, match=r"not ready after 4 s .*server\.log, or raise ray\.timeout_s") as caught:
-        start(tmp_path, script, start_s=4.0)
+    with pytest.raises(ServerLate, match=r"not ready after 60 s .*server\.log, or raise ray\.timeout_s") as caught:
+        start(tmp_path, script)
     assert isinstance(caught.value, RunFailed)  # printed without a traceback
-    group = int((tmp_path / "logs" / "server.log").read_text().split("loading ")[1].split()[0])
+    group = int(log.read_text().split("loading ")[1].split()[0])
     assert members(group) == []
 
 
@@ -197,15 +211,8 @@ def test_pushed_weights_are_cast_once_and_only_this_user_can_read_them():
     assert read["view"].tolist() == view.tolist()
     folder.close()
     folder.close()
-
-
-def test_a_folder_that_was_not_closed_is_removed_with_its_process():
-    code = (
-        "import torch\n"
-        "from sota_grpo.policy.weight_pack import WeightFolder\n"
-        "folder = WeightFolder({'w': torch.Size([1])}, None)\n"
-        "print(folder.write({'w': torch.ones(1)}))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "push-" in done.stdout
-    assert not Path(done.stdout.strip()).parent.exists()
+    other = WeightFolder({"w": torch.Size([3])}, None)
+    assert other.close.atexit  # one that is not closed goes with its process
+    path = other.write({"w": row})
+    del other
+    assert not path.parent.exists()

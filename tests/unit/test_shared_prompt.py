@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 
 import pytest
 import torch
@@ -86,15 +85,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tool_turns", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_packed_rows_equal_padded_ones(case: str, tool_turns: bool) -> None:
+def test_packed_rows_equal_padded_ones(case: str) -> None:
     """In float64, but for the norms and positions that all these models compute, and sum up, in float32."""
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     capped = family == "gemma2"  # which only the eager attention does
     packed, padded = policies(family, attention="eager" if capped else "sdpa", **CASES[case])
     assert packed.shared_prompt
-    rows = make_groups(GROUPS, tool_turns=tool_turns)
+    rows = make_groups(GROUPS, tool_turns=True)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
@@ -104,7 +102,7 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     capped = {"attn_logit_softcapping": 0.5}
     eager, sdpa = (make_model("gemma2", attn_implementation=name, **capped).double() for name in ("eager", "sdpa"))
     sdpa.load_state_dict(eager.state_dict())
-    rows = make_groups(GROUPS, tool_turns=False)
+    rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     actual, expected = (measured(CausalPolicy(model, shared_prompt=False), rows, weights) for model in (sdpa, eager))
     assert_equal(actual, expected, 1e-5)
@@ -126,19 +124,22 @@ def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window
     return torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gemma2")])
+OF_GPUS = ("qwen3", "mistral", "mistral with a wide window", "gemma3_text", "granite", "one key head")
+
+
+@pytest.mark.parametrize("case", OF_GPUS)
 def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arguments, with plain torch in its place: its kernels have tests of their own."""
-    from sota_grpo.policy import shared_prompt as module
-
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     packed, padded = policies(family, **CASES[case])
     rows = make_groups(GROUPS)
     weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     calls = []
-    monkeypatch.setattr(module, "takes_kernels", lambda device, dtype, width: True)
+    monkeypatch.setattr(shared_prompt, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(module, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args))
+    monkeypatch.setattr(
+        shared_prompt, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args)
+    )
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
     assert calls
 
@@ -163,14 +164,11 @@ def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
 
 def test_gradients_of_half_precision_are_rounded_once() -> None:
     """Within one rounding to bfloat16 of float64's, 1.7e-3 of the norm; a backward pass in bfloat16 is 3e-3 off."""
-    seed = random.getrandbits(31)
-    print(f"seed {seed}")
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 9, (4, 80), generator=generator)
+    tokens = torch.randint(1, 9, (4, 80))
     tokens[:, :30] = tokens[0, :30]
     mask = torch.arange(80).expand(4, -1) >= 30
     layout = pack(tokens, torch.ones_like(mask), mask)
-    inputs = [torch.randn(1, heads, len(layout.tokens), 64, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
+    inputs = [torch.randn(1, heads, len(layout.tokens), 64).bfloat16() for heads in (4, 2, 2, 4)]
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         *leaves, pull = (each.to(dtype, copy=True) for each in inputs)
@@ -289,16 +287,12 @@ def test_without_a_layout_the_model_is_what_it_was() -> None:
 
 def test_a_mistake_in_our_own_attention_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a keyword that the kernel of another torch does not know: it must not be taken for the model's."""
-    from sota_grpo.policy import shared_prompt as module
-
-    monkeypatch.setattr(module, "_like_rows", lambda: None)
+    monkeypatch.setattr(shared_prompt, "_like_rows", lambda: None)
     with pytest.raises(TypeError):
         CausalPolicy(make_model("qwen2"))
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="right-padded"):
-        pack(torch.ones(1, 2).long(), torch.tensor([[False, True]]), torch.zeros(1, 2).bool())
     heads = torch.randn(1, 2, 3, 4)
     layout = pack(torch.arange(3).unsqueeze(0), torch.ones(1, 3).bool(), torch.zeros(1, 3).bool())
     unlike = "dropout, or attention that is not causal"

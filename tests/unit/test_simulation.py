@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,9 +21,8 @@ def decode(ids: torch.Tensor, **_: bool) -> str:
 SAMPLING = Sampling(max_tokens=1)
 
 
-@pytest.fixture(scope="module")
-def env_of() -> Callable:
-    return lambda: make_env(num_envs=2, repeats=2, num_train=30)
+def simulation(**options) -> Simulation:
+    return Simulation(make_env(num_envs=2, repeats=2, num_train=30), Scenario(**options))
 
 
 def test_the_clock_runs_actions_by_time_and_ties_in_the_order_given() -> None:
@@ -78,9 +76,9 @@ def test_lengths_have_the_requested_mean_and_a_tail() -> None:
     assert sorted(lengths)[10_000] == pytest.approx(200 * 0.6065, rel=0.06)  # exp(-sigma^2 / 2)
 
 
-def test_no_scenario_exceeds_the_age_and_shares_are_shares(env_of: Callable) -> None:
+def test_no_scenario_exceeds_the_age_and_shares_are_shares() -> None:
     for _ in range(5):
-        scenario = Scenario(
+        run = simulation(
             num_workers=random.randint(1, 6),
             groups_per_worker=random.randint(1, 4),
             num_groups=random.randint(1, 8),
@@ -91,7 +89,7 @@ def test_no_scenario_exceeds_the_age_and_shares_are_shares(env_of: Callable) -> 
             num_steps=9,
             seed=random.getrandbits(30),
         )
-        actual = Simulation(env_of(), scenario).run()  # next_batch raises above the bound
+        actual, scenario = run.run(), run.scenario  # next_batch raises above the bound
         assert 0 <= actual.policy_age_mean <= actual.policy_age_max <= scenario.max_policy_age, scenario
         assert actual.token_age_mean <= actual.policy_age_mean + 1e-9, scenario
         assert 0 <= actual.learner_idle < 1, scenario
@@ -99,11 +97,11 @@ def test_no_scenario_exceeds_the_age_and_shares_are_shares(env_of: Callable) -> 
         assert actual.most_in_flight == (scenario.max_policy_age + 1) * scenario.num_groups, scenario
 
 
-def test_without_a_tail_sync_is_the_sum_and_age_1_the_larger_of_both(env_of: Callable) -> None:
+def test_without_a_tail_sync_is_the_sum_and_age_1_the_larger_of_both() -> None:
     """Sigma 0, 8 places, 8 groups of 16 tokens of 0.02 s: 0.32 s to sample, 0.16 s to learn."""
     options = {"num_workers": 2, "groups_per_worker": 4, "num_groups": 8, "sigma": 0.0, "generation_ratio": 2.0}
-    synchronous = Simulation(env_of(), Scenario(max_policy_age=0, num_steps=8, **options)).run()
-    ahead = Simulation(env_of(), Scenario(max_policy_age=1, num_steps=8, **options)).run()
+    synchronous = simulation(max_policy_age=0, num_steps=8, **options).run()
+    ahead = simulation(max_policy_age=1, num_steps=8, **options).run()
     assert synchronous.step_s == pytest.approx(0.48)
     assert synchronous.learner_idle == pytest.approx(2 / 3)
     assert synchronous.worker_idle == pytest.approx(1 / 3)
@@ -111,12 +109,8 @@ def test_without_a_tail_sync_is_the_sum_and_age_1_the_larger_of_both(env_of: Cal
     assert ahead.worker_idle == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_thousand_workers_with_ten_thousand_groups_in_flight(env_of: Callable) -> None:
-    """Admission, dispatch and waiting of that size take seconds; the rows of two batches are made."""
-    scenario = Scenario(
-        num_workers=1000, groups_per_worker=10, num_groups=100, max_policy_age=99, num_steps=2, generation_ratio=100.0
-    )
-    simulation = Simulation(env_of(), scenario)
-    actual = simulation.run()
-    assert actual.most_in_flight == 10_000
+def test_hundreds_of_workers_with_thousands_of_groups_in_flight() -> None:
+    workers = {"num_workers": 400, "groups_per_worker": 10, "num_groups": 40, "generation_ratio": 100.0}
+    actual = simulation(max_policy_age=99, num_steps=2, **workers).run()
+    assert actual.most_in_flight == 4_000
     assert actual.policy_age_max <= 1

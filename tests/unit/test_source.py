@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -22,6 +23,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
+from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.table import RowTable
@@ -30,6 +32,7 @@ from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.stopping import Interrupted
+from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.process_rigs import wait_for
 from tests.training_rigs import collector_of, make_env, make_saying
@@ -37,20 +40,27 @@ from tests.unit.test_group_buffer import same
 
 SAMPLING = Sampling(max_tokens=24)
 REPEATS = 3
+tokenizer = functools.cache(lambda: load_tokenizer("tiny"))
 
 
 def small_env() -> TaskEnv:
-    return make_env(num_envs=REPEATS, repeats=REPEATS, num_train=23)
+    return TaskEnv(ArithmeticTask(1, num_train=23, num_heldout=1), tokenizer(), num_envs=REPEATS, repeats=REPEATS)
+
+
+@functools.cache
+def right_responses() -> dict[tuple[int, ...], list[int]]:
+    """The end of the right response, which has the answer, to each prompt."""
+    env = small_env()
+    gold = ((env.prompt_ids(one), env.task.gold_response(one)) for one in env.task.train)
+    return {prompt: env.tokenizer(text)["input_ids"][-20:] for prompt, text in gold}
 
 
 def random_engine(env: TaskEnv, *, right: float, seed: int) -> ScriptedEngine:
     """Answers rightly with chance ``right``, by the request's own seed and the version; wrong ones differ in length."""
-    gold = {env.prompt_ids(one): env.tokenizer(env.task.gold_response(one))["input_ids"] for one in env.task.train}
-    gold = {prompt: ids[-20:] for prompt, ids in gold.items()}  # the end has the answer
 
     def script(request: GroupRequest, index: int, version: int) -> list[int]:
         draw = random.Random(sample_seed(seed, request.seed, index, version))
-        return gold[request.prompt_ids] if draw.random() < right else [5] * draw.randint(1, 9)
+        return right_responses()[request.prompt_ids] if draw.random() < right else [5] * draw.randint(1, 9)
 
     return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
 
@@ -187,7 +197,7 @@ def require_equal(batches: list, expected: list, context: str) -> None:
 
 @pytest.mark.parametrize("refill", [False, True])
 def test_at_age_0_the_batches_are_those_of_sync_bit_for_bit(refill: bool) -> None:
-    for _ in range(3):
+    for _ in range(3 if refill else 1):
         seed, right = random.getrandbits(30), random.choice([0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
         num_groups, max_draws = random.randint(1, 6), random.randint(1, 4)
         context = f"seed {seed}, right {right}, num_groups {num_groups}, max_draws {max_draws}"
@@ -214,7 +224,7 @@ def test_sync_and_workers_continue_each_other() -> None:
     seed = random.randrange(10**6)
     whole = [
         batch
-        for batch, _ in synchronous_batches(right=0.5, seed=seed, steps=8, num_groups=4, refill=False, max_draws=1)
+        for batch, _ in synchronous_batches(right=0.5, seed=seed, steps=5, num_groups=4, refill=False, max_draws=1)
     ]
     actual = []
 
@@ -233,7 +243,7 @@ def test_sync_and_workers_continue_each_other() -> None:
         source = synchronous_source(right=0.5, seed=seed, num_groups=4)
         source.load_state_dict(rig.source.state_dict())
         state = go_on(source, version + 1)
-    assert [ids(batch) for batch in actual] == [ids(batch) for batch in whole[:5]]
+    assert [ids(batch) for batch in actual] == [ids(batch) for batch in whole]
 
 
 def test_in_sync_nothing_is_requested_during_learning_and_a_batch_together() -> None:
@@ -306,7 +316,7 @@ def mixed(rig: Rig, admitted: dict[int, int]) -> Callable[[], None]:
     return finish
 
 
-@pytest.mark.parametrize("max_policy_age", [0, 1, 3])
+@pytest.mark.parametrize("max_policy_age", [1, 3])
 def test_no_order_of_finishing_exceeds_the_age(max_policy_age: int) -> None:
     """next_batch itself raises above the bound; the worst case reaches it, and every token keeps its version."""
     worst = 0
@@ -364,18 +374,6 @@ def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() ->
     rig.desk.finish(0)
     rig.source.handle_events()
     assert ids(rig.source.next_batch()) == [0, 3]
-
-
-def test_slots_are_freed_by_release_and_not_by_taking() -> None:
-    rig = Rig(num_groups=3, max_policy_age=1)
-    while not rig.source.is_ready():
-        rig.desk.finish_any()
-        rig.source.handle_events()
-    rig.source.next_batch()
-    assert len(rig.desk.asked) == 6
-    rig.engine.version = 1
-    rig.source.release()
-    assert len(rig.desk.asked) == 9
 
 
 def reload(rig: Rig, tmp_path, **options) -> Rig:
@@ -484,7 +482,7 @@ def test_a_state_of_another_shape_or_too_late_is_refused() -> None:
 def test_a_stop_interrupts_the_wait_and_changes_nothing(dispatch: bool) -> None:
     stop = threading.Event()
     rig = Rig(dispatch=dispatch, should_stop=stop.is_set)
-    threading.Timer(0.15, stop.set).start()
+    threading.Timer(0.05, stop.set).start()
     with pytest.raises(Interrupted):
         rig.source.next_batch()
     state = rig.source.state_dict()
@@ -502,16 +500,15 @@ def test_a_wait_in_which_nothing_moves_ends_with_a_count_by_stage() -> None:
     rig.source.is_ready()
     rig.desk.finish(0)
     rig.source.handle_events()
-    began = time.monotonic()
     with pytest.raises(
         TimeoutError, match="3 groups are being sampled, 1 being graded, 0 are at the reference, 0 are finished"
     ):
         rig.source.next_batch()
-    assert time.monotonic() - began >= 0.1
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("stage", ["sample", "asking", "grade", "reference"])
+@pytest.mark.parametrize(
+    ("stage", "dispatch"), [("sample", True), ("asking", True), ("grade", False), ("reference", False)]
+)
 def test_a_failure_in_any_stage_ends_the_wait_with_its_exception(stage: str, dispatch: bool) -> None:
     cause = KeyError("the cause")
     error = RuntimeError(f"{stage} failed")
@@ -613,16 +610,14 @@ def test_draws_beyond_the_bound_keep_flat_groups_and_say_so(caplog: pytest.LogCa
     assert rig.source.metrics()["groups/zero_advantage"] == 4
 
 
-@pytest.mark.parametrize("max_policy_age", [1, 3])
-def test_no_step_draws_more_than_its_rounds_when_every_group_has_zero_advantage(max_policy_age: int) -> None:
-    rig = Rig(refill=True, right=0.0, max_draws=3, num_groups=4, max_policy_age=max_policy_age)
-    slots = 4 * (max_policy_age + 1)
+def test_no_step_draws_more_than_its_rounds_when_every_group_has_zero_advantage() -> None:
+    rig = Rig(refill=True, right=0.0, max_draws=3, num_groups=4, max_policy_age=3)
     drawn = 0
     for step in range(6):
         rig.step(step, ahead=random.randint(0, 8))
         fresh, drawn = len(rig.desk.asked) - drawn, len(rig.desk.asked)
         # release() at the end of a step draws 4 for the next, and may replace what is held over
-        assert fresh <= (slots if step == 0 else 0) + 2 * 2 * 4 + 4
+        assert fresh <= (16 if step == 0 else 0) + 2 * 2 * 4 + 4
 
 
 def test_a_zero_advantage_group_of_an_earlier_step_is_replaced_as_one_of_the_first_round() -> None:
@@ -723,7 +718,7 @@ def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_response_that_ends_in_the_thinking_of_its_prompt_gives_no_answer(opens: bool) -> None:
-    env = small_env()
+    env = make_env(num_envs=REPEATS, repeats=REPEATS, num_train=23)  # a tokenizer of its own
     env.tokenizer.chat_template += "{% if add_generation_prompt and " + str(opens).lower() + " %}<think>\n{% endif %}"
     example = env.task.train[0]
     gold = env.task.gold_response(example)

@@ -128,7 +128,7 @@ def test_a_column_that_a_row_lacks_is_none_and_what_json_lacks_becomes_text_or_a
 
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}
-OTHER = {"role": "system", "content": "Rhyme."}
+OTHER, REPLY = {"role": "system", "content": "Rhyme."}, {"role": "assistant", "content": "4"}
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,7 @@ OTHER = {"role": "system", "content": "Rhyme."}
         ([SYSTEM, USER], "Rhyme.", [OTHER, USER]),
         ([SYSTEM, USER], "", [USER]),
         ([{**USER, "name": None}], None, [USER]),
-        (
-            [USER, {"role": "assistant", "content": "4"}, USER],
-            None,
-            [USER, {"role": "assistant", "content": "4"}, USER],
-        ),
+        ([USER, REPLY, USER], None, [USER, REPLY, USER]),
     ],
 )
 def test_prompts_are_asked_as_they_are(prompt: Any, option: str | None, expected: list[dict[str, str]]) -> None:
@@ -218,10 +214,7 @@ VERL = verl_row(1)
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        (
-            {"question": "?", "ground_truth": "2"},
-            r"row 2: column 'prompt' holds no prompt; .* 'question', 'ground_truth'",
-        ),
+        ({"question": "?", "ground_truth": "2"}, r"row 2: column 'prompt' holds no prompt; .* 'question', "),
         ({**GOOD, "prompt": float("nan")}, "row 2: column 'prompt' holds no prompt"),
         ({**GOOD, "prompt": " \n"}, "row 2: column 'prompt' holds no prompt"),
         ({**GOOD, "ground_truth": float("nan")}, "row 2: column 'ground_truth' holds no ground truth"),
@@ -229,18 +222,12 @@ VERL = verl_row(1)
         ({**GOOD, "ground_truth": ["2", float("nan")]}, "row 2: the ground truth is a list: .* reward.path"),
         ({**GOOD, "chat_template_kwargs": {"enable_thinking": False}}, "row 2: .* set env.chat_template_kwargs"),
         ({**GOOD, "prompt": 3}, "row 2: column 'prompt' is neither text nor a chat"),
-        (
-            {**GOOD, "prompt": [{"role": "user"}]},
-            "column 'prompt', turn 1: 'content' is missing; role and content must be text",
-        ),
+        ({**GOOD, "prompt": [{"role": "user"}]}, "turn 1: 'content' is missing; role and content must be text"),
         ({**GOOD, "prompt": [USER, {"role": "user", "content": [{"type": "image"}]}]}, "turn 2: 'content' holds list"),
         ({**GOOD, "prompt": [SYSTEM]}, "a chat must have a user turn"),
         ({**GOOD, "prompt": [USER, {"role": "assistant", "content": "So"}]}, "not end in an assistant turn"),
-        (
-            {"prompt": "?", "solution": "2"},
-            r"'ground_truth' holds no ground truth; .*'solution': set env.answer_column",
-        ),
-        ({"prompt": "?", "answer": "1+1=2\n#### 2"}, "row 2: column 'ground_truth' holds no ground truth"),
+        ({"prompt": "?", "solution": "2"}, r"'ground_truth' holds no .*'solution': set env.answer_column"),
+        ({"prompt": "?", "answer": "#### 2"}, "row 2: column 'ground_truth' holds no ground truth"),
         ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is a dict: {"a": 1}, which only .*; set reward.path'),
         ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, "gold answer must be one number"),
     ],
@@ -290,7 +277,7 @@ WHERE = {
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 def test_the_same_number_is_right_and_another_is_not(answer_format: str) -> None:
     rng = random.Random(SEED)
-    for _ in range(200):
+    for _ in range(80):
         number = rng.randint(-(10**6), 10**6)
         written = rng.choice([str(number), f"{number:,}", f"{number}.00", f"{2 * number}/2"])
         truth = rng.choice([number, float(number), str(number), f"{number:,}", [number + 1, number]])
@@ -349,7 +336,7 @@ def test_math_is_graded_by_equivalence(source: str) -> None:
 def test_a_gold_response_is_right_or_there_is_none(answer_format: str | None) -> None:
     rng, task, none = random.Random(SEED), TableTask(answer_format=answer_format), 0
     pieces = ["</answer>", "}", "{", "\\", "#### ", "<think>", "</think>", "\n", "4", "-", "Paris", " ", "\\boxed{"]
-    for _ in range(300):
+    for _ in range(100):
         truth = rng.choice(["".join(rng.choices(pieces, k=rng.randint(1, 5))), rng.randint(-99, 99), rng.random()])
         if isinstance(truth, str) and not truth.strip():
             continue

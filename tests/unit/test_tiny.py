@@ -42,7 +42,7 @@ def test_artefact_is_small_and_free_of_code() -> None:
 
 def test_tokenizer_round_trips_any_text_in_normal_form_c(tokenizer: PreTrainedTokenizerBase) -> None:
     rng = random.Random(SEED)
-    texts = [random_text(rng) for _ in range(300)]
+    texts = [random_text(rng) for _ in range(100)]
     texts += ["", " ", "\r\n\t  x  \n\n", "12,345.67 <<3*4=12>>", "e\u0301 é 漢字 \U0001f600 \u200d\ufeff"]
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -82,7 +82,7 @@ def test_assistant_mask_covers_the_answer_and_its_end(tokenizer: PreTrainedToken
 
 
 def test_prompts_and_solutions_are_short(tokenizer: PreTrainedTokenizerBase) -> None:
-    task = ArithmeticTask(seed=SEED, num_train=200)
+    task = ArithmeticTask(seed=SEED, num_train=100)
     for example in task.train:
         prompt = tokenizer.apply_chat_template(task.messages(example), add_generation_prompt=True, return_dict=True)
         assert len(prompt["input_ids"]) <= 60
@@ -91,8 +91,8 @@ def test_prompts_and_solutions_are_short(tokenizer: PreTrainedTokenizerBase) -> 
 
 @torch.no_grad()
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: bool) -> float:
-    """Share of 512 held-out problems, drawn afresh, that one response to each solves (standard error 0.022)."""
-    task = ArithmeticTask(seed=SEED, num_heldout=256)
+    """Share of 128 held-out problems, drawn afresh, that one response to each solves (standard error 0.044)."""
+    task = ArithmeticTask(seed=SEED, num_heldout=128)
     texts = [
         tokenizer.apply_chat_template(task.messages(example), tokenize=False, add_generation_prompt=True)
         for example in task.heldout
@@ -107,6 +107,6 @@ def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy:
 def test_starting_accuracy_lies_in_the_documented_band(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    # over ten seeds 0.52 and 0.45 were measured; five standard errors of 256 problems to each side
-    assert 0.36 < accuracy(model, tokenizer, greedy=True) < 0.68
-    assert 0.29 < accuracy(model, tokenizer, greedy=False) < 0.61
+    # over ten seeds 0.52 and 0.45 were measured; five standard errors to each side
+    assert 0.30 < accuracy(model, tokenizer, greedy=True) < 0.74
+    assert 0.23 < accuracy(model, tokenizer, greedy=False) < 0.67

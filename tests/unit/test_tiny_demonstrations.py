@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import sota_grpo
 from sota_grpo.rl.records import Example
-from sota_grpo.tasks.arithmetic import TEMPLATES, ArithmeticTask
+from sota_grpo.tasks.arithmetic import ArithmeticTask
 
 PACKAGE = Path(sota_grpo.__file__).parent
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -35,28 +35,18 @@ def test_each_habit_worked_by_hand(habit: str, response: str) -> None:
     assert not ArithmeticTask().score(response, THREE_STEPS).success
 
 
-def test_every_habit_is_strong_on_some_template_and_weak_on_some_problem_of_every_length() -> None:
-    habits = {name: demos.habit_of(name) for name in TEMPLATES}
-    strong = {habit for habit, share in habits.values() if share == demos.STRONG_HABIT}
-    assert strong == {"guess", "first_step", "last_step", "no_marker"}
-    for num_steps in (1, 2, 3, 4):
-        shares = [share for name, (_, share) in habits.items() if len(TEMPLATES[name].steps) == num_steps]
-        assert set(shares) == {demos.STRONG_HABIT, demos.WEAK_HABIT}
-        assert shares.count(demos.STRONG_HABIT) > len(shares) / 2
-
-
 def test_habits_almost_never_earn_the_reward() -> None:
-    task, rng = ArithmeticTask(seed=SEED, num_train=1000), random.Random(SEED)
+    task, rng = ArithmeticTask(seed=SEED, num_train=300), random.Random(SEED)
     lucky = 0
     for example in task.train:
         habit, _ = demos.habit_of(example.extra["template"])
         lucky += task.score(demos.fall_into(habit, example, rng), example).success
-    assert lucky < 20  # a guess may name the right number by luck
+    assert lucky < 12  # a guess may name the right number by luck
 
 
 def test_drill_lines_are_true() -> None:
     rng = random.Random(SEED)
-    for _ in range(1000):
+    for _ in range(300):
         expression, value = demos.drill_line(rng).split("=")
         symbol = next(symbol for symbol in "+-*/" if symbol in expression)
         left, right = map(int, expression.split(symbol))

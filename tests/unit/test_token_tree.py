@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.envs.token_tree import TokenTree
@@ -82,12 +85,18 @@ def test_every_sampled_token_is_in_the_tree_once_after_its_own_context(requests,
     assert int(out.assistant_mask.sum()) == tree.num_sampled == len(sampled)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])  # the latter has windows
-@pytest.mark.parametrize("supports", [False, True])
+@cache
+def models(family: str) -> tuple[PreTrainedModel, list[CausalPolicy]]:
+    """A model, and policies of the same weights: one packs rows, one pads them."""
+    model = make_model(family).double()
+    return model, [CausalPolicy(copy.deepcopy(model), shared_prompt=packs) for packs in (True, False)]
+
+
+@pytest.mark.parametrize(("family", "supports"), [("qwen2", True), ("mistral", False)])  # the latter has windows
 @settings(max_examples=8)
 @given(trees=st.lists(REQUESTS, min_size=1, max_size=3))
 def test_log_probs_and_gradients_are_those_of_each_context_alone(family, supports, trees) -> None:
-    model = make_model(family).double()
+    model, policies = models(family)
     grown_trees = [grown(requests, supports=supports) for requests in trees]
     grown_trees = [(tree, sampled) for tree, sampled in grown_trees if sampled]
     if not grown_trees:
@@ -108,16 +117,16 @@ def test_log_probs_and_gradients_are_those_of_each_context_alone(family, support
             total = total + name * log_prob
     total.backward()
     gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    for shared_prompt in (True, False):
-        model.zero_grad()
-        out = CausalPolicy(model, shared_prompt=shared_prompt)(rows)
+    for policy in policies:
+        policy.zero_grad()
+        out = policy(rows)
         for number, (names, values) in enumerate(zip(rows[keys.LOG_PROBS], out[keys.LOG_PROBS])):
             for at in rows[keys.ASSISTANT_MASK][number].nonzero().flatten().tolist():
                 assert values[at].item() == pytest.approx(expected[number, float(names[at])], abs=2e-6)
         assert bool((out[ENTROPY] >= 0).all())
         (out[keys.LOG_PROBS] * rows[keys.LOG_PROBS]).sum().backward()
         for name, value in gradient.items():
-            assert float((dict(model.named_parameters())[name].grad - value).norm()) <= 1e-5 * (1 + float(value.norm()))
+            assert float((policy.model.get_parameter(name).grad - value).norm()) <= 1e-5 * (1 + float(value.norm()))
 
 
 @given(REQUESTS)
@@ -126,7 +135,7 @@ def test_the_planner_counts_the_tokens_that_are_computed(requests) -> None:
     if not sampled:
         return
     table = row_of(tree, len(tree.prompt))
-    layout = CausalPolicy(make_model("qwen2")).layout(pad_rows(table.rows(), pad_token_id=0))
+    layout = models("qwen2")[1][0].layout(pad_rows(table.rows(), pad_token_id=0))
     (prompt,) = row_prompts(table)
     assert prompt.length + prompt.response == len(layout.tokens)
     assert prompt.sampled == len(sampled)
@@ -184,7 +193,7 @@ def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
     end = tree.add_response(tree.add_prompt([5, 6]), said)
     for token in (3, 4):
         tree.add_response(tree.add_prompt([*tree.path(end), token]), said)
-    layout = CausalPolicy(make_model("qwen2")).layout(pad_rows(row_of(tree, 2).rows(), pad_token_id=0))
+    layout = models("qwen2")[1][0].layout(pad_rows(row_of(tree, 2).rows(), pad_token_id=0))
     assert layout.tokens.tolist() == [5, 6, 7, 8, 3, 7, 8, 4, 7, 8]
     assert len(layout.blocks) == 1
 

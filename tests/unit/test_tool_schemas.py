@@ -15,8 +15,6 @@ from sota_grpo.errors import UserError
 from sota_grpo.rl.tool_schemas import argument_error, function_schemas, parameters_by_name
 from tests.unit.test_tool_calls import look_up
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_schemas_are_those_of_transformers() -> None:
     assert function_schemas([look_up]) == [get_json_schema(look_up)]
@@ -76,7 +74,13 @@ def test_functions_that_make_no_schema_are_named(functions: list[Any], reason: s
 
 
 def test_hints_become_checks() -> None:
-    def tool(mode: Literal["a", 1], either: int | str, pair: tuple[int, str], table: dict[str, list[int]]) -> None:
+    def tool(
+        mode: Literal["a", 1],
+        either: int | str,
+        pair: tuple[int, str],
+        table: dict[str, list[int]],
+        near: list[float] | None,
+    ) -> None:
         """Try.
 
         Args:
@@ -84,10 +88,11 @@ def test_hints_become_checks() -> None:
             either: Two.
             pair: Three.
             table: Four.
+            near: Five.
         """
 
     (schema,) = function_schemas([tool])
-    fine = {"mode": 1, "either": "x", "pair": [1, "x"], "table": {"k": [1]}}
+    fine = {"mode": 1, "either": "x", "pair": [1, "x"], "table": {"k": [1]}, "near": None}
 
     def reason(**changes: Any) -> str | None:
         return argument_error(schema["function"]["parameters"], {**fine, **changes})
@@ -124,7 +129,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(schema=SCHEMAS, value=JSON)
 def test_arguments_are_checked_as_jsonschema_does(schema: dict[str, Any], value: Any) -> None:
     reason = argument_error({"type": "object", "properties": {"it": schema}}, {"it": value})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,13 @@ SERVERS = {
 }
 
 
+@cache
+def composed() -> Config:
+    return compose("grpo_cpu", ["env.max_steps=4"])
+
+
 def config_with(environment: str) -> Config:
-    config = compose("grpo_cpu", ["env.max_steps=4"])
+    config = copy.deepcopy(composed())
     config.env.environment = environment
     return config
 

@@ -16,10 +16,6 @@ from sota_grpo.workers.instances import InstanceSpec
 GUESS = Path(__file__).parent / "environments" / "guess.py"
 
 
-def names(toolbox: Toolbox) -> list[str]:
-    return [schema["function"]["name"] for schema in toolbox.schemas]
-
-
 class Base:
     limit = 3
 
@@ -71,13 +67,6 @@ def test_tools_are_the_public_functions_of_the_class_and_its_bases() -> None:
         with pytest.raises(LookupError, match=r"there is no tool '.*'; the tools are <lambda>, inherited, own"):
             child.call(name, {})
     assert not hasattr(child, "get_reward")
-
-
-def test_schemas_say_what_the_docstrings_say() -> None:
-    guess, hint = load(InstanceSpec("factory", str(GUESS), ("Guess",)))().schemas
-    assert guess["function"]["parameters"]["required"] == ["word"]
-    assert guess["function"]["parameters"]["properties"]["word"]["description"] == "The guess, in lower case."
-    assert "required" not in hint["function"]["parameters"]
 
 
 def test_a_reset_is_given_the_columns_that_it_takes() -> None:

@@ -81,7 +81,6 @@ def test_a_config_that_cannot_be_trained_is_one_sentence(changes: dict[str, Any]
     [
         ("t5", "an encoder and a decoder"),
         ("qwen2_5_vl", "no causal language model of text"),
-        ("vit", "no causal language model of text"),
         ("mamba", "has no attention"),
     ],
 )

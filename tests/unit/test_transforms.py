@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -34,12 +33,12 @@ def grade(response: str, example: Example) -> Score:
         return Score({}, False, "TimeoutError: 5 s")
     if response == "nan":
         return Score({"right": float("nan"), "short": 0.0}, True)
-    right = response == example.answer + example.extra.get("unit", "")
+    right = response == example.answer
     return Score({"right": float(right), "short": float(len(response) < 3)}, right)
 
 
-def text_rows(responses: list[str], answer: str = "4", extra: dict | None = None) -> TensorDictBase:
-    fields = {"query": "2 + 2?", "answer": answer} | ({} if extra is None else {"extra": json.dumps(extra)})
+def text_rows(responses: list[str]) -> TensorDictBase:
+    fields = {"query": "2 + 2?", "answer": "4"}
     return lazy_stack([TensorDict({"text": {"response": text}} | fields) for text in responses], 0)
 
 
@@ -49,11 +48,6 @@ def test_reward_is_the_weighted_sum_of_the_terms() -> None:
     assert rows[(*keys.REWARD_TERMS, "right")].tolist() == [[1.0], [0.0], [0.0]]
     assert rows[keys.SUCCESS].tolist() == [[True], [False], [False]]
     assert not rows[keys.REWARD_ERROR].any()
-
-
-def test_the_scorer_sees_the_extra_json() -> None:
-    rows = ScoreResponse(grade, WEIGHTS)(text_rows(["4kg"], extra={"unit": "kg"}))
-    assert rows[keys.SUCCESS].tolist() == [[True]]
 
 
 def test_scores_that_are_written_again_keep_no_term_of_the_first() -> None:
