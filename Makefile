@@ -5,12 +5,12 @@
 #              IFEVAL=input_data.jsonl, SPEEDRUN="--seeds 0" for one seed
 # make real-gsm8k   the same on held-out questions of GSM8K's training split, GSM8K=train.jsonl
 # make agent   teach the embedded policy a calculator tool, then train it to use it (docs/agent.md), half an hour
-# make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones
+# make test    every test that this machine can run, real vLLM CPU engine included, but for the slow ones; three files
+#              at a time, since some wait
 # make test-newest   contract tests and the unit tests of RISKY in .venv-newest, without vLLM, on the newest torch and transformers;
 #              LIMIT="--minutes=10" begins tests for ten minutes
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
-#              three files at a time, since some wait; SLOW="--minutes=30 --files-by=1" begins tests for half an hour,
-#              file by file in an order drawn from the seed 1
+#              SLOW="--minutes=30 --files-by=1" begins tests for half an hour, file by file in an order drawn from the seed 1
 # make fuzz-draws   the fast tests with other random draws, FUZZ="--minutes=60", and what repeats those that failed
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make soak    2,300 steps during which memory, file handles, threads, shared memory and disk must not grow (benchmarks/soak.py)
@@ -25,7 +25,7 @@ SLOW ?=
 FUZZ ?=
 REAL ?=
 SPEEDRUN ?=
-PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --processes-again
+PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --processes-again
 IFEVAL ?= input_data.jsonl
 GSM8K ?= train.jsonl
 # the versions that CI tests; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows
@@ -101,7 +101,7 @@ newest: $(VENV)/.newest
 	$(PYTEST) -m "not slow" --ignore tests/contract/test_workers.py tests/contract $(wildcard $(RISKY:%=tests/unit/test_%.py)) $(LIMIT)
 
 slow: $(VENV)/.test
-	$(PYTEST) -n 3 -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
+	$(PYTEST) -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
 
 fuzz-draws: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.draws $(FUZZ)

@@ -106,11 +106,11 @@ def is_of_processes(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files come first: one of them would run alone in the end. Of the others, and of these, with another
-    seed others do; the tests of a file stay together, as they are in it."""
+    """The longest files come first: one of them would run alone in the end. With a seed, files come in its order. The
+    tests of a file stay together, as they are in it."""
     files, seed = list(dict.fromkeys(item.path for item in items)), config.getoption("files_by")
     ordered = files if seed is None else random.Random(seed).sample(sorted(files), len(files))
-    longest = {item.path for item in items if item.get_closest_marker("longest")}
+    longest = {item.path for item in items if seed is None and item.get_closest_marker("longest")}
     turns = {path: (path not in longest, turn) for turn, path in enumerate(ordered)}
     items.sort(key=lambda item: turns[item.path])
 
@@ -138,7 +138,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws, and the fixtures that are made for it, and what it logs; none when the time is over."""
-    if time.monotonic() > item.config.stash[END]:
+    longest = item.get_closest_marker("longest")
+    if time.monotonic() + 60 * (longest.args[0] if longest else 0) > item.config.stash[END]:
         pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
     logging.getLogger("sota_grpo").setLevel(logging.NOTSET)  # a run in this process leaves its own
     seed_test(item)

@@ -43,7 +43,7 @@ WITH_OPTIONS = [
 
 
 def marked(name: str, command: Command) -> object:
-    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.longest] if is_slow(command) else [])
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.longest(3)] if is_slow(command) else [])
 
 
 def ran(name: str, workshop: Workshop) -> list[Path]:

