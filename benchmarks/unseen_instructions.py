@@ -18,7 +18,7 @@ from sota_grpo.tasks.procedural import ProceduralTask, is_heldout
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*", text.lower())
+    return re.findall(r"\w+(?:'\w+)*", text.lower().replace("’", "'"))
 
 
 def _lines(text: str) -> list[str]:
@@ -27,17 +27,21 @@ def _lines(text: str) -> list[str]:
 
 def _is_numbered(text: str, _: int) -> bool:
     lines = _lines(text)
-    return len(lines) > 1 and all(line.startswith(f"{number}.") for number, line in enumerate(lines, 1))
+    return len(lines) > 1 and all(re.match(rf"{number}\.(?!\d)", line) for number, line in enumerate(lines, 1))
 
 
 #: Name: (sentence, range of n, check of (response, n)).
 KINDS: dict[str, tuple[str, range, Callable[[str, int], bool]]] = {
     "numbers": (
         "Include exactly {n} numbers, written in digits.",
-        range(2, 5),
-        lambda text, n: len(re.findall(r"\d+(?:[.,]\d+)*", text)) == n,
+        range(2, 5),  # "1,234.5" is one number, "1,2" and "10:30" are two
+        lambda text, n: len(re.findall(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?", text)) == n,
     ),
-    "question": ("End your response with a question.", range(1), lambda text, _: text.rstrip().endswith("?")),
+    "question": (
+        "End your response with a question.",
+        range(1),
+        lambda text, _: text.rstrip(" \n\t\"'”’)*_").endswith("?"),
+    ),
     "exclamations": ("Use exactly {n} exclamation marks.", range(2, 5), lambda text, n: text.count("!") == n),
     "same_word": (
         "Begin and end your response with the same word.",
@@ -48,7 +52,7 @@ KINDS: dict[str, tuple[str, range, Callable[[str, int], bool]]] = {
     "short_words": (
         "Use no word that has more than {n} letters.",
         range(7, 10),
-        lambda text, n: bool(words := _words(text)) and max(map(len, words)) <= n,
+        lambda text, n: bool(words := _words(text)) and all(len(word.replace("'", "")) <= n for word in words),
     ),
     "brackets": (
         "Put at least {n} remarks in round brackets.",
@@ -89,5 +93,5 @@ class UnseenInstructions(ProceduralTask):
         return Score({"correct": float(success)}, success)
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
-        """Return ``{kind: (followed, total)}`` of all kinds."""
+        """Return ``{kind: (followed, total)}`` of all kinds; an evaluation needs a problem of each kind."""
         return {kind: (int(score.success), 1) if kind == example.extra["kind"] else (0, 0) for kind in KINDS}

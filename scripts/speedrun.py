@@ -86,6 +86,11 @@ def row_of(run_dir: Path, seed: int, seconds: float, printed: str) -> dict[str, 
     }
 
 
+def write(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the figures of the runs so far to ``speedrun.json``."""
+    (folder / "speedrun.json").write_text(json.dumps(rows, indent=1))
+
+
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """Return two tables in markdown: the runs, and the seconds of their phases."""
 
@@ -131,11 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides = [f"env.eval_path={options.file.resolve()}", *options.overrides]
         try:
             rows.append(row_of(run_dir, seed, *measure(command(options.preset, seed, run_dir, overrides))))
+            write(options.out, rows)
             if options.preset == IFEVAL_PRESET:
                 rows[-1] |= measure_unseen(run_dir)
+                write(options.out, rows)
         except subprocess.CalledProcessError as error:
+            if rows:
+                print(tables(rows))
             return int(error.returncode)
-        (options.out / "speedrun.json").write_text(json.dumps(rows, indent=1))
     print()
     print(tables(rows))
     return 0 if all(row["reached"] for row in rows) else 1

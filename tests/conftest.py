@@ -139,8 +139,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test draws, and the fixtures that are made for it, and what it logs; none when the time is over."""
     longest = item.get_closest_marker("longest")
-    if time.monotonic() + 60 * (longest.args[0] if longest else 0) > item.config.stash[END]:
-        pytest.skip(f"not reached within {item.config.getoption('minutes'):g} minutes")
+    needed, left = longest.args[0] if longest else 0, (item.config.stash[END] - time.monotonic()) / 60
+    if left < needed:
+        given = f"within {item.config.getoption('minutes'):g} minutes"
+        pytest.skip(
+            f"not reached {given}" if left < 0 else f"may take {needed} minutes, of which fewer are left {given}"
+        )
     logging.getLogger("sota_grpo").setLevel(logging.NOTSET)  # a run in this process leaves its own
     seed_test(item)
 

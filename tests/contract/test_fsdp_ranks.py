@@ -152,8 +152,9 @@ def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair:
     assert_equal_weights(two, one)
 
 
-def test_weights_that_are_packed_in_parts_are_the_same(pair: Pair) -> None:
-    two = pair.learner()
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_that_are_packed_in_parts_are_the_same(lora: bool, pair: Pair) -> None:
+    two = pair.learner(lora=lora)
     whole = dict(two.weights().tensors())
     two.pack_bytes = 3000
     pack = two.weights()
@@ -201,9 +202,10 @@ def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> N
     assert counts == {True: 3, False: 3 * passes}  # two layers and what is around them
 
 
-def test_a_checkpoint_changes_the_number_of_ranks(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_path: Path) -> None:
     """Two ranks, then one, then two: as one rank without a break."""
-    options = {"schedule": "cosine", "warmup_steps": 2}
+    options = {"lora": lora, "schedule": "cosine", "warmup_steps": 2}
     batches = [ragged_rows(9) for _ in range(3)]
     whole, first, second = pair.one(**options), pair.learner(**options), pair.one(**options)
     for batch in batches:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import speedrun
 from sota_grpo.cli import main
 from tests.e2e.conftest import metrics
 
@@ -111,6 +112,7 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
         (["tiny", "four"], "'four' is not OPTION=VALUE"),
         (["tiny", "--task", "chess"], "env.dataset=chess is not one of"),
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
+        (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
         (["tiny", "--out", "a.json", "--responses", "./a.json"], "--out and --responses both write a.json; give two"),
         (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
@@ -169,3 +171,10 @@ def test_with_vllm_a_greedy_evaluation_is_that_of_the_embedded_engine(tmp_path: 
         mine["response"] == theirs["response"] for mine, theirs in zip(rows_of(own), rows_of(other), strict=True)
     )
     assert same >= 14, "two greedy answers of 16 may differ where two tokens are equally likely"
+
+
+@pytest.mark.slow
+def test_kinds_of_instructions_that_no_training_sees_are_measured_after_a_speedrun(run_dir: Path) -> None:
+    measured = speedrun.measure_unseen(run_dir)
+    assert 0 <= measured["unseen"] < 0.5
+    assert measured["unseen_stderr"] < 0.04

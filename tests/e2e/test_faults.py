@@ -14,7 +14,7 @@ from tests.e2e.processes import below, hit, workers
 from tests.e2e.running import Running, require_every_prompt_once, running
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
-pytestmark = [pytest.mark.slow, pytest.mark.longest(5), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.longest(4), pytest.mark.timeout(1800)]
 ROLES = ("ray::rollout", "ray::reference", "serve_child")
 RUN = (
     "env.num_envs=32",

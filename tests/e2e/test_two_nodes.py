@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.longest(5),
+    pytest.mark.longest(4),
     pytest.mark.timeout(1800),  # two of Ray's nodes start, on a machine that may be busy
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]

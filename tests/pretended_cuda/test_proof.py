@@ -23,7 +23,7 @@ CHECKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.longest(6)
+@pytest.mark.longest(3)
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
 @pytest.mark.parametrize("stage", sorted({*STAGES} - {"engine"}))

@@ -195,12 +195,12 @@ def test_a_task_that_kills_its_workers_is_given_up(stage: Stage) -> None:
 
 
 def test_a_worker_without_progress_is_replaced(stage: Stage) -> None:
-    fleet = stage.fleet(1, silence_s=0.2)
+    fleet = stage.fleet(1, silence_s=0.4)
     fleet.submit("task")
     wait_for(lambda: stage.now(0).tasks)
-    time.sleep(0.3)
+    time.sleep(0.6)
     assert fleet.restarts == 0  # it answers, and is not quiet for too long
-    stage.now(0).quiet_s = 0.3
+    stage.now(0).quiet_s = 0.5
     wait_for(lambda: len(stage.puppets[0]) == 2 and stage.now(0).tasks == ["task"])
 
 

@@ -27,6 +27,7 @@ from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_row
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, Sample, Sampling, SamplingSupport
 from sota_grpo.rl.table import RowTable
+from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
@@ -230,3 +231,16 @@ def test_a_declared_truncation_passes_the_gate(adapter, tmp_path: Path) -> None:
     sizes = torch.cat([row[keys.SUPPORT_COUNTS][row[keys.ASSISTANT_MASK]] for row in components.rows])
     assert int(sizes.min()) >= 1
     assert float(sizes.float().mean()) > 1.5  # and not of a policy that is sure of everything
+
+
+def test_a_wider_truncation_than_the_sets_say_does_not(tmp_path: Path) -> None:
+    """An engine that reports the whole vocabulary and draws with a top-p of 0.8."""
+    components = make_components(tmp_path, temperature=4.0, top_p=0.8, max_tokens=96)
+    rows = components.sample()
+    vocabulary = components.learner.policy.model.config.vocab_size
+    counts = [torch.where(row[keys.ASSISTANT_MASK], vocabulary, 0).int() for row in rows]
+    every = torch.arange(vocabulary, dtype=torch.int32)
+    rows.set(keys.SUPPORT_COUNTS, counts)
+    rows.set(keys.SUPPORT_IDS, [every.repeat(int((own > 0).sum())) for own in counts])
+    components.rows = rows
+    assert not gate.first_ratio_is_one(components).passed

@@ -141,6 +141,18 @@ def test_sampling_is_refused_where_sglang_reports_other_log_probs_or_rows_do_not
     assert (engine.num_in_flight, fake.bodies("/generate")) == (0, [])
 
 
+def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs):
+    fake = FakeVLLM()
+    fake.held = {20: threading.Event(), 21: threading.Event()}
+    engine = rigs.engine(fake)
+    slow, middle, fast = add(engine, [request(20), request(21), request(22)], SAMPLING)
+    assert steps_until(engine)[0][0] == fast
+    fake.held[21].set()
+    assert steps_until(engine)[0][0] == middle
+    fake.held[20].set()
+    assert steps_until(engine)[0][0] == slow
+
+
 def test_many_groups_need_no_more_threads_than_are_answered_at_once(rigs: Rigs):
     fake = FakeVLLM()
     fake.held = {20: threading.Event()}
@@ -219,27 +231,33 @@ def test_vllm_is_paused_while_it_loads_and_wrong_weights_are_not_sent(rigs: Rigs
         fake.load(folder)
 
 
-def test_weights_are_read_back_from_a_server_that_can_say(rigs: Rigs):
-    engine = rigs.engine(fake := FakeVLLM())
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_weights_are_read_back_from_a_server_that_can_say(rigs: Rigs, kind: str):
+    engine = rigs.engine(fake := fake_of(kind))
     assert engine.weight_sums() is None
-    fake.sums = {"norm": ["bfloat16", 5, 1 << 60, [0, 64]]}
-    assert engine.weight_sums() == {engine.name: {"norm": Checksum(torch.bfloat16, 5, 1 << 60, (0, 64))}}
-    assert fake.bodies("/collective_rpc")[0]["kwargs"]["shapes"] == {"embed": [5, 2], "head": [5, 2], "norm": [2]}
+    if kind == "vllm":
+        fake.sums = {"norm": ["bfloat16", 5, 1 << 60, [0, 64]]}
+        assert engine.weight_sums() == {engine.name: {"norm": Checksum(torch.bfloat16, 5, 1 << 60, (0, 64))}}
+        assert fake.bodies("/collective_rpc")[0]["kwargs"]["shapes"] == {"embed": [5, 2], "head": [5, 2], "norm": [2]}
 
 
-def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    fake = FakeVLLM()
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(
+    rigs: Rigs, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fake = fake_of(kind)
     monkeypatch.setattr(server_module, "is_own_address", lambda host: False)
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {"head": "embed"}))
     with fake.running():
-        options = EngineOptions("m", eos_token_ids=[1], engine="vllm_server", url=fake.url, shared_folder=tmp_path)
+        options = EngineOptions("m", eos_token_ids=[1], engine=f"{kind}_server", url=fake.url, shared_folder=tmp_path)
         engine = server_module.server_engine(options)
         engine.update_weights(weights(2.0).items(), 1)
         assert torch.equal(fake.weights["embed"], weights(2.0)["embed"])
         (folder,) = tmp_path.iterdir()
         assert (folder.stat().st_mode & 0o777, list(folder.iterdir())) == (0o700, [])
         assert LEFTOVER.fullmatch(folder.name)  # of a killed run the next start deletes it
-        fake.answers["/collective_rpc"] = lambda _: (500, {"error": "no such folder"})
+        path = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
+        fake.answers[path] = lambda _: (500, {"error": "no such folder"})
         with pytest.raises(ServerError, match=r"no such folder.* must be able to read the weights .*hydra\.run\.dir"):
             engine.update_weights(weights().items(), 2)
         engine.close()
@@ -322,7 +340,7 @@ STEP_FAULTS = {
         lambda body: (200, {"choices": [vllm_choice(0, [], [], [], "abort")]}),
         "finish_reason=abort",
     ),
-    "silence": (lambda body: (200, time.sleep(0.5)), "generate was not answered within 0.2 s"),
+    "silence": (lambda body: (200, time.sleep(1.0)), "generate was not answered within 0.2 s"),
 }
 
 
@@ -338,28 +356,39 @@ def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault:
         add(engine, [request(9)], SAMPLING)
 
 
-def test_a_hung_server_is_found_long_before_a_group_is_due(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("kind", "path"), [("vllm", "/weight_info"), ("sglang", "/health_generate")])
+def test_a_hung_server_is_found_long_before_a_group_is_due(
+    rigs: Rigs, kind: str, path: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(server_module, "_PROBE_EVERY_S", 0.1)
-    fake = FakeVLLM()
+    fake = fake_of(kind)
     fake.held = {20: threading.Event()}
     engine = rigs.engine(fake, deadlines=Deadlines(control=0.3))
     add(engine, [request(20)], SAMPLING)
     for _ in range(5):
         step(engine)  # it works, and answers: no error however long a group takes
     release = threading.Event()
-    fake.answers["/weight_info"] = lambda _: (200, release.wait(60))
-    with pytest.raises(ServerError, match=rf"GET {fake.url}/weight_info was not answered within 0.3 s"):
+    fake.answers[path] = lambda _: (200, release.wait(60))
+    with pytest.raises(ServerError, match=rf"GET {fake.url}{path} was not answered within 0.3 s"):
         steps_until(engine)
     release.set()
     fake.held[20].set()
 
 
-def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running(rigs: Rigs):
-    engine = rigs.engine(fake := FakeVLLM())
-    fake.answers["/collective_rpc"] = lambda _: (500, {"success": False, "message": "out of memory"})
+@pytest.mark.parametrize(("kind", "path", "go_on"), [
+    ("vllm", "/collective_rpc", "/resume"),
+    ("sglang", "/update_weights_from_disk", "/continue_generation"),
+])  # fmt: skip
+def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running(
+    rigs: Rigs, kind: str, path: str, go_on: str
+):
+    fake = fake_of(kind)
+    engine = rigs.engine(fake)
+    fake.answers[path] = lambda _: (400 if kind == "sglang" else 500, {"success": False, "message": "out of memory"})
+    fake.calls.clear()
     with pytest.raises(ServerError, match="out of memory"):
         engine.update_weights(weights().items(), 1)
-    assert fake.paths()[-1] == "/resume"
+    assert fake.paths()[-1] == go_on
     assert engine.version == 0
     with pytest.raises(RuntimeError, match="engine failed"):
         engine.submit(request(9), SAMPLING)
@@ -371,7 +400,6 @@ def test_what_sglang_says_of_weights_that_did_not_load_is_one_line(rigs: Rigs):
     fake.answers["/update_weights_from_disk"] = lambda _: (200, "no\n2026-01-01 ERROR sota_grpo: forged")
     with pytest.raises(ServerError, match=r"failed to load the weights in [^\n]*: no\\n2026-01-01 ERROR"):
         engine.update_weights(weights().items(), 1)
-    assert fake.paths()[-1] == "/continue_generation"
 
 
 def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
@@ -384,7 +412,8 @@ def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
 
 
 @pytest.mark.parametrize(("kind", "path", "advice"), [
-    ("vllm", "/inference/v1/generate", "VLLM_SERVER_DEV_MODE=1 .*--enable-scale-out"),
+    ("vllm", "/update_weight_version", "VLLM_SERVER_DEV_MODE=1"),
+    ("vllm", "/inference/v1/generate", "--enable-scale-out"),
     ("sglang", "/continue_generation", "use a newer SGLang"),
 ])  # fmt: skip
 def test_a_server_without_what_is_needed_is_refused_with_the_remedy(rigs: Rigs, kind: str, path: str, advice: str):
@@ -419,8 +448,9 @@ def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
         add(engine, [request(22)], SAMPLING)
 
 
-def test_a_url_without_an_answer_is_a_sentence():
-    options = EngineOptions("model", engine="vllm_server", eos_token_ids=[1], url="http://127.0.0.1:1")
+@pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])
+def test_a_url_without_an_answer_is_a_sentence(name: str):
+    options = EngineOptions("model", engine=name, eos_token_ids=[1], url="http://127.0.0.1:1")
     with pytest.raises(UserError, match=r"^No server answers at engine\.url=http://127\.0\.0\.1:1;"):
         server_module.server_engine(options)
 

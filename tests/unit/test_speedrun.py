@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from benchmarks.unseen_instructions import KINDS, UnseenInstructions
 from scripts import speedrun
 from sota_grpo.config.validators import validate
 from sota_grpo.rl.records import Example
+from sota_grpo.tasks.ifeval import texts
+from sota_grpo.tasks.procedural import is_heldout
 from tests.config.test_config import composed
 
 
@@ -34,6 +38,16 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
     assert table[-1] == "| seed 3 | 10 | 0 | 0 | 0 | 95 | 0 | 28 | 0 | 67 |"
 
 
+def test_a_command_is_timed_from_its_start_and_a_failure_is_none_of_the_table(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    seconds, printed = speedrun.measure([sys.executable, "-c", "print('Time: 0:01')"])
+    assert seconds > 0
+    assert printed == "Time: 0:01\n"
+    with pytest.raises(speedrun.subprocess.CalledProcessError):
+        speedrun.measure([sys.executable, "-c", "raise SystemExit(3)"])
+
+
 @pytest.mark.parametrize(
     ("preset", "problems", "target", "limit"),
     [("smollm_speedrun", 541, 0.3, 512), ("gsm8k_qwen05_speedrun", 1319, 0.543, 1024)],
@@ -46,12 +60,12 @@ def test_the_presets_keep_the_rules(preset: str, problems: int, target: float, l
 
 
 RIGHT = {
-    "numbers": ("In 1999 there were 3,500.5 bees.", "In 1999 there were bees.", 2),
-    "question": ("Bees fly. Do they?\n", "Do they? They fly.", 0),
+    "numbers": ("In 1999 there were 3,500.5 bees.", "On days 1,2,3 there were bees.", 2),
+    "question": ('Bees fly. "Do they?"\n', "Do they? They fly.", 0),
     "exclamations": ("Bees! Bees!", "Bees!!!", 2),
-    "same_word": ("Bees like other bees.", "Bees.", 0),
-    "numbered": ("1. Bees\n\n2. Wasps", "1. Bees\n3. Wasps", 0),
-    "short_words": ("Bees fly.", "Bumblebees fly.", 7),
+    "same_word": ("Bees like other bees.", "It’s a bee, is it", 0),
+    "numbered": ("1. Bees\n\n2. Wasps", "1. Bees\n2.5 wasps", 0),
+    "short_words": ("Bees wouldn't fly.", "Bumblebees fly.", 7),
     "brackets": ("Bees (small) fly (fast).", "Bees (small) fly ().", 2),
     "semicolons": ("Bees; wasps; ants.", "Bees; wasps.", 2),
 }
@@ -66,7 +80,9 @@ def test_the_kinds_that_no_training_sees_are_checked(kind: str) -> None:
     assert {name: count for name, count in task.counts(scores[0], example).items() if count != (0, 0)} == {kind: (1, 1)}
 
 
-def test_each_kind_is_drawn_with_a_request_of_its_split() -> None:
-    task = UnseenInstructions(num_train=200, num_heldout=200)
+def test_each_kind_is_drawn_with_a_request_that_training_does_not_have() -> None:
+    task = UnseenInstructions(num_train=1, num_heldout=256)
+    requests = itertools.product(texts()["requests"], texts()["topics"])
+    trained = [form.format(topic=topic) for form, topic in requests if not is_heldout((form, topic))]
     assert {example.extra["kind"] for example in task.heldout} == set(KINDS)
-    assert not {example.query for example in task.train} & {example.query for example in task.heldout}
+    assert not any(request in example.query for example in task.heldout for request in trained)

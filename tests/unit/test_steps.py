@@ -329,6 +329,13 @@ def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.Log
     assert message == "grader/a_b is the grader's 'a b'; its 'a_b' would have that name: rename one to log both."
 
 
+def test_a_term_that_would_hide_another_metric_is_refused() -> None:
+    entry = row(1, 1, 1.0, 0.0, 0, False)
+    entry["next", "reward_terms", "std"] = torch.tensor([7.0])
+    with pytest.raises(ValueError, match="std"):
+        batch_metrics(RowTable.of([entry]), version=0)
+
+
 def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:
     watch = ZeroAdvantageWatch(total)
     with caplog.at_level(logging.WARNING):
