@@ -177,4 +177,4 @@ def test_with_vllm_a_greedy_evaluation_is_that_of_the_embedded_engine(tmp_path: 
 def test_kinds_of_instructions_that_no_training_sees_are_measured_after_a_speedrun(run_dir: Path) -> None:
     measured = speedrun.measure_unseen(run_dir)
     assert 0 <= measured["unseen"] < 0.5
-    assert measured["unseen_stderr"] < 0.04
+    assert measured["unseen_stderr"] < 0.1  # of the 32 prompts that this run holds out
