@@ -228,12 +228,12 @@ def test_one_that_misbehaves_costs_its_worker_and_delays_no_other(
 
 
 def test_a_hang_costs_the_environments_of_its_worker_only(make: Callable[..., Instances]) -> None:
-    instances = make(timeout_s=1.0, per_worker=2)
+    instances = make(timeout_s=2.0, per_worker=2)
     bad, sibling, other = (opened(instances) for _ in range(3))
     lost = instances.call(bad, [("act", {"mood": "hang"})])
     behind, spared = (instances.call(key, [("add", {"number": 1})]) for key in (sibling, other))
     assert spared.result(WAIT_S) == [Answer("1", False)]
-    assert reason(lost) == "TimeoutError: no answer within 1 s"
+    assert reason(lost) == "TimeoutError: no answer within 2 s"
     assert reason(behind) == "the environment's worker process died or was replaced"
     later = opened(instances, start=5)
     assert [instances.finish(key).result(WAIT_S) for key in (later, other)] == [5, 1]

@@ -388,8 +388,8 @@ def test_a_file_beside_the_reward_file_shadows_no_package(tmp_path: Path, monkey
 
 
 def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -> None:
-    text = "import time\ntime.sleep(0.7)\ndef f(completions, **columns):\n    return [1.0 for _ in completions]\n"
-    with grading_pool(task_of(tmp_path, text, "f"), num_workers=1, timeout_s=0.5) as pool:
+    text = "import time\ntime.sleep(1.5)\ndef f(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    with grading_pool(task_of(tmp_path, text, "f"), num_workers=1, timeout_s=1.0) as pool:
         pool.wait_ready()
         actual = pool.scores([("a", example_of())]).result(60)
         assert actual[0].error is None

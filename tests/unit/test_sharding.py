@@ -299,7 +299,7 @@ def test_a_call_to_a_dead_learner_names_the_rank_that_failed_first(first: str, t
 
 def test_slow_ranks_that_make_progress_are_waited_for() -> None:
     pack = WeightPack.of([("w", torch.ones(1))])
-    ranks = [Rank(0, weights=lambda: time.sleep(0.8) or (pack, 1)), Rank(1, weights=lambda: time.sleep(0.7))]
+    ranks = [Rank(0, weights=lambda: time.sleep(1.2) or (pack, 1)), Rank(1, weights=lambda: time.sleep(1.0))]
     assert facade(*ranks).weights().buffers == pack.buffers
     assert not any(rank.killed.is_set() for rank in ranks)
 
@@ -346,12 +346,12 @@ def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> No
 
 def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
     began = time.monotonic()
-    waits = {"ping": lambda: time.sleep(2.0), IDLE_METHOD: lambda: time.monotonic() - began}
-    works = {"ping": lambda: time.sleep(2.0), IDLE_METHOD: lambda: 0.0}
-    facade(Rank(0, slow=True, **waits), Rank(1, slow=True, **works)).wait_ready()
+    waits = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: time.monotonic() - began}
+    works = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: 0.0}
+    facade(Rank(0, slow=True, **waits), Rank(1, slow=True, **works), start_silence_s=1.5).wait_ready()
     ranks = [Rank(number, slow=True, **waits) for number in range(2)]
-    with pytest.raises(LearnerDied, match=r"did nothing for 1 s while it was being started"):
-        facade(*ranks).wait_ready()
+    with pytest.raises(LearnerDied, match=r"did nothing for 1\.5 s while it was being started"):
+        facade(*ranks, start_silence_s=1.5).wait_ready()
     assert all(rank.killed.is_set() for rank in ranks)
 
 

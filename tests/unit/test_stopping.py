@@ -35,7 +35,7 @@ def run(program: str, *arguments: object) -> tuple[str, int]:
 
 
 def test_a_step_within_the_grace_time_is_finished_and_the_clock_stops_with_it() -> None:
-    assert run(PROGRAM, 1.0, 0.01, 1.2) == ("step finished\nend\n", 0)
+    assert run(PROGRAM, 2.0, 0.01, 2.5) == ("step finished\nend\n", 0)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
