@@ -186,7 +186,7 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
         (f"{mine}:onpolicy", {"train.epochs": 2}, "mine.py:onpolicy is on-policy"),
         (f"{mine}:onpolicy", {"algorithm.clip_low": 0.1}, r"clip_low=0.1 has no effect on .*mine.py:onpolicy"),
         (f"{mine}:hungry", {}, "has the parameters values; parameters must be any of log_prob, log_ratio,"),
-        (f"{mine}:nobody", {}, "defines no function 'nobody'; its functions are clipped, onpolicy, hungry, near"),
+        (f"{mine}:absent", {}, "defines no function 'absent'; its functions are clipped, onpolicy, hungry, near"),
         (f"{mine.parent}/no.py:clipped", {}, "no.py cannot be read .*; correct algorithm.objective"),
         ("gppo", {}, "gppo is not one of clipped, cispo"),
     ):
