@@ -3,12 +3,16 @@
 What runs, put together by :func:`sota_grpo.assembly.build.build`::
 
     buffer = GroupReplayBuffer(..., transform=GroupAdvantage())   # a TorchRL ReplayBuffer: whole groups, oldest first
-    collector = PromptGroupCollector(env, engines, replay_buffer=buffer, max_policy_age=1, ...)
+    collector = PromptGroupCollector(env, engines, replay_buffer=buffer, max_policy_age=1,
+                                     graded_transforms=[...])     # yours: env.transforms=[FILE.py:NAME]
     learner = Learner(policy, GRPOLoss(policy, ...), ...)         # a TorchRL LossModule; AdamW, micro-batches
+    weight_sync.send(version=learner.version)                     # the first weights
     collector.start()                                             # engines, graders and reference fill the buffer
     for batch in buffer:                                          # sota_grpo/loop.py
         learner.update(batch)
-        collector.update_policy_weights_()                        # to every engine, while it generates
+        collector.update_policy_weights_(version=learner.version)  # to every engine, while it generates
+
+On one GPU sampling and training alternate, as in grpo.py, and there is no buffer.
 """
 
 import os

@@ -2,11 +2,12 @@
 
 What runs, put together by :func:`sota_grpo.assembly.build.build`::
 
-    collector = PromptGroupCollector(env, engine, ...)      # a TorchRL BaseCollector: samples, rewards, advantages
+    collector = PromptGroupCollector(env, engine, ...)      # a TorchRL BaseCollector: samples, rewards, advantages;
+                                                            # your own transforms: env.transforms=[FILE.py:NAME]
     learner = Learner(policy, GRPOLoss(policy, ...), ...)   # a TorchRL LossModule; AdamW, micro-batches
     for batch in collector:                                 # sota_grpo/loop.py
         learner.update(batch)
-        collector.update_policy_weights_()                  # a TorchRL WeightSyncScheme pushes the weights
+        collector.update_policy_weights_(version=learner.version)    # a TorchRL WeightSyncScheme pushes the weights
 """
 
 import os

@@ -28,12 +28,13 @@ from benchmarks.simulation import Scenario, Simulation
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.tensor_files import Piece, write_tensors
 from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.rl.planner import LearnerSettings, Planner
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
-from sota_grpo.training.planner import LearnerSettings, Planner
 from sota_grpo.training.remote_learner import RemoteLearner
 from sota_grpo.workers.base import IDLE_METHOD, WorkerSpec
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.ray_cluster import RayLauncher
+from sota_grpo.workers.rollout import FleetEngine  # noqa: F401 (registers the pickle of groups)
 
 GROUP = 8  # samples
 _RANKS = 8  # that rows are sent to where it is measured

@@ -64,13 +64,22 @@ from sota_grpo.assembly.build import build
 from sota_grpo.assembly.compose import compose
 from sota_grpo.config import Config, model_name
 from sota_grpo.config.validators import validate
-from sota_grpo.functional.divergences import kl_k3, mean_ratio, temperature_slope
+from sota_grpo.functional import kl_k3
 from sota_grpo.policy.causal import base_model
 from sota_grpo.policy.load import load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.table import RowTable
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training import gate
-from sota_grpo.training.gate import MARGIN, RATIO, SLOPE, Check, TrainingComponents, allowed_gaps
+from sota_grpo.training.gate import (
+    MARGIN,
+    RATIO,
+    SLOPE,
+    Check,
+    TrainingComponents,
+    allowed_gaps,
+    mean_ratio,
+    temperature_slope,
+)
 
 DTYPES = {
     "fp32": ["train.precision=fp32", "inference_model.torch_dtype=float32"],

@@ -40,9 +40,10 @@ from sota_grpo.assembly.learning import trainer_precision
 from sota_grpo.config import Config, model_name, register
 from sota_grpo.config.memory_rules import micro_batch_tokens
 from sota_grpo.envs.prompts import PromptStream
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import end_token_ids
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import engine_weights
+from sota_grpo.rl.planner import learning_rate_factor
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, total_reward
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import Task
@@ -50,7 +51,6 @@ from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.run.app import num_steps
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.source.weight_sync import EngineWeightSync
-from sota_grpo.training.planner import learning_rate_factor
 
 PRESET = "grpo_cpu"
 TRL_EPS = 1e-4  # what TRL adds to a group's standard deviation, which no option of it changes

@@ -24,8 +24,8 @@ import torch
 from sota_grpo import keys
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.rl.collate import pad_rows
+from sota_grpo.rl.planner import LearnerSettings, Planner, Share
 from sota_grpo.rl.table import Key, RowTable
-from sota_grpo.training.planner import LearnerSettings, Planner, Share
 from sota_grpo.training.remote_learner import travelling
 
 

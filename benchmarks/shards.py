@@ -29,12 +29,11 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.policy.sharding import join_ranks, shard
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker, RemoteLearner
-from sota_grpo.workers.base import Launcher, WorkerSpec
-from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.base import Launcher, ProcessLauncher, WorkerSpec
 
 MIB = 1 << 20
 VOCAB = 8192

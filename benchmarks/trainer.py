@@ -49,9 +49,9 @@ from sota_grpo.functional.flops import Load, ModelShape, step_flops
 from sota_grpo.policy.causal import CausalPolicy, base_model, decoder_layers, fuse_layers
 from sota_grpo.policy.decoder_layer import compile_options
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 
 # dense bfloat16, operations per second, by part of the device's name; the longest that fits counts
 PEAKS = {

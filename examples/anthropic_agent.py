@@ -11,6 +11,7 @@ TOOLS = [{"name": "calculate", "description": "Give its value.", "input_schema":
 
 
 def calculate(expression):
+    expression = str(expression)  # a policy may write a number, too
     if not re.fullmatch(r"[\d+*() -]{1,99}", expression) or "**" in expression:
         return "error: only numbers, +, -, * and parentheses"
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from sota_grpo.config import AlgorithmConfig
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.loss_terms import SURROGATES
 
 PRESETS = Path(__file__).resolve().parents[1] / "config" / "algorithm"
 #: By preset the loss_type of trl.GRPOConfig.

@@ -147,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped; the same command continues.", file=sys.stderr)
         return 130
-    from sota_grpo.cli.eval import show
+    from sota_grpo.cli.responses import show
 
     print()
-    show(json.loads((options.out / "after.json").read_text()), sys.stdout)
+    show(json.loads((options.out / "after.json").read_text()), None, sys.stdout)
     print(f"{(time.monotonic() - began) / 60:.0f} minutes; {options.out / 'report.html'}")
     return 0
 

@@ -45,6 +45,16 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
 
 
 @contextmanager
+def writing(what: object, fix: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Replace an OSError in the block by ``kind``: ``what`` cannot be written, because of its reason, and the fix."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise kind(f"{what} cannot be written ({reason}); {fix}.") from error
+
+
+@contextmanager
 def without_exit() -> Iterator[None]:
     """Replace a SystemExit that a user's Python code raises in the block by :class:`RunFailed`, with file and line."""
     try:

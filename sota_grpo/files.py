@@ -75,6 +75,18 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise an OSError for an error of tokenizers or safetensors, written in Rust, that has the number of one."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None or isinstance(error, (OSError, UserError)):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
 def drop_leftovers(folder: Path) -> None:
     """Remove temporary files and folders of killed atomic writes from ``folder``; no process may be writing there.
 
@@ -137,10 +149,15 @@ def run_python(path: Path) -> ModuleType:
     return module
 
 
-def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, Any]:
-    """Return the globals of the Python file that ``option`` names (:func:`run_python`); ``error`` if that fails."""
+def require_file(path: Path, option: str, error: type[Exception] = UserError) -> None:
+    """Raise ``error`` unless the file ``path``, which ``option`` names, exists."""
     if not path.is_file():
         raise error(f"there is no file {path}; correct {option} (relative to {Path.cwd()}).")
+
+
+def load_python(path: Path, option: str, error: type[Exception]) -> dict[str, Any]:
+    """Return the globals of the Python file that ``option`` names (:func:`run_python`); ``error`` if that fails."""
+    require_file(path, option, error)
     try:
         return vars(run_python(path))
     except (Exception, SystemExit) as fault:
@@ -200,10 +217,9 @@ def error_line(path: str | Path, error: BaseException) -> int | None:
     return lines[-1] if lines else None
 
 
-def _sibling(path: Path, ending: str = "tmp") -> Path:  # see _LEFTOVER
-    return path.with_name(
-        f".{path.name}.{secrets.token_hex(6)}.{ending}"
-    )  # unpredictable: no other user can prepare a link
+def _sibling(path: Path, ending: str = "tmp") -> Path:
+    """Return a path of the form ``_LEFTOVER``, unpredictable, so that no other user can prepare a link there."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{ending}")
 
 
 def sync(path: Path) -> None:

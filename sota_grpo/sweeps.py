@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_json, write_text
 from sota_grpo.recording.metrics import METRICS, is_number
 from sota_grpo.recording.progress import percent
@@ -54,9 +54,7 @@ _DEPTH = 3  # levels of folders below a sweep that may have runs (hydra.sweep.su
 _UNKNOWN = "-"
 _WIDTH = 400  # characters per line if the output is no terminal, so that no cell is wrapped
 # Arguments that may differ when a sweep is resumed: they do not change the results of its runs.
-_FREE = re.compile(
-    r"\+{0,2}(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)"
-)
+_FREE = re.compile(r"\+*(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)")
 
 
 @dataclass(frozen=True)
@@ -349,10 +347,8 @@ def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = 
 
     Options that do not change its results, such as ``train.resume`` and ``logging.*``, are left out.
     """
-    try:
+    with writing(f"hydra.sweep.dir={sweep_dir}", "use another"):
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
-    except OSError as error:
-        raise UserError(f"hydra.sweep.dir={sweep_dir} cannot be written ({error.strerror}); use another.") from error
 
 
 def _identity(arguments: Sequence[str]) -> list[str]:

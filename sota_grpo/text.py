@@ -31,9 +31,7 @@ def readable(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     legal = _KEPT.union(keep)
-    return "".join(
-        sign if sign.isprintable() or sign in legal else sign.encode("unicode_escape").decode("ascii") for sign in text
-    )
+    return "".join(c if c.isprintable() or c in legal else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str, limit: int | None = 500) -> str:
@@ -136,9 +134,16 @@ class Output:
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        """Write and flush ``text``, return its length; if that fails, log a warning and discard it and later texts."""
+        """Write and flush ``text``, return its length; if that fails, log a warning and discard it and later texts.
+
+        Characters that the stream's encoding lacks are escaped.
+        """
         try:
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except OSError as error:
             cause = error.strerror or type(error).__name__

@@ -32,7 +32,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sota_grpo.workers.processes import ProcessLauncher, serve_child
+from sota_grpo.workers.base import ProcessLauncher, serve_child
 
 HEAVY = ("torch", "transformers", "torchrl", "tensordict", "vllm", "ray", "datasets", "wandb", "plotly", "pyarrow")
 _OUTPUTS = ("stdout", "stderr")
@@ -154,7 +154,7 @@ class ForkServer:
 
 
 class _ForkedWorker:
-    """What :class:`~sota_grpo.workers.processes.ProcessWorker` asks of a ``Popen``."""
+    """What :class:`~sota_grpo.workers.base.ProcessWorker` asks of a ``Popen``."""
 
     def __init__(self, environment: Mapping[str, str], connection: int) -> None:
         self._fork, self._lock = _Fork("heavy"), threading.Lock()

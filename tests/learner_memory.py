@@ -23,10 +23,9 @@ from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, RunM
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora, quantize
-from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings, groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -121,7 +120,7 @@ def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:
     for part in micro_batches(rows, token_budget=budget, shared_prompt=True):
         groups = groups_by_prompt(row_prompts(part))
         longest = max(row.get(keys.FULL_TOKENS).shape[-1] for row in part)
-        tokens = sum(group.tokens for group in groups)
+        tokens = sum(group.size[0] for group in groups)
         actual.append(MicroBatch(tokens, sum(sum(group.responses) for group in groups), len(part) * longest))
     return actual
 

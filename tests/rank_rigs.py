@@ -21,9 +21,9 @@ from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks, join_ranks, local, shard
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
 from tests.unit.tiny_models import VOCAB, make_model, make_tokenizer
 

@@ -13,22 +13,22 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import Grader
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.records import Example, GroupRequest, Sampling, Score
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.gate import TrainingComponents
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from tests.unit.graders import WEIGHTS
 
 TEMPERATURE = 0.8

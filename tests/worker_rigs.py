@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.workers.base import WorkerDied, WorkerSpec
-from sota_grpo.workers.processes import ThreadWorker
+from sota_grpo.workers.base import ThreadWorker, WorkerDied, WorkerSpec
 
 
 class Refused(ValueError):

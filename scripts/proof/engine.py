@@ -207,7 +207,7 @@ def parts(options: Options, engine: Engine) -> Iterator[Finding]:
         pass
     for (owner, method), own in zip(clocked.values(), before):
         delattr(owner, method)
-        if own is not None:  # a shorter way (sota_grpo.engines.vllm_shortcuts)
+        if own is not None:  # a shorter way (sota_grpo.engines.vllm_engine.shorten)
             setattr(owner, method, own)
     yield Finding(f"a step of {most} rows; what is left of whole is waiting and the rest", None, figures)
 

@@ -24,8 +24,8 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks, shard
 from sota_grpo.policy.shared_prompt import Layout, _plain, pack, shared_attention
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 
 VOCAB = 8192
 

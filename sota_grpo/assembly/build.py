@@ -65,6 +65,7 @@ from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import AgentEngine
 from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.gateway import Gateway, SessionQueue
+from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.errors import UserError
 from sota_grpo.files import load_instances
 from sota_grpo.functional import max_groups_admitted
@@ -77,15 +78,14 @@ from sota_grpo.rewards.functions import Functions
 from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.rewards.judge.client import JudgedGrader
 from sota_grpo.rl.task import Task
-from sota_grpo.rl.user_transforms import UserTransforms
+from sota_grpo.rl.transforms import UserTransforms
 from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import NamedReference, TrainingComponents
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.fleet import Fleet, worker_metrics
+from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.instances import Instances
 from sota_grpo.workers.reference import MAX_ATTEMPTS, ReferenceService
 from sota_grpo.workers.rollout import FleetEngine
@@ -172,10 +172,9 @@ def build(
         if isinstance(grader, GradingPool):
             starting("Waiting for the reward workers")
             grader.wait_ready()  # it has been starting since; a failure to start is raised before the gate
-        if config.eval.mode != "off" and len(task.heldout) < (num_problems := config.eval.num_samples):
-            logger.info(
-                "All %d held-out problems are used: eval.num_samples=%d is more.", len(task.heldout), num_problems
-            )
+        num_heldout, wanted = len(task.heldout), config.eval.num_samples
+        if config.eval.mode != "off" and num_heldout < wanted:
+            logger.info("All %d held-out problems are used: eval.num_samples=%d is more.", num_heldout, wanted)
         return RunComponents(
             task=task,
             rollouts=collector.rollouts,
@@ -381,8 +380,14 @@ def _make_in_workers(
         fleets.append(grader.fleet)
     term_weights = env.task.term_weights
     transforms = make_transforms(config, reference, tokenizer.pad_token_id, term_weights, plan.device_type)
-    metrics = partial(worker_metrics, fleets)
-    options: dict[str, Any] = {"should_stop": should_stop, "wait_deadline_s": WAIT_S, "metrics_extra": metrics}
+    options: dict[str, Any] = {
+        "should_stop": should_stop,
+        "wait_deadline_s": WAIT_S,
+        "metrics_extra": lambda: {
+            "workers/restarts": sum(fleet.restarts for fleet in fleets),
+            "workers/requeued": sum(fleet.requeued for fleet in fleets),
+        },
+    }
     if plan.shared:
         options |= {"sleep_engine": True, "postproc": timed(transforms)}
     else:  # the collector fills a replay buffer: groups go to the reference one by one, while others are sampled

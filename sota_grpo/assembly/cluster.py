@@ -19,8 +19,7 @@ from sota_grpo.assembly.devices import Plan
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, is_server
 from sota_grpo.errors import RunFailed, UserError
-from sota_grpo.workers.base import Launcher, Worker, WorkerSpec, starter
-from sota_grpo.workers.processes import ThreadLauncher
+from sota_grpo.workers.base import Launcher, ThreadLauncher, Worker, WorkerSpec, starter
 
 
 class Cluster:
@@ -108,7 +107,7 @@ class Cluster:
             "init_method": meeting,
             "device_type": self._plan.device_type,
             "num_threads": self.threads,
-            "run_dir": str(self._run_dir),
+            "run_dir": str(self._run_dir.absolute()),  # a rank may have another working directory
         }
         workers = []
         for rank, gpus in enumerate(self._ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ _PACKAGED = _PACKAGE / "presets"
 #: Folder of the presets: ``config`` of a checkout, which is ``sota_grpo/presets`` in an installed package.
 CONFIG_DIR = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "config"
 DEFAULT_CONFIG = "grpo_gsm8k"
-PATH_OPTIONS = ("model.name", "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names on the hub
+_MODELS = ("model.name", "ref_model.name")
+PATH_OPTIONS = (*_MODELS, "env.dataset_path", "env.eval_path", "reward.path", *IN_FILES)  # or names on the hub
 #: Options of :func:`needs_consent` without effect if no loss is computed, or if nothing is sampled or graded.
 UNUSED_WITHOUT_LOSS = ("ray.address", "train.sampler", "env.transforms", "algorithm.objective", "algorithm.baseline")
 UNUSED_WITHOUT_SAMPLES = (
@@ -66,7 +68,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    others = without_tokens(overrides)
+    others = below_home(without_tokens(overrides))
     require_names(others)
     register()
     try:
@@ -78,6 +80,19 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
         raise UserError(sentence_of(error, others)) from None
     assert isinstance(config, Config)
     return config
+
+
+def below_home(overrides: Sequence[str]) -> list[str]:
+    """Expand the ``~`` of values that begin with ``~/``, which shells leave alone and Hydra does not read.
+
+    >>> import os
+    >>> [text.replace(os.path.expanduser("~"), "HOME") for text in below_home(["env.eval_path=~/a.jsonl", "seed=1"])]
+    ['env.eval_path=HOME/a.jsonl', 'seed=1']
+    """
+    pairs = [override.partition("=") for override in overrides]
+    return [
+        name + mark + (os.path.expanduser(value) if value.startswith("~/") else value) for name, mark, value in pairs
+    ]
 
 
 def require_names(overrides: Sequence[str]) -> None:
@@ -171,7 +186,7 @@ def load_config(
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
     require_names(overrides)
-    config, hf_folder = _saved(path, without_tokens(overrides))
+    config, hf_folder = _saved(path, below_home(without_tokens(overrides)))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
     for source in (config, hf_folder):
@@ -195,9 +210,7 @@ def _saved(path: Path, overrides: Sequence[str]) -> tuple[Config, Config]:
         content: Any = OmegaConf.to_container(saved)
         for name, value in flat(content).items() if isinstance(content, dict) else ():
             if "${" in str(value):  # it would be resolved in the reader's environment
-                raise UserError(
-                    f"{path}: {name} has an interpolation (${{..}}), which a run never saves; replace it by its value."
-                )
+                raise UserError(f"{path}: {name} has an interpolation (${{..}}), which no run saves; write its value.")
         default = OmegaConf.structured(Config)
         config = _with_overrides(OmegaConf.merge(default, saved), overrides)
         return config, _with_overrides(default, overrides)
@@ -261,11 +274,13 @@ def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) ->
 
 def resumed_config(config: Config, overrides: Sequence[str]) -> Config:
     """Return :func:`load_config` of the run in ``train.resume``; ``config`` if that is null, ``auto`` or no run."""
-    resume = config.train.resume
-    if resume in (None, "auto") or not (Path(resume) / CONFIG_FILE).is_file():
+    if config.train.resume in (None, "auto"):
         return config
-    logger.info("Options that this command does not set are taken from %s.", Path(resume) / CONFIG_FILE)
-    return load_config(Path(resume), overrides, remedy="repeat each of these options")  # it has no --trust-run
+    run_dir = Path(config.train.resume).expanduser()
+    if not (run_dir / CONFIG_FILE).is_file():
+        return config
+    logger.info("Options that this command does not set are taken from %s.", run_dir / CONFIG_FILE)
+    return load_config(run_dir, overrides, remedy="repeat each of these options")  # it has no --trust-run
 
 
 def no_run_or_model(name: str) -> str:
@@ -280,7 +295,7 @@ def anchor_paths(config: Config) -> None:
     for name, value in list(_paths(config)):
         path, function = _path_of(name, value)
         is_here = bool(function) or path.exists()
-        if name == "model.name":
+        if name in _MODELS:
             is_here = (path / "config.json").is_file() and value not in (TINY, SMOLLM2)
         if is_here:
             set_option(config, name, f"{path.absolute()}{function}")
@@ -350,9 +365,7 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     odd = [item.input_line for item in parsed if item.is_delete() or item.is_add() or item.is_sweep_override()]
     if odd:
-        raise UserError(
-            f"{odd[0]} cannot change the config of a saved run; write OPTION=VALUE with one value, without + or ~."
-        )
+        raise UserError(f"{odd[0]} cannot change a saved config; write OPTION=VALUE, with one value, without + or ~.")
     for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
         if not item.key_or_group.startswith("hydra."):
             node = _overridden(node, item.key_or_group, item.value())

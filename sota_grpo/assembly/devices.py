@@ -169,29 +169,22 @@ def reference_has_own_weights(config: Config) -> bool:
     return has_reference(config) and (is_apart or not is_the_base)
 
 
-def _roles(config: Config) -> tuple[Role, Role, Role]:
-    train, inference, ref = config.train_model, config.inference_model, config.ref_model
-    shared = shares_devices(config)
-    count = None if shared else inference.num_devices
-    assert not isinstance(count, str)  # the rules have refused it
-    return (
-        Role("train_model", train.num_devices, train.devices),
-        Role("inference_model", count, inference.devices, inference.tensor_parallel_size, shared),
-        Role("ref_model", ref.num_devices, ref.devices),
-    )
-
-
 def make_plan(config: Config, device_type: str, num_gpus: int | None = None, engine: str | None = None) -> Plan:
     """Choose the engine, the devices and the processes of the run; UserError if a request cannot be met.
 
     If engine and learner have only one GPU, they alternate on it in this process, with ``mode=async`` too. ``num_gpus``
     None: all GPUs that this process sees. ``engine`` None: resolved from ``engine.name`` and the installed packages.
     """
-    learner, engines, ref = _roles(config)
+    train, inference = config.train_model, config.inference_model
+    shared, workers = shares_devices(config), wants_workers(config)
+    notes: list[str] = []
+    count = None if shared else inference.num_devices
+    assert not isinstance(count, str)  # the rules have refused it
+    learner = Role("train_model", train.num_devices, train.devices)
+    engines = Role("inference_model", count, inference.devices, inference.tensor_parallel_size, shared)
+    ref = Role("ref_model", config.ref_model.num_devices, config.ref_model.devices)
     reference = ref if reference_has_own_weights(config) else None
     engine = engine or resolve_engine_name(config.engine.name, device=device_type)
-    workers, shared = wants_workers(config), engines.shared
-    notes = []
     available = 0
     if device_type == "cuda":
         available = torch.cuda.device_count() if num_gpus is None else num_gpus

@@ -46,7 +46,7 @@ from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response,
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines import ENGINES
-from sota_grpo.engines.decode_attention import PREFILL_TOKENS
+from sota_grpo.engines.transformers_engine import PREFILL_TOKENS
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.gateway import MOST_CONTEXTS
 from sota_grpo.errors import UserError
@@ -74,7 +74,7 @@ ASSUMED_PROMPT = 512  # tokens of the longest prompt if the tokenizer or the dat
 _MOST_CHANGES = 3  # options that a proposal may change
 SUPPORT_BYTES = 76  # per token of the sampling support: index, logit, softmax, entropy (60 if entropy has no gradient)
 COMPILED = 0.6  # fraction of eager layers' saved float32 bytes under autocast: five H100 peaks within 6 %
-SLOT_BYTES = 150  # per padded slot in the elementwise loss, see sota_grpo.functional.micro_batches.fill
+SLOT_BYTES = 150  # per padded slot in the elementwise loss, see sota_grpo.rl.planner.fill
 VLLM_PASS_TOKENS = 8192  # most tokens of one vLLM forward pass (max_num_batched_tokens), its default
 ByteCounts = dict[str, int]  # bytes by component, e.g. {"weights": 5792}
 
@@ -652,10 +652,8 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
         if prompt_tokens >= context:
-            problem = (
-                f"--prompt-tokens {prompt_tokens} leaves no room for a response in a context of {context}; lower it."
-            )
-            raise UserError(problem)
+            text = f"--prompt-tokens {prompt_tokens} leaves no room for a response in a context of {context}"
+            raise UserError(f"{text}; lower it.")
         return prompt_tokens, "as --prompt-tokens says", count
     try:
         tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)

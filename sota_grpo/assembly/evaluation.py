@@ -22,7 +22,8 @@ from sota_grpo.config.mixture import a_mixture_names_tasks_and_their_options, ta
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import changed_options, overrides_of, walk
 from sota_grpo.config.validators import READERS, validate
-from sota_grpo.errors import RunFailed, UserError, without_exit
+from sota_grpo.envs.prompts import Rollouts
+from sota_grpo.errors import RunFailed, UserError, without_exit, writing
 from sota_grpo.files import file_reference
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.policy.causal import CausalPolicy
@@ -39,7 +40,6 @@ from sota_grpo.recording.run_files import (
     read_record,
 )
 from sota_grpo.rewards.grading import GradingPool, task_grader
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.gate import Check, run_gate, write_gate
@@ -253,10 +253,8 @@ def check(
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
         if run_dir is not None and (run_dir / RUN_FILE).exists():
             raise UserError(f"--run-dir {run_dir} has a run, whose gate.json would be replaced; give another folder.")
-        try:
+        with writing(f"--run-dir {run_dir}", "use another"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--run-dir {run_dir} cannot be written ({error.strerror}); use another.") from error
         components = opened.enter_context(closing(build(config, folder)))
         starting("Checking before training")
         components.weight_sync.send(version=components.learner.version)

@@ -35,9 +35,9 @@ from sota_grpo.policy.model_sizes import require_dense
 from sota_grpo.policy.sharding import Ranks, join_ranks, require_divisible, shard
 from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.training.remote_learner import LearnerWorker
 
 MOST_TOKENS = 65_536  # per micro-batch, if its size is chosen automatically: more is no faster
@@ -53,9 +53,8 @@ def trainable_tokenizer(config: Config, engine: str) -> PreTrainedTokenizerBase:
     require_whole(name, resolve_model_path(name))
     if (other := config.ref_model.name) is not None:
         option, trust = "ref_model.name", config.model.trust_remote_code
-        require_causal(
-            other, from_pretrained(AutoConfig.from_pretrained, other, option, trust_remote_code=trust), option
-        )
+        theirs = from_pretrained(AutoConfig.from_pretrained, other, option, trust_remote_code=trust)
+        require_causal(other, theirs, option)
         require_whole(other, resolve_model_path(other), option)
     if engine == "transformers":
         require_cache(loaded)

@@ -14,13 +14,13 @@ from sota_grpo.config.mixture import mean_responses_per_step, task_configs, task
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
-from sota_grpo.files import file_reference
+from sota_grpo.files import file_reference, require_file
 from sota_grpo.policy.model_sizes import is_on_the_hub, missing_folder
 from sota_grpo.policy.optimizers import require_installed, require_package
 from sota_grpo.policy.smollm2 import SMOLLM2, require_smollm2
 from sota_grpo.recording.progress import starting
 from sota_grpo.recording.sinks import require_sinks
-from sota_grpo.rewards import functions
+from sota_grpo.rewards.functions import PASSED
 from sota_grpo.tasks import dataset
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.training.runs import require_free
@@ -40,7 +40,12 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
     require_tokens()
     validate(config)
     if run_dir is not None:
-        _require_one_process()
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if "LOCAL_RANK" in os.environ and processes != "1":
+            raise UserError(
+                f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each would "
+                f"train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
+            )
         require_free(run_dir, config.train.resume)
     require_sinks(config)
     require_package(config.optimizer.name)
@@ -60,30 +65,18 @@ def preflight(config: Config, run_dir: Path | None = None) -> None:
         _require_files(task)
 
 
-def _require_one_process() -> None:
-    """Refuse a start by torchrun or the like, one process per GPU: each process would train a whole run."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if "LOCAL_RANK" in os.environ and processes != "1":
-        raise UserError(
-            f"torchrun or another launcher has started this command {processes} times (WORLD_SIZE), and each process "
-            f"would train a whole run; start it once, without the launcher, with train_model.num_devices={processes}."
-        )
-
-
 def _require_files(config: Config) -> None:
     for path in (config.env.dataset_path, config.env.eval_path):
-        if path not in (None, functions.PASSED) and dataset.is_file(path):
+        if path not in (None, PASSED) and dataset.is_file(path):
             dataset.require_file(Path(path).expanduser())
-    if config.reward.path not in (None, functions.PASSED):
-        functions.require_file(Path(config.reward.path).expanduser())
+    if config.reward.path not in (None, PASSED):
+        require_file(Path(config.reward.path).expanduser(), "reward.path")
     named = [("env.transforms", value) for value in config.env.transforms]
     for option, value in (*named, ("train.sampler", config.train.sampler or "")):
-        place = file_reference(value)
-        if place is not None and not place[0].is_file():
-            raise UserError(f"there is no file {place[0]}; correct {option} (relative to {Path.cwd()}).")
-    rubric = rubric_file(config.reward.judge.rubric)
-    if rubric is not None and not rubric.expanduser().is_file():
-        raise UserError(f"there is no file {rubric}; correct reward.judge.rubric (relative to {Path.cwd()}).")
+        if (place := file_reference(value)) is not None:
+            require_file(place[0], option)
+    if (rubric := rubric_file(config.reward.judge.rubric)) is not None:
+        require_file(rubric.expanduser(), "reward.judge.rubric")
     if (server := server_of(config.env.environment)) is not None:
         server.require()
 
@@ -105,22 +98,16 @@ def why_no_gpu() -> str | None:
         return None
     import torch
 
-    built_for = torch.version.cuda
+    here, built_for = f"This machine has the NVIDIA driver {driver}, and PyTorch", torch.version.cuda
     if built_for is None:
-        return (
-            f"This machine has the NVIDIA driver {driver}, and PyTorch {torch.__version__} is built without CUDA; "
-            "install PyTorch for CUDA."
-        )
+        return f"{here} {torch.__version__} is built without CUDA; install PyTorch for CUDA."
     needed = NEEDED_DRIVERS.get(int(built_for.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) < needed:
-        return (
-            f"This machine has the NVIDIA driver {driver}, and PyTorch {torch.__version__} is built for CUDA "
-            f"{built_for}, which needs driver {needed} or newer; update the driver."
-        )
+        needs = f"which needs driver {needed} or newer; update the driver."
+        return f"{here} {torch.__version__} is built for CUDA {built_for}, {needs}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"This machine has the NVIDIA driver {driver}, and PyTorch sees none of its GPUs; " + (
-        "give the container its GPUs." if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden} may hide them."
-    )
+    fix = "give the container its GPUs." if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden} may hide them."
+    return f"{here} sees none of its GPUs; {fix}"
 
 
 def has_no_gpu() -> bool:

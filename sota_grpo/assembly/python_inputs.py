@@ -21,7 +21,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import set_option
 from sota_grpo.config import Config
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed, UserError, writing
 from sota_grpo.files import atomic_file
 from sota_grpo.recording.metrics import term_metric
 from sota_grpo.recording.run_files import INPUTS
@@ -74,6 +74,7 @@ class PythonInputs:
     functions: Functions | None = None  # the reward functions by name, to be called in this process
     run_dir: Path | None = None  # None until the run has a directory
     scratch: tempfile.TemporaryDirectory[str] | None = None
+    stopped: bool = False  # set by the run: an interrupt came while it trained
 
     @property
     def signature(self) -> dict[str, dict[str, str]]:
@@ -263,17 +264,13 @@ def _write(folder: Path, item: PythonInput, config: Config) -> None:
     """Write the files of an input (removing a file whose content is None), and set its option in ``config``."""
     for name, content in item.files.items():
         path = folder / name
-        try:
+        with writing(path, "free disk space, or make its folder writable", RunFailed):
             path.parent.mkdir(parents=True, exist_ok=True)
             if content is None:
                 path.unlink(missing_ok=True)
             else:
                 with atomic_file(path) as temporary:
                     temporary.write_bytes(content)
-        except OSError as error:
-            raise RunFailed(
-                f"{path} cannot be written ({error.strerror}); free disk space, or make its folder writable."
-            ) from error
     value = item.value
     paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"
     set_option(config, item.option, paths)

@@ -30,7 +30,7 @@ from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.recording.stored_steps import StoredStep, read_step, step_of, stored_steps
+from sota_grpo.recording.stored_steps import StoredStep, read_step, stored_steps
 from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
@@ -131,7 +131,7 @@ def open_step(run_dir: Path, number: int | None = None, *, trust: bool = False) 
     """Read step ``number`` (None: the last replayable one); UserError if it cannot be replayed or needs ``trust``."""
     config = load_config(run_dir, trust=trust, unused=UNUSED_WITHOUT_SAMPLES)
     checkpoints = dict(CheckpointStore(run_dir / CHECKPOINTS).paths())
-    stored = {step_of(path): path for path in stored_steps(run_dir)}
+    stored = stored_steps(run_dir)
     replayable = [step for step in stored if step == 0 or step in checkpoints]
     if number is None:
         number = max(replayable or stored, default=0)
@@ -262,9 +262,8 @@ def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple
     def values(config: Config, names: Sequence[str]) -> dict[str, Any]:
         return {name: attrgetter(name)(config) for name in names}
 
-    named, common = (
-        [one for one in overrides if one.startswith("algorithm=") == is_named] for is_named in (True, False)
-    )
+    named = [override for override in overrides if override.startswith("algorithm=")]
+    common = [override for override in overrides if override not in named]
     algorithms = ",".join(one.removeprefix("algorithm=") for one in named) if named else _OF_THE_RUN
     names = [name.strip() for name in algorithms.split(",")]
     if not all(names) or len(set(names)) < len(names):

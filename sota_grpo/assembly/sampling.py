@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from sota_grpo.envs.dialogs import GradedTurns, Responder, Rules, ToolResponder,
 from sota_grpo.envs.gateway import SessionQueue
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import automatic_precision
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import end_token_ids
 from sota_grpo.policy.load import from_pretrained
 from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.recording.progress import starting
@@ -78,9 +77,7 @@ def heldout_task(config: Config) -> Task:
 def require_heldout(config: Config, task: Task) -> None:
     """Raise a UserError if there are no held-out problems to evaluate."""
     if not task.heldout:
-        raise UserError(
-            f"The task {tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout."
-        )
+        raise UserError(f"Task {tasks_named(config)} has no held-out problems; set env.eval_path or env.num_heldout.")
 
 
 def task_of(config: Config, functions: Functions | None = None, *, bare: bool = False) -> Task:
@@ -172,14 +169,11 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
         kind, value, timeout_s, per_worker = spec
         if kind == AGENT and value == SESSIONS:
             if (key := key_of(AGENTS_KEY)) is None:
-                raise UserError(
-                    f"env.agent={SESSIONS} needs a key for the programs that open sessions; set the environment "
-                    f"variable {AGENTS_KEY}."
-                )
-            started[spec] = opened.enter_context(closing(SessionQueue(timeout_s, key)))
-            continue
-        made = agent_spec(value) if kind == AGENT else instance_spec(value, kind)
-        instances = Instances(made, timeout_s=timeout_s, per_worker=per_worker)
+                raise UserError(f"env.agent={SESSIONS} needs a key for programs that open sessions; set {AGENTS_KEY}.")
+            instances: Any = SessionQueue(timeout_s, key)
+        else:
+            made = agent_spec(value) if kind == AGENT else instance_spec(value, kind)
+            instances = Instances(made, timeout_s=timeout_s, per_worker=per_worker)
         started[spec] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()
@@ -255,7 +249,7 @@ def open_env(
     """
     instances = start_instances(config, opened)
     task = rewarded_dialogs(config, task, instances)
-    task, grader = judged_task(config, task, partial(make_grader, config), run_dir)
+    task, grader = judged_task(config, task, run_dir)
     opened.enter_context(closing(grader))
     return make_env(config, task, tokenizer, grader, instances), instances
 
@@ -375,7 +369,7 @@ def engine_options(
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
         load_kwargs=config.model.load_kwargs,
-        seed=config.seed,
+        seed=config.seed % (1 << 31),  # servers keep seeds in 31 or 32 bits, and no sample depends on it
         stop=tuple(inference.stop),
         adapter_rank=config.train_model.lora.r if inference.serve_adapter else 0,
         engine_kwargs=inference.engine_kwargs or {},
@@ -428,30 +422,28 @@ CACHE_FILE = "judge.jsonl"
 _LONGEST_RUBRIC = 1 << 16
 
 
-def judged_task(config: Config, task: Task, make_grader: Any, run_dir: Path | None) -> tuple[Task, Grader]:
+def judged_task(config: Config, task: Task, run_dir: Path | None) -> tuple[Task, Grader]:
     """Return (task, its grader); connect the LLM judge of the config, if any, and add its reward terms.
 
-    A judged task is a copy without gold responses, whose scores are not known. ``make_grader(task)`` makes the grader
-    without the judge; ``run_dir`` gets the cache of the judge's answers. UserError if the judge is unusable.
+    A judged task is a copy without gold responses, whose scores are not known. ``run_dir`` gets the cache of the
+    judge's answers. UserError if the judge is unusable.
     """
     options = config.reward.judge
     if options.kind is None:
-        return task, make_grader(task)
+        return task, make_grader(config, task)
     assert options.url is not None
     if config.env.mixture is None:
         rules: dict[str | None, JudgeRules] = {None: _rules_of(config, TERM)}
     else:
         configs = task_configs(config).items()
-        rules = {
-            name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind is not None
-        }
+        rules = {name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind}
     starting("Connecting to the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)
     judge = JudgeClient(options.url, endpoint, cache, api_key=key_of(JUDGE_KEY))
     try:
         judge.connect()
-        grader = JudgedGrader(make_grader(task), judge, without_examples(task), rules)
+        grader = JudgedGrader(make_grader(config, task), judge, without_examples(task), rules)
     except BaseException:
         judge.close()
         raise

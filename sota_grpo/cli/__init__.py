@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from sota_grpo.cli import check, doctor, estimate, eval, runs, score
+    from sota_grpo.cli import configs, doctor, responses, runs
 
     parser = argparse.ArgumentParser(prog="sota-grpo", description="GRPO post-training, and tools for runs and models.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -40,7 +40,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     train.add_argument("arguments", nargs="*")
     train.set_defaults(run=lambda options: _train(options.arguments))
-    for module in (doctor, check, estimate, eval, runs, score):
+    for module in (doctor, configs, responses, runs):
         module.add_command(commands)
     if arguments[:1] == [_QUERY]:
         return _complete(arguments, commands.choices)
@@ -90,10 +90,8 @@ def add_parser(
     commands: Any, name: str, summary: str, description: str | None, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """Add and return a command's parser; ``description`` is for its ``--help``; ``run`` returns the exit code."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        name, help=summary, description=inspect.cleandoc(description or ""), formatter_class=raw
-    )
+    raw, text = argparse.RawDescriptionHelpFormatter, inspect.cleandoc(description or "")
+    parser = commands.add_parser(name, help=summary, description=text, formatter_class=raw)
     parser.set_defaults(run=run)
     return parser
 

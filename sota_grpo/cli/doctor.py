@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from sota_grpo.cli import add_parser
-from sota_grpo.errors import CRASHED, UserError
+from sota_grpo.errors import CRASHED, UserError, writing
 from sota_grpo.recording.machine import installed_versions
 from sota_grpo.text import one_line, sentence
 
@@ -179,10 +179,8 @@ def examine_cluster(address: str, folder: str) -> list[Node]:
     from sota_grpo.workers.ray_cluster import each_node
 
     there = next(path for path in (Path(folder), *Path(folder).parents) if path.is_dir())
-    try:
+    with writing(there, "choose another --run-dir"):
         mark = NamedTemporaryFile(dir=there, prefix=".doctor-")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"{there} cannot be written ({error.strerror}); choose another --run-dir.") from error
     try:
         with mark:
             answers = each_node(address, examine, folder, mark.name, deadline_s=120.0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.engines import ENGINES
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.loss_terms import SURROGATES
 from sota_grpo.policy.model_sizes import SIZES, model_of_size
 from sota_grpo.policy.optimizers import OPTIMIZERS
 from sota_grpo.rewards.judge.questions import KINDS
@@ -354,7 +354,7 @@ class OptimizerConfig:
     betas: list[float] = section(
         lambda: [0.9, 0.999], "decay rates of the moving averages of the gradient and of its square"
     )
-    eps: float = opt(1e-8, "added to the root of the average squared gradient")
+    eps: float = opt(1e-8, "added to the root of the average squared gradient", above=0)
     clip_grad_norm: float = opt(1.0, "largest norm of the gradient; 0: no clipping")
     schedule: str = opt("constant", "learning rate schedule after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = opt(0, "optimizer steps over which the learning rate rises from 0")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, replaces_reward
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import changed_options, walk
-from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, readers
+from sota_grpo.functional.loss_terms import OPTIONS, SURROGATES, readers
 from sota_grpo.rl.custom_objectives import estimator, surrogate
 from sota_grpo.tasks import parameters
 
@@ -44,9 +44,7 @@ def distillation_has_a_teacher(config: Config) -> Iterator[str]:
         pull = f"policy.kl_coef={config.policy.kl_coef}"
         yield f"{option} and {pull} need two references, but a run has one; use policy.kl_coef=0."
     if algorithm.dynamic_sampling:
-        text = (
-            f"algorithm.dynamic_sampling=true drops zero-advantage groups, but the teacher of {option} scores these too"
-        )
+        text = f"algorithm.dynamic_sampling=true drops zero-advantage groups, which the teacher of {option} scores"
         yield f"{text}; use algorithm.dynamic_sampling=false."
     if surrogate(algorithm.objective).reads("mask"):
         text = f"algorithm.objective={algorithm.objective} weighs whole responses"

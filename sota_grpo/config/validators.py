@@ -6,6 +6,7 @@ config. Every public generator function of this module, :mod:`.algorithm_rules` 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
@@ -33,7 +34,7 @@ from sota_grpo.config.mixture import (
     unread_options,
 )
 from sota_grpo.config.secrets import API_KEY, JUDGE_KEY
-from sota_grpo.config.spelling import changed_options, overrides_of, walk
+from sota_grpo.config.spelling import changed_options, quoted, walk
 from sota_grpo.engines import ENGINES, temperature_fault
 from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference
@@ -59,11 +60,28 @@ def every_choice_is_one_of_its_values(config: Config) -> Iterator[str]:
             yield f"{name}={value} is not one of {', '.join(filter(None, choices))}{number}."
 
 
+def no_text_is_empty_in_place_of_null(config: Config) -> Iterator[str]:
+    """Refuse an empty text where the default is null, as ``model.name=$NAME`` gives it with an unset variable."""
+    for name, item, value in walk(config):
+        if value == "" and item.default is None and name != "env.system_prompt":
+            unset = "is a variable of the shell unset?"
+            yield f"{name} is an empty text; give a value, or {name}=null, its default ({unset})."
+
+
+def no_value_has_an_interpolation(config: Config) -> Iterator[str]:
+    """Refuse ``${``, as an escaped ``\\${name}`` leaves it: a reader of the saved config would replace it."""
+    for name, _, value in walk(config):
+        if "${" in str(value):
+            yield f"{name} has '${{', which a saved config cannot hold; write the text without it, for example '$ {{'."
+
+
 _LIMITS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
 
 
 def every_number_is_within_its_limits(config: Config) -> Iterator[str]:
     for name, item, value in walk(config):
+        if isinstance(value, float) and not math.isfinite(value) and not item.metadata["limits"]:
+            yield f"{name}={value} must be a finite number."
         for words, limit in item.metadata["limits"].items() if isinstance(value, (int, float)) else ():
             if not _LIMITS[words](value, limit):
                 yield f"{name}={value} must be {words} {limit:g}."
@@ -141,7 +159,7 @@ def trained_weights_are_fine_enough_for_the_learning_rate(config: Config) -> Ite
 
 
 def _unused(name: str, value: Any, default: Any, where: str) -> str:
-    now, usual = (item if isinstance(item, str) else overrides_of({"": item})[0][1:] for item in (value, default))
+    now, usual = (item if isinstance(item, str) else quoted(item) for item in (value, default))
     return f"{name}={now} has no effect {where}; leave it at {usual}"
 
 
@@ -234,10 +252,7 @@ def tools_have_turns_to_answer_in(config: Config) -> Iterator[str]:
         return
     option, value = ("env.tools", env.tools) if env.environment is None else ("env.environment", env.environment)
     if env.tools is not None and env.environment is not None:
-        yield (
-            f"env.tools={env.tools} and env.environment={value} are both set; make the functions methods of the "
-            "environment."
-        )
+        yield f"env.tools={env.tools} and env.environment={value} are both set; make the functions its methods."
     if (server := server_of(env.environment)) is not None:
         yield from filter(None, [server.fault()])
     elif value is not None and file_reference(value) is None and not value.endswith(PICKLED) and value != PASSED:
@@ -424,10 +439,12 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
 _MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-RULES = (  # in the order of checks; entries of a mixture before the configs made from them
+_FIRST = (
+    no_value_has_an_interpolation,
     a_mixture_names_tasks_and_their_options,
-    *(one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"),
-)
+)  # before configs are made from entries
+_GENERATORS = [one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"]
+RULES = tuple(dict.fromkeys([*_FIRST, *_GENERATORS]))  # in the order of checks
 
 
 class ConfigError(UserError, ValueError):

@@ -169,7 +169,7 @@ class ServerEngine(SteppingEngine):
         shapes: shape of every weight of the model, by name.
         tied: for each tied weight, the name of the weight whose values it shares.
         process: the server's process if it was started here, else None; :meth:`close` ends it.
-        weight_folder: folder for pushed weights, which :meth:`close` deletes; None: a new one in shared memory.
+        weight_folder: folder for pushed weights, which :meth:`close` deletes.
         can_sleep: whether the server was started with the option to free its memory.
 
     Attributes:
@@ -201,17 +201,16 @@ class ServerEngine(SteppingEngine):
         *,
         shapes: dict[str, torch.Size],
         tied: dict[str, str],
-        process: ServerProcess | None = None,
-        weight_folder: WeightFolder | None = None,
-        can_sleep: bool = False,
+        process: ServerProcess | None,
+        weight_folder: WeightFolder,
+        can_sleep: bool,
     ):
         super().__init__()
         self._client, self._process = client, process
         self._shapes, self._tied = shapes, tied
         self._max_rows, self._deadlines = options.max_rows, options.deadlines
         self._stop_token_ids = sorted(options.eos_token_ids)
-        self._weights = weight_folder or WeightFolder(shapes, None)
-        self.weight_dtype = self._weights.dtype
+        self._weights, self.weight_dtype = weight_folder, weight_folder.dtype
         self._token = secrets.token_hex(4)
         self._can_sleep = can_sleep
         self._failure: Exception | None = None
@@ -432,7 +431,15 @@ class ServerEngine(SteppingEngine):
         """Return a sample of ``(id, log-prob)`` pairs; ``{version, start, end}`` labels a span with its weights."""
         if reason not in ("stop", "length"):
             raise ServerError(f"The server ended a sample by finish_reason={reason}, not stop or length; see its log.")
-        versions = [self._version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        versions: list[int] = []
+        for span in spans:
+            token, _, version = span["version"].rpartition(":")
+            if token != self._token:
+                raise RuntimeError(
+                    f"The server's weights have the label {span['version']}, and this engine's labels are "
+                    f"{self._token}:VERSION: another trainer pushed weights to this server; use one server per trainer."
+                )
+            versions += [int(version)] * (span["end"] - span["start"])
         if len(versions) != len(tokens):
             raise ServerError(f"The server returned weight versions for {len(versions)} of {len(tokens)} tokens.")
         token_ids, log_probs = zip(*tokens)
@@ -447,15 +454,6 @@ class ServerEngine(SteppingEngine):
 
     def _label(self, version: int) -> str:
         return f"{self._token}:{version}"
-
-    def _version(self, label: str) -> int:
-        token, _, number = label.rpartition(":")
-        if token != self._token:
-            raise RuntimeError(
-                f"The server's weights have the label {label}, and this engine's labels are {self._token}:VERSION: "
-                "another trainer pushed weights to this server; use one server per trainer."
-            )
-        return int(number)
 
     def _step(self) -> list[tuple[int, GroupOutput]]:
         ended, may_wait = [], True
@@ -626,7 +624,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     options = options.resolved()
     engine = SGLangEngine if options.engine == SGLangEngine.name else ServerEngine
     url, key, connections = options.url, options.api_key, options.max_rows + _CONTROL_CONNECTIONS
-    folder_options: dict[str, Any] = {}
+    shared_folder = None
     if url is not None:
         client = HttpClient(url, api_key=key, max_connections=connections)
         try:
@@ -638,7 +636,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
         except ServerError:
             pass  # it answers; what it lacks is found when the engine connects
         if not is_own_address(client.host):
-            folder_options["base"] = Path(options.shared_folder)
+            shared_folder = Path(options.shared_folder)
             if client.url.startswith("http:"):
                 logger.warning(
                     "The API key and the prompts are sent to %s unencrypted; if other people use that network, use "
@@ -651,7 +649,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
             "(README.md, Install), or set engine.url to a running server."
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
-    folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), **folder_options)
+    folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), shared_folder)
     process, on_cpu = None, not torch.cuda.is_available()
     if url is None:
         try:

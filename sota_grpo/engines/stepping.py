@@ -53,8 +53,22 @@ class EventLoop:
         self.post = self._actions.put  # queues an action for the thread that drives the engine; thread-safe
         self.active_at = time.monotonic()  # time of the last action, monotonic seconds
 
-    def drain(self, timeout_s: float | None = 0.0) -> int:
-        """Call all posted actions and return their number; wait up to ``timeout_s`` (None: no limit) for the first."""
+    def run_once(self, timeout_s: float | None = None, *, steps: bool = True) -> int:
+        """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
+
+        The wait is at most 0.1 s with ``poll`` and 5 ms for a stepwise engine; ``timeout_s`` None sets no limit of its
+        own. Without ``steps`` only call the posted actions. Return the number of actions called.
+        """
+        if not steps or not self._actions.empty():
+            timeout_s = 0.0
+        elif self._engine.advance():
+            return 0
+        else:
+            if self._poll is not None:
+                self._poll()
+                timeout_s = _POLL_S if timeout_s is None else min(_POLL_S, timeout_s)
+            if self._engine.stepwise:
+                timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
         done = 0
         with contextlib.suppress(queue.Empty):
             while True:
@@ -63,22 +77,6 @@ class EventLoop:
                 action()
                 done += 1
         return done
-
-    def run_once(self, timeout_s: float | None = None) -> int:
-        """Call all posted actions; if none, advance the engine; if it is idle, wait up to ``timeout_s`` for an action.
-
-        The wait is at most 0.1 s with ``poll`` and 5 ms for a stepwise engine; ``timeout_s`` None sets no limit of its
-        own. Return the number of actions called.
-        """
-        done = self.drain()
-        if done or self._engine.advance():
-            return done
-        if self._poll is not None:
-            self._poll()
-            timeout_s = _POLL_S if timeout_s is None else min(_POLL_S, timeout_s)
-        if self._engine.stepwise:
-            timeout_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
-        return self.drain(timeout_s)
 
 
 class Task(Future[Result]):
@@ -538,8 +536,8 @@ def matrix_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
     >>> matrix_dtype([matrix, vector.half()]), matrix_dtype([matrix, matrix.half()])
     (torch.float32, None)
     """
-    of_matrices = [tensor for tensor in tensors if tensor.ndim > 1 or not tensor.numel()]  # vLLM empties what it packs
-    dtypes = {tensor.dtype for tensor in of_matrices if tensor.is_floating_point()}
+    matrices = (tensor for tensor in tensors if tensor.ndim > 1 or not tensor.numel())
+    dtypes = {tensor.dtype for tensor in matrices if tensor.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

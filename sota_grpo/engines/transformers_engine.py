@@ -1,25 +1,36 @@
 """Rollout engine in this process: a causal language model of transformers, on a CPU or one GPU.
 
-In this file: sampling of tokens (processed distribution, inversion of its CDF), batched decoding of groups, the engine.
+In this file: sampling of tokens (processed distribution, inversion of its CDF); KV caches and the attention of groups,
+whose rows can share one copy of their prompt's keys and values; batched decoding of groups; the engine.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    Cache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.decode_attention import GroupCache, RepeatedPrompts, SharedPrompts, use_decode_attention
 from sota_grpo.engines.stepping import (
     Flight,
     SteppingEngine,
@@ -30,9 +41,14 @@ from sota_grpo.engines.stepping import (
 )
 from sota_grpo.errors import UserError
 from sota_grpo.policy.model_sizes import rotary_limit
+from sota_grpo.policy.shared_prompt import SHARED_ATTENTION, UNKNOWN
 from sota_grpo.policy.weight_pack import Checksum
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, SamplingSupport, sample_seed
+from sota_grpo.rl.records import GroupOutput, Sample, Sampling, SamplingSupport, sample_seed
+from sota_grpo.text import sentence
 
+logger = logging.getLogger(__name__)
+DECODE_ATTENTION = "sota_grpo_decode"
+PREFILL_TOKENS = 2048  # padded tokens of one prefill pass: bounds its memory and the padding
 _SHRINK_BELOW = 0.9  # the batch is compacted when less than this fraction of its rows is still sampled
 _BITS = 24  # every multiple of 2^-24 in [0, 1) is a float32
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -144,8 +160,377 @@ def _invert(mass: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, 
     return index.squeeze(1), entered.squeeze(1)
 
 
+class GrowingLayer(DynamicLayer):
+    """KV cache of one layer, ``[rows, heads, columns, width]``; new tokens are written in place into spare columns.
+
+    It copies the cache only when no spare column is left, and then reserves half as many as are used (at least 64).
+    """
+
+    keys: torch.Tensor  # type: ignore[assignment]
+    values: torch.Tensor  # type: ignore[assignment]
+
+    _length = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        start, end = self._length, self._length + key_states.shape[2]
+        if end > self.keys.shape[2]:
+            columns = end + max(64, end // 2)
+            self.keys, self.values = (
+                torch.cat([old[:, :, :start], new.new_empty((*new.shape[:2], columns - start, new.shape[3]))], dim=2)
+                for old, new in ((self.keys, key_states), (self.values, value_states))
+            )
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self._length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+
+class GroupCache(Cache):
+    """Base of KV caches of rows that are decoded together; a group here is the rows that share a prompt.
+
+    The prefill leaves out each prompt's last token, which is the first input token of its rows: the prefill needs no
+    output layer, and all logits come from :meth:`next_logits`.
+
+    Args:
+        model: causal language model; it is run over the prompts here.
+        prompts: token ids of each group's prompt, at least one.
+        group_of_row: index into ``prompts`` of each row, int64 ``[rows]``, ascending.
+        pad_token_id: fills unused cells of the prefill.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        group_of_row: torch.Tensor,
+        *,
+        pad_token_id: int,
+    ):
+        super().__init__(layer_class_to_replicate=GrowingLayer)
+        self.device = group_of_row.device
+        self.lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        self.group_of_row = group_of_row
+        self._positions = self.lengths[group_of_row].unsqueeze(1)
+        self._prefill(model, prompts, pad_token_id)
+
+    def next_logits(self, model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+        """Append one token to each row (``tokens`` ``[rows]``); return the next token's logits ``[rows, vocab]``."""
+        logits = model(
+            input_ids=tokens.unsqueeze(1),
+            position_ids=self._positions,
+            past_key_values=self,
+            use_cache=True,
+            **self._attention(),
+        ).logits[:, -1]
+        self._positions = self._positions + 1
+        return logits
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all rows except those with the indices ``rows`` (int64, ascending), and prompts without rows."""
+        self.reorder_cache(rows)  # type: ignore[arg-type]
+        self._positions = self._positions[rows]
+        groups, self.group_of_row = self.group_of_row[rows].unique(return_inverse=True)
+        self.lengths = self.lengths[groups]
+        self._arrange(groups)
+
+    def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Run the decoder over the prompts without their last tokens."""
+        raise NotImplementedError
+
+    def _arrange(self, groups: torch.Tensor) -> None:
+        """Prepare the next tokens' attention; only ``groups``, indices into the prompts before, still have rows."""
+
+    def _attention(self) -> dict[str, Any]:
+        """Return the arguments of the model's call that define which keys the next token attends to."""
+        raise NotImplementedError
+
+
+class RepeatedPrompts(GroupCache):
+    """KV cache with a copy of the prompt for every row and transformers' own masks: correct for any attention.
+
+    Worked example: for the prompts ``[7]`` and ``[8, 9]`` the prefill has the rows ``[pad]`` and ``[8]``, padded on the
+    left, so that the next token of every row is in the same column.
+    """
+
+    def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        self._width = width = max(map(len, prompts)) - 1
+        if width:
+            mask = torch.arange(width, device=self.device) >= (width - self.lengths).unsqueeze(1)
+            ids = [[pad_token_id] * (width + 1 - len(prompt)) + list(prompt[:-1]) for prompt in prompts]
+            model.get_decoder()(
+                input_ids=torch.tensor(ids, device=self.device),
+                attention_mask=mask.long(),
+                position_ids=(mask.cumsum(-1) - 1).clamp_min(0),
+                past_key_values=self,
+                use_cache=True,
+            )
+            self.reorder_cache(self.group_of_row)  # type: ignore[arg-type]
+
+    def _attention(self) -> dict[str, Any]:
+        padding = (self._width - self.lengths[self.group_of_row]).unsqueeze(1)
+        mask = torch.arange(self.get_seq_length() + 1, device=self.device) >= padding
+        return {"attention_mask": mask.long()}
+
+
+class SharedPrompts(GroupCache):
+    """KV cache with one copy of each prompt (without its last token), which all rows of its group read.
+
+    The model's attention must be :func:`decode_attention`. The prompts are padded on the right, ``[groups, heads, P,
+    width]``; ``P`` is the longest prompt's length minus one. All rows have sampled equally many tokens, which need
+    neither padding nor mask. :meth:`spread` puts the queries of each group into one matrix, for the attention over the
+    prompts; :meth:`collect` takes the outputs apart. Worked example with one head: ``a0 a1 a2`` are the queries of one
+    group, ``b0`` is that of the last unfinished row of another, ``-`` is zeros::
+
+        rows  a0 a1 a2 b0   --spread-->   [[a0, a1, a2], [b0, -, -]]   --collect-->   a0 a1 a2 b0
+
+    Attributes:
+        held: keys and values ``[groups, heads, P, width]`` by layer; empty if every prompt is a single token.
+        biases: by key heads, the mask ``[groups * heads, 1, P]`` to add to scores; empty if no prompt is padded.
+        prefilled: int64 indices of the groups whose prompts the model is running over; None outside the prefill.
+    """
+
+    def _prefill(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Run the decoder over the prompts, batched by similar length."""
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.prefilled: torch.Tensor | None = None
+        order = sorted(range(len(prompts)), key=lambda group: -len(prompts[group]))
+        while order and (width := len(prompts[order[0]]) - 1):
+            count = max(1, PREFILL_TOKENS // width)
+            batch, order = order[:count], order[count:]
+            ids = [torch.tensor(prompts[group][:-1], dtype=torch.int64) for group in batch]
+            self.prefilled = torch.tensor(batch, device=self.device)
+            model.get_decoder()(
+                input_ids=pad_sequence(ids, batch_first=True, padding_value=pad_token_id).to(self.device),
+                position_ids=torch.arange(width, device=self.device).unsqueeze(0),
+                past_key_values=self,
+                use_cache=True,
+                **self._attention(),
+            )
+        self.prefilled = None
+        self._arrange(torch.arange(len(prompts), device=self.device))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In the prefill store and return the states; later append them and return all that were appended."""
+        if self.prefilled is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx not in self.held:
+            # Zeros: the padding is read with weight 0, so it must be finite.
+            room = (len(self.lengths), *key_states.shape[1:3])  # the first batch has the longest prompt
+            self.held[layer_idx] = tuple(  # type: ignore[assignment]
+                states.new_zeros((*room, states.shape[3])) for states in (key_states, value_states)
+            )
+        for cache, states in zip(self.held[layer_idx], (key_states, value_states)):
+            cache[self.prefilled, :, : states.shape[2]] = states
+        return key_states, value_states
+
+    def spread(self, query: torch.Tensor) -> torch.Tensor:
+        """Reshape ``[rows, heads, n, width]`` to ``[groups * heads, siblings * n, width]``; absent siblings are 0.
+
+        ``siblings``: rows of the largest group; ``n``: query heads per key head.
+        """
+        _, heads, n, width = query.shape
+        groups, siblings = len(self.lengths), self._siblings
+        if self._slots is not None:
+            query = query.new_zeros((groups * siblings, heads, n, width)).index_copy_(0, self._slots, query)
+        query = query.reshape(groups, siblings, heads, n, width).transpose(1, 2)
+        return query.reshape(groups * heads, siblings * n, width)
+
+    def collect(self, out: torch.Tensor, n: int) -> torch.Tensor:
+        """Undo :meth:`spread`: ``[groups * heads, siblings * n, width]`` to ``[rows, heads, n, width]``."""
+        groups, siblings = len(self.lengths), self._siblings
+        out = out.view(groups, -1, siblings, n, out.shape[-1]).transpose(1, 2)
+        out = out.reshape(groups * siblings, *out.shape[2:])
+        return out if self._slots is None else out[self._slots]
+
+    def _arrange(self, groups: torch.Tensor) -> None:
+        """Drop the keys of other prompts; compute each row's slot in the batch of :meth:`spread`, and the biases."""
+        counts = torch.bincount(self.group_of_row, minlength=len(groups))
+        longest, self._siblings = int(self.lengths.max()), int(counts.max())
+        if not longest:  # every prompt has one token, which is in the rows: no keys to read
+            self.held.clear()
+        for layer, both in self.held.items():
+            if len(groups) < len(both[0]):
+                self.held[layer] = tuple(states[groups, :, :longest] for states in both)  # type: ignore[assignment]
+        first = counts.cumsum(0) - counts
+        row = torch.arange(len(self.group_of_row), device=self.device)
+        slots = self.group_of_row * self._siblings + row - first[self.group_of_row]
+        is_full = len(slots) == len(groups) * self._siblings
+        self._slots = None if is_full else slots
+        self.biases: dict[int, torch.Tensor] = {}
+        hidden = torch.arange(longest, device=self.device) >= self.lengths.unsqueeze(1)
+        forms = {(keys.shape[1], keys.dtype) for keys, _ in self.held.values()}
+        for heads, dtype in forms if bool(hidden.any()) else ():
+            bias = torch.zeros(hidden.shape, dtype=torch.promote_types(dtype, torch.float32), device=self.device)
+            bias = bias.masked_fill(hidden, torch.finfo(torch.float32).min)
+            self.biases[heads] = bias.repeat_interleave(heads, 0).unsqueeze(1)
+
+    def _attention(self) -> dict[str, Any]:
+        # transformers makes no mask of its own if it receives one of four dimensions
+        return {"attention_mask": self.lengths.new_ones((1, 1, 1, 1), dtype=torch.bool), "prompts": self}
+
+
+def decode_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    prompts: SharedPrompts | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute a layer's attention; return ``[rows, T, heads, width]`` and None, as transformers requires.
+
+    With ``prompts``, after the prefill, ``key`` and ``value`` hold only the later tokens: the prompt's last one and the
+    sampled ones. The attention over the prefilled tokens (a), one matrix product for all rows of a prompt, and over the
+    later ones (b) is computed separately, and joined by the log-sum-exp of the scores (Dao et al. 2022,
+    arXiv:2205.14135, section 3.1)::
+
+        o = (1 - w) o_a + w o_b,    w = sigmoid(lse_b - lse_a),    lse = log sum exp(scores)
+
+    NotImplementedError for a ``softcap``, and with ``prompts`` for a sliding window, position bias, sinks or ``cache``.
+
+    Args:
+        query: ``[rows, heads, T, width]``; ``T > 1`` only in the prefill.
+        key: ``[rows, key heads, t, width]`` of ``t`` tokens; ``value`` has the same shape.
+        attention_mask: ignored if ``prompts`` is set.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is not None:  # transformers' SDPA would leave it out without an error
+        raise NotImplementedError("decode_attention cannot cap scores; use eager attention")
+    if prompts is not None:
+        unknown = [name for name in (*UNKNOWN, "sliding_window") if kwargs.get(name) is not None]
+        if unknown:
+            raise NotImplementedError(f"prompts cannot be shared by attention with {', '.join(unknown)}")
+        attention_mask = None
+    rows, heads = key.shape[:2]
+    if prompts is not None and prompts.prefilled is None:
+        folded = query.reshape(rows, heads, -1, query.shape[3])
+        n = folded.shape[2]
+        out, lse = attend(folded.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None, scale)
+        out = out.view(rows, heads, n, -1)
+        if (held := prompts.held.get(module.layer_idx)) is not None:  # type: ignore[call-overload]
+            keys, values = (states.flatten(0, 1) for states in held)
+            of_prompt, prompt_lse = attend(prompts.spread(folded), keys, values, prompts.biases.get(heads), scale)
+            weight = torch.sigmoid(lse.view(rows, heads, n, 1) - prompts.collect(prompt_lse, n))
+            out = torch.lerp(prompts.collect(of_prompt, n), out, weight)
+        out = out.to(value.dtype)
+    elif query.shape[2] == 1 and query.shape[1] != heads and kwargs.get("position_bias") is None:
+        # SDPA would copy keys and values for every query head that shares them
+        folded = query.reshape(rows, heads, -1, query.shape[3])
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scale)
+    else:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return out.reshape(*query.shape[:3], -1).transpose(1, 2), None
+
+
+AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+
+AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention output ``[B, n, E]`` and the scores' log-sum-exp ``[B, n, 1]``.
+
+    ``lse = max score - log(max probability)``; half-precision products are accumulated and returned in float32.
+
+    Args:
+        query, key, value: ``[B, n, D]``, ``[B, m, D]`` and ``[B, m, E]``.
+        bias: ``[B, 1 or n, m]``, added to the scores; None: nothing is added.
+        scale: factor of the scores.
+
+    >>> query, key, value = torch.zeros(1, 1, 2), torch.randn(1, 3, 2), torch.tensor([[[1.0], [2.0], [6.0]]])
+    >>> out, lse = attend(query, key, value, None, 1.0)  # equal scores: the mean of three, and log 3
+    >>> round(out.item(), 4), round(lse.item(), 4)
+    (3.0, 1.0986)
+    """
+    dtype, is_half = value.dtype, value.dtype.itemsize < 4
+    options: dict[str, Any] = {"out_dtype": torch.float32} if is_half and value.is_cuda else {}
+    if is_half and not value.is_cuda:
+        query, key, value = query.float(), key.float(), value.float()
+    if bias is None or is_half:
+        scores = torch.bmm(query, key.mT, **options) * scale
+        scores = scores if bias is None else scores + bias
+    else:
+        scores = torch.baddbmm(bias, query, key.mT, alpha=scale)
+    probs = scores.softmax(-1)
+    lse = scores.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+    return torch.bmm(probs.to(dtype).to(value.dtype), value, **options), lse
+
+
+@torch.no_grad()
+def use_decode_attention(model: PreTrainedModel) -> bool:
+    """Switch ``model`` to :func:`decode_attention`; return whether its rows can share prompts; else log a warning.
+
+    A model whose attention is not SDPA keeps its attention, and another model with capped scores gets transformers'
+    eager attention; these and models with layers other than full attention cannot share prompts. Any other model can
+    if two prompts have the same logits, up to rounding, with shared and with repeated keys and values.
+    """
+    config: Any = model.config.get_text_config()
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    reason: str | None
+    if config._attn_implementation not in ("sdpa", SHARED_ATTENTION, DECODE_ATTENTION):
+        reason = f"its attention is {config._attn_implementation}"
+    else:
+        model.set_attn_implementation("eager" if is_capped else DECODE_ATTENTION)
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        if is_capped or layer_types - {"full_attention"} or getattr(config, "sliding_window", None):
+            reason = "it has capped scores" if is_capped else "it has layers other than full attention"
+        else:
+            try:
+                reason = _difference(model, config.vocab_size)
+            except Exception as error:  # any model's own code runs here: a failure only rules out shared prompts
+                reason = sentence(error).rstrip(".")
+    if reason is not None:
+        logger.warning(
+            "Responses of %s cannot share their prompt's KV cache (%s): each gets a copy, which costs memory and time.",
+            type(model).__name__,
+            reason,
+        )
+    return reason is None
+
+
+def _difference(model: PreTrainedModel, vocab_size: int) -> str | None:
+    """Return a sentence if shared prompts change the logits of a few tokens by more than rounding, else None."""
+    ids = torch.linspace(0, vocab_size - 1, 18).long()
+    prompts = [tuple(ids[:6].tolist()), tuple(ids[6:9].tolist())]
+    groups, tokens = torch.tensor([0, 0, 1], device=model.device), ids[9:].view(3, 3).to(model.device)
+    caches = [kind(model, prompts, groups, pad_token_id=0) for kind in (SharedPrompts, RepeatedPrompts)]
+    gaps = []
+    for column in tokens.unbind(1):
+        actual, expected = (cache.next_logits(model, column).float() for cache in caches)
+        gaps.append(float((actual - expected).abs().max() / expected.abs().max()))
+    close = 1e-4 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 5e-2
+    is_close = all(gap <= close for gap in gaps)  # false if a gap is NaN
+    return None if is_close else f"sharing them changes its logits by {max(gaps):.1g} of their size"
+
+
+@dataclass
+class Batch:
+    """Groups to be decoded together, by ticket: their sampling is equal but for ``max_tokens``, which is 0 here."""
+
+    sampling: Sampling
+    num_rows: int = 0
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+
 class GroupDecoder:
-    """Decodes several groups as one batch; each :meth:`step` samples one token for every row that has not ended.
+    """Decodes a batch of groups together; each :meth:`step` samples one token for every row that has not ended.
 
     Worked example: prompts ``[7]`` and ``[8, 9]`` with two samples each make four rows. The first input of a row is the
     prompt's last token; the tokens before that are computed once per prompt::
@@ -154,8 +539,7 @@ class GroupDecoder:
                                rows 2, 3: samples 0, 1 of group 1, first input 9
 
     Args:
-        requests: the groups; methods call a group by its index in this list, from 0.
-        rooms: maximum tokens of a response, for each group; replaces ``sampling.max_tokens``.
+        batch: the groups; methods call a group by its index in the list :attr:`tickets`, from 0.
         eos_token_ids: int64 ``[E]``, the tokens that end a response, as do the strings ``stops``.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: whether the rows of a prompt share its keys and values; only if ``use_decode_attention`` returned True.
@@ -164,16 +548,17 @@ class GroupDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        requests: Sequence[GroupRequest],
-        sampling: Sampling,
-        rooms: Sequence[int],
+        batch: Batch,
         eos_token_ids: torch.Tensor,
         pad_token_id: int,
         *,
         shared: bool,
         stops: StopStrings | None = None,
     ):
-        device = model.device
+        device, sampling = model.device, batch.sampling
+        self.tickets = list(batch.flights)
+        requests = [flight.request for flight in batch.flights.values()]
+        rooms = [flight.room for flight in batch.flights.values()]
         counts = torch.tensor([request.num_samples for request in requests])
         group_of_row = torch.repeat_interleave(torch.arange(len(requests)), counts)
         # consecutive groups of one prompt share it: a group may be requested sample by sample
@@ -186,20 +571,18 @@ class GroupDecoder:
         ]
         num_rows, horizon = len(seeds), max(rooms)
         self._model = model
-        self._requests = list(requests)
+        self._requests = requests
         self._stops = stops
-        self._cache: GroupCache | None = None
-        self._make_cache = functools.partial(
-            SharedPrompts if shared else RepeatedPrompts,
-            prompts=[prompt for prompt, _ in runs],
-            group_of_row=torch.tensor(prompt_of_group)[group_of_row].to(device),
-            pad_token_id=pad_token_id,
-        )
+        prompt_of_row = torch.tensor(prompt_of_group)[group_of_row].to(device)
+        make_cache: type[GroupCache] = SharedPrompts if shared else RepeatedPrompts
+        with torch.inference_mode():
+            self._cache = make_cache(model, [prompt for prompt, _ in runs], prompt_of_row, pad_token_id=pad_token_id)
         self._sampling = sampling
-        self._eos_token_ids = eos_token_ids.to(device)
+        self._eos_token_ids = eos_token_ids[: 0 if sampling.ignore_eos else None].to(device)
         self._group_of_row: list[int] = group_of_row.tolist()
         self._first_row = (counts.cumsum(0) - counts).tolist()
         self._open_samples: list[int] = counts.tolist()  # of each group; 0 once it has ended or was dropped
+        self.num_open = num_rows  # samples that have not ended, of all groups
         self._versions: list[int] = []
         self._rooms = torch.tensor(rooms)[group_of_row].to(device)
         self._uniforms = uniforms(torch.tensor(seeds), horizon).to(device)
@@ -215,13 +598,9 @@ class GroupDecoder:
         self._last_tokens = last_tokens[group_of_row].to(device)
         self._living = torch.ones(num_rows, dtype=torch.bool, device=device)
 
-    @property
-    def active(self) -> bool:
-        """True while a group is still being sampled."""
-        return any(self._open_samples)
-
     def drop(self, group: int) -> None:
         """Stop sampling the group with the index ``group``; its rows end at once, and it has no output."""
+        self.num_open -= self._open_samples[group]
         self._open_samples[group] = 0
         dropped = torch.tensor([row for row, group_of_row in enumerate(self._group_of_row) if group_of_row == group])
         self._living = self._living & ~torch.isin(self._rows, dropped.to(self._rows.device))
@@ -230,9 +609,7 @@ class GroupDecoder:
     def step(self, version: int) -> list[int]:
         """Sample a token, labelled ``version``, of every unfinished row; return the indices of newly ended groups."""
         t = len(self._versions)
-        if self._cache is None:
-            self._cache = self._make_cache(self._model)
-        elif sum(self._open_samples) < _SHRINK_BELOW * self.num_rows:  # counted here: no wait for the device
+        if self.num_open < _SHRINK_BELOW * self.num_rows:  # counted here: no wait for the device
             keep = self._living.nonzero().squeeze(1)
             self._cache.keep(keep)
             self._last_tokens, self._rows, self._living = self._last_tokens[keep], self._rows[keep], self._living[keep]
@@ -253,8 +630,6 @@ class GroupDecoder:
         self._last_tokens = tokens
         length = t + 1  # of the rows that end with this token
         at_eos = torch.isin(tokens, self._eos_token_ids)
-        if self._sampling.ignore_eos:
-            at_eos = torch.zeros_like(at_eos)
         if self._stops is not None:
             tails = self._tokens[self._rows, max(0, length - self._stops.window) : length].tolist()
             at_eos |= torch.tensor([self._stops.is_complete(tail) for tail in tails], device=at_eos.device)
@@ -266,6 +641,7 @@ class GroupDecoder:
         self._truncated[rows] = ~at_eos[stops]
         self._living = self._living & ~stops
         groups = [self._group_of_row[row] for row in rows.tolist()]
+        self.num_open -= len(groups)
         for group in groups:
             self._open_samples[group] -= 1
         return [group for group in dict.fromkeys(groups) if self._open_samples[group] == 0]
@@ -273,7 +649,7 @@ class GroupDecoder:
     def output(self, group: int) -> GroupOutput:
         """Return the output, on the CPU, of the group with the index ``group``, which has ended."""
         first = self._first_row[group]
-        last = self._first_row[group + 1] if group + 1 < len(self._first_row) else len(self._group_of_row)
+        last = first + self._requests[group].num_samples
         lengths = self._lengths[first:last].tolist()
         truncated = self._truncated[first:last].tolist()
         longest = max(lengths)
@@ -295,16 +671,6 @@ class GroupDecoder:
             )
             samples.append(sample)
         return GroupOutput(self._requests[group].group_id, tuple(samples))
-
-
-def _num_rows(batch: Mapping[int, Flight]) -> int:
-    return sum(flight.request.num_samples for flight in batch.values())
-
-
-def are_drawn_alike(batch: Mapping[int, Flight], flight: Flight) -> bool:
-    """Return whether ``flight`` can share the batch: its sampling equals the batch's, except ``max_tokens``."""
-    sampling = next(iter(batch.values())).sampling
-    return replace(sampling, max_tokens=flight.sampling.max_tokens) == flight.sampling
 
 
 class TransformersEngine(SteppingEngine):
@@ -353,8 +719,8 @@ class TransformersEngine(SteppingEngine):
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
         self._pad_token_id = pad_token_id
-        self._waiting: deque[dict[int, Flight]] = deque()  # groups to be decoded together, by ticket
-        self._running: list[tuple[list[int], GroupDecoder]] = []  # the tickets of a decoder's groups
+        self._waiting: deque[Batch] = deque()
+        self._running: list[GroupDecoder] = []
         engine_model: Any = copy.deepcopy(model) if copy_model else model
         self._model: Any = engine_model.to(device=device, dtype=dtype)
         engine_model.eval().requires_grad_(False)
@@ -365,59 +731,55 @@ class TransformersEngine(SteppingEngine):
         self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        batch: dict[int, Flight] = {}  # consecutive groups with equal sampling, of at most max_rows samples together
+        batch = None  # consecutive groups with equal sampling, of at most max_rows samples together
         for ticket, flight in flights.items():
-            fits = _num_rows(batch) + flight.request.num_samples <= self._max_rows
-            if not (batch and fits and are_drawn_alike(batch, flight)):
-                self._waiting.append(batch := {})
-            batch[ticket] = flight
+            sampling, num_rows = replace(flight.sampling, max_tokens=0), flight.request.num_samples
+            if batch is None or batch.sampling != sampling or batch.num_rows + num_rows > self._max_rows:
+                self._waiting.append(batch := Batch(sampling))
+            batch.flights[ticket] = flight
+            batch.num_rows += num_rows
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes:
         # waiting batches, as many as fit, start once they have at least as many rows as the running ones.
-        num_rows = sum(decoder.num_rows for _, decoder in self._running)
-        while self._waiting and num_rows <= sum(map(_num_rows, self._waiting)):
-            batch = self._waiting[0]
-            if self._running and num_rows + _num_rows(batch) > self._max_rows:
+        num_rows = sum(decoder.num_rows for decoder in self._running)
+        while self._waiting and num_rows <= sum(batch.num_rows for batch in self._waiting):
+            if self._running and num_rows + self._waiting[0].num_rows > self._max_rows:
                 break
-            self._waiting.popleft()
-            while self._waiting and are_drawn_alike(batch, next(iter(self._waiting[0].values()))):
-                if num_rows + _num_rows(batch) + _num_rows(self._waiting[0]) > self._max_rows:
+            batch = self._waiting.popleft()
+            num_rows += batch.num_rows
+            while self._waiting and self._waiting[0].sampling == batch.sampling:
+                if num_rows + self._waiting[0].num_rows > self._max_rows:
                     break
-                batch |= self._waiting.popleft()
-            decoder = GroupDecoder(
-                self._model,
-                [flight.request for flight in batch.values()],
-                next(iter(batch.values())).sampling,
-                [flight.room for flight in batch.values()],
-                self._eos_token_ids,
-                self._pad_token_id,
-                shared=self._shares_prompts,
-                stops=self.stops,
-            )
-            self._running.append((list(batch), decoder))
-            num_rows += decoder.num_rows
+                following = self._waiting.popleft()
+                batch.flights |= following.flights
+                batch.num_rows += following.num_rows
+                num_rows += following.num_rows
+            ends, pad, shared = self._eos_token_ids, self._pad_token_id, self._shares_prompts
+            self._running.append(GroupDecoder(self._model, batch, ends, pad, shared=shared, stops=self.stops))
         ended = []
-        for tickets, decoder in self._running:
+        for decoder in self._running:
             for group in decoder.step(self.version):
-                ended.append((tickets[group], decoder.output(group)))
-        self._running = [(tickets, decoder) for tickets, decoder in self._running if decoder.active]
+                ended.append((decoder.tickets[group], decoder.output(group)))
+        self._running = [decoder for decoder in self._running if decoder.num_open]
         return ended
 
     def may_start(self, num_rows: int) -> bool:
         """Return whether the next step starts a batch if ``num_rows`` more rows come; ``max_rows`` is not checked."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
-        running = sum(decoder.num_rows for _, decoder in self._running)
-        return running <= num_rows + submitted + sum(map(_num_rows, self._waiting))
+        running = sum(decoder.num_rows for decoder in self._running)
+        return running <= num_rows + submitted + sum(batch.num_rows for batch in self._waiting)
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
-        remaining = ({ticket: batch[ticket] for ticket in batch if ticket not in flights} for batch in self._waiting)
-        self._waiting = deque(batch for batch in remaining if batch)
-        for known, decoder in self._running:
-            for group, ticket in enumerate(known):
+        for batch in self._waiting:
+            for ticket in flights.keys() & batch.flights:
+                batch.num_rows -= batch.flights.pop(ticket).request.num_samples
+        self._waiting = deque(batch for batch in self._waiting if batch.flights)
+        for decoder in self._running:
+            for group, ticket in enumerate(decoder.tickets):
                 if ticket in flights:
                     decoder.drop(group)
-        self._running = [(known, decoder) for known, decoder in self._running if decoder.active]
+        self._running = [decoder for decoder in self._running if decoder.num_open]
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

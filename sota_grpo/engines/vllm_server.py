@@ -118,40 +118,31 @@ class WeightSums:
 
 
 _OURS = ("model", "skip_tokenizer_init", "use_tqdm_on_load", "ir_op_priority", "tokens_only", "runner", "convert")
-_REFUSED = {  # prefix of vLLM's arguments: why they are refused
-    **dict.fromkeys(
-        ("speculative_", "spec_"),
+_REFUSED = {  # prefixes of vLLM's arguments: why they are refused
+    ("speculative_", "spec_"): (
         "a step would give several tokens of unknown seeds and versions, and vLLM's method fly keeps tokens that the "
-        "policy rejects",
+        "policy rejects"
     ),
-    **dict.fromkeys(
-        ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"),
-        "responses would be sampled from another distribution than the learner's, which biases every ratio",
+    ("logits_processors", "override_generation_config", "watermark_config", "diffusion_config"): (
+        "responses would be sampled from another distribution than the learner's, which biases every ratio"
     ),
-    **dict.fromkeys(
-        ("quantization", "allow_deprecated_quantization", "model_", "hf_config_path", "hf_overrides", "config_format"),
-        "the engine's model must be the learner's, because weights are pushed by name",
+    ("quantization", "allow_deprecated_quantization", "model_", "hf_config_path", "hf_overrides", "config_format"): (
+        "the engine's model must be the learner's, because weights are pushed by name"
     ),
-    **dict.fromkeys(
-        ("revision", "code_revision", "tokenizer"),
-        "learner, tokenizer and engine must use one revision: set model.name to the folder of that revision",
+    ("revision", "code_revision", "tokenizer"): (
+        "learner, tokenizer and engine must use one revision: set model.name to the folder of that revision"
     ),
-    **dict.fromkeys(
-        (
-            *("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_"),
-            *("nnodes", "node_rank", "master_", "device_ids"),
-        ),
-        "devices are set by inference_model.num_devices, devices and tensor_parallel_size",
+    (
+        *("data_parallel", "pipeline_parallel", "prefill_context", "decode_context", "dcp_"),
+        *("nnodes", "node_rank", "master_", "device_ids"),
+    ): "devices are set by inference_model.num_devices, devices and tensor_parallel_size",
+    ("enable_lora", "max_lora", "default_mm_loras"): (
+        "adapters are merged before a push, or served by inference_model.serve_adapter=true"
     ),
-    **dict.fromkeys(
-        ("enable_lora", "max_lora", "default_mm_loras"),
-        "adapters are merged before a push, or served by inference_model.serve_adapter=true",
+    ("worker_cls", "worker_extension_cls", "scheduler_cls", "weight_transfer_config"): (
+        "pushed weights and their versions need vLLM's own worker and scheduler classes"
     ),
-    **dict.fromkeys(
-        ("worker_cls", "worker_extension_cls", "scheduler_cls", "weight_transfer_config"),
-        "pushed weights and their versions need vLLM's own worker and scheduler classes",
-    ),
-    "hf_token": "it would be saved with the run; set HF_TOKEN",
+    ("hf_token",): "it would be saved with the run; set HF_TOKEN",
 }
 
 
@@ -166,8 +157,8 @@ def refuse_arguments(options: EngineOptions, *, on_cpu: bool) -> None:
         problem = f"inference_model.engine_kwargs has {name}"
         if name in ours or name in _OURS:
             raise UserError(f"{problem}, which sota-grpo itself sets; leave it out.")
-        for beginning, reason in _REFUSED.items():
-            if name.startswith(beginning):
+        for beginnings, reason in _REFUSED.items():
+            if name.startswith(beginnings):
                 raise UserError(f"{problem}: {reason}; leave it out.")
     if find_spec("vllm") is None or not options.engine_kwargs:
         return

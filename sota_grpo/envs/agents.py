@@ -7,7 +7,6 @@ tokens of all its requests are one sample (:mod:`.token_tree`), with its reward 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -16,14 +15,13 @@ from typing import Any
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Task, Wrapped, result
 from sota_grpo.envs.chat_tokens import num_shared
-from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine
+from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine, SampleGroup
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rewards.functions import plain
 from sota_grpo.rl.records import LARGEST, TASK, TURNS, GroupOutput, GroupRequest, Sampling
 from sota_grpo.tasks.wrappers import row_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import resolve
 from sota_grpo.workers.instances import InstanceLost, Instances
 
 RUN = "run"  # the call that runs an agent
@@ -69,8 +67,8 @@ class AgentEngine(Wrapped):
         self.engine.close()
 
 
-class GroupEpisodes(Future[GroupOutput]):
-    """Future of a group of episodes, which resolves when the last agent has ended; cancelling it ends the agents.
+class GroupEpisodes(SampleGroup):
+    """A group of episodes, each of which ends with its agent; cancelling the group ends the agents.
 
     It fails with the first exception of the engine, or if no worker can be started. The record of a sample has
     ``reward`` (None with an error), ``info`` (other results, if any), ``error`` (why the agent failed or was lost, or
@@ -81,22 +79,15 @@ class GroupEpisodes(Future[GroupOutput]):
     def __init__(
         self, request: GroupRequest, row: Mapping[str, Any], agents: Agents, gateway: Gateway, sampling: Sampling
     ):
-        super().__init__()
+        super().__init__(request.num_samples)
         self._request, self._row, self._agents = request, row, agents
         self.sessions = [
             gateway.open(request, index, sampling, agents.max_turns) for index in range(request.num_samples)
         ]
         self._records: dict[int, dict[str, Any]] = {}
         self._keys: dict[int, int] = {}
-        self._lock = threading.Lock()
         for index in range(request.num_samples):
             Task(self._episode(index))
-
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        if cancelled:
-            self._leave()
-        return cancelled
 
     def _leave(self) -> None:
         """Refuse further requests, and end the agents."""
@@ -126,21 +117,11 @@ class GroupEpisodes(Future[GroupOutput]):
                 session.close()
             if session.failure is not None:
                 raise session.failure
-            self._ended(index, record)
         except Exception as error:  # of the engine; or no worker starts any more
-            with self._lock:
-                fails = not self.done() and self.set_running_or_notify_cancel()
-                if fails:
-                    self.set_exception(error)
-            if fails:
-                self._leave()
-
-    def _ended(self, index: int, record: dict[str, Any]) -> None:
-        with self._lock:
-            self._records[index] = record
-            is_last = len(self._records) == self._request.num_samples and not self.done()
-        if is_last and self.set_running_or_notify_cancel():
-            resolve(self, self._output)
+            self._ended(error)
+            return
+        self._records[index] = record
+        self._ended()
 
     def _output(self) -> GroupOutput:
         prompts = [session.tree.prompt for session in self.sessions if session.tree.num_sampled]

@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 
 from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import end_token_ids, response_text
+from sota_grpo.policy.causal import end_token_ids, response_text
 from sota_grpo.rewards.extract import THINKING
 from sota_grpo.rl.records import SampledText
 from sota_grpo.rl.tool_schemas import call_id

@@ -426,8 +426,46 @@ class _Turn(Future[Future[GroupOutput]]):
         self._request(self)
 
 
-class GroupDialogs(Future[GroupOutput]):
-    """Future of a group whose dialogs are sampled independently; it resolves when the last dialog has ended.
+class SampleGroup(Future[GroupOutput]):
+    """Future of a group whose samples end independently: it resolves when the last has ended, or the first fails.
+
+    A subclass begins the samples and calls :meth:`_ended` for each. It defines ``_output``, which returns the group's
+    output, and ``_leave``, which abandons the samples when the group fails or is cancelled.
+    """
+
+    _output: Callable[[], GroupOutput]
+    _leave: Callable[[], None]
+
+    def __init__(self, num_samples: int):
+        super().__init__()
+        self._num_open, self._finished = num_samples, False
+        self._lock = threading.RLock()  # futures resolve on several threads; cancel may be called at any point
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            self._leave()
+        return cancelled
+
+    def _ended(self, error: BaseException | None = None) -> None:
+        """Count a sample as ended; resolve the group at its first exception, or when all samples have ended."""
+        with self._lock:
+            self._num_open -= 1
+            if self._finished or (self._num_open and error is None):
+                return
+            self._finished = True
+        if not self.set_running_or_notify_cancel():
+            return
+        if error is None:
+            resolve(self, self._output)
+        else:
+            self.set_exception(error)
+        if self.exception() is not None:
+            self._leave()
+
+
+class GroupDialogs(SampleGroup):
+    """A group whose dialogs are sampled independently.
 
     Every turn of every sample is a separate request: the first turn of sample ``i``, counted from
     ``request.first_sample``, has the random stream that it would have in a request for the group; turn ``t >= 2`` has
@@ -437,14 +475,11 @@ class GroupDialogs(Future[GroupOutput]):
     """
 
     def __init__(self, request: GroupRequest, rules: Rules, submit: Submit, order: TurnOrder):
-        super().__init__()
+        super().__init__(request.num_samples)
         self._request, self._rules, self._submit, self._order = request, rules, submit, order
         self._turns: dict[int, int] = {}  # by sample: number of the turn that may be next
         self._dialogs: dict[int, Dialog] = {}
-        self._lock = threading.RLock()  # futures resolve on several threads; cancel may be called at any point
-        self._num_open = request.num_samples
         self._last_turns: dict[int, Future[GroupOutput]] = {}  # by sample: its last turn
-        self._finished = False
 
     def begin(self) -> None:
         """Open the dialogs; each dialog submits its first turn once it is open.
@@ -461,12 +496,6 @@ class GroupDialogs(Future[GroupOutput]):
             self.cancel()  # also the turns that the engine accepted
             raise
 
-    def cancel(self) -> bool:
-        cancelled = super().cancel()
-        if cancelled:
-            self._leave()
-        return cancelled
-
     async def _to_its_end(self, index: int) -> None:
         """Run one dialog; the last dialog that ends, or the first that fails, resolves the group."""
         try:
@@ -476,7 +505,7 @@ class GroupDialogs(Future[GroupOutput]):
         except BaseException as error:
             self._ended(error)
             raise
-        self._ended(None)
+        self._ended()
 
     async def _dialog(self, index: int) -> None:
         """Run one dialog, from its opening to its record."""
@@ -526,22 +555,6 @@ class GroupDialogs(Future[GroupOutput]):
         if self._is_left():  # meanwhile
             self._order.drop(number)
         return number
-
-    def _ended(self, error: BaseException | None) -> None:
-        """Count a dialog as ended; resolve the group at its first exception, or when all dialogs have ended."""
-        with self._lock:
-            self._num_open -= 1
-            if self._finished or (self._num_open and error is None):
-                return
-            self._finished = True
-        if not self.set_running_or_notify_cancel():
-            return
-        if error is None:
-            resolve(self, self._output)
-        else:
-            self.set_exception(error)
-        if self.exception() is not None:
-            self._leave()
 
     def _leave(self) -> None:
         """Cancel the pending requests, and abandon the episodes."""

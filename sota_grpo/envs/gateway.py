@@ -122,11 +122,7 @@ class Session:
         self._pending: set[Future[GroupOutput]] = set()
         self._lock = threading.Lock()
         self.is_open = True
-
-    @property
-    def base_url(self) -> str:
-        """Address of the server for OpenAI's clients; Anthropic's take it without ``/v1``."""
-        return f"{self._gateway.url}/v1"
+        self.base_url = f"{gateway.url}/v1"  # of the server, for OpenAI's clients; Anthropic's take it without /v1
 
     @property
     def is_full(self) -> bool:

@@ -31,12 +31,12 @@ from sota_grpo.engines import stepping
 from sota_grpo.envs.chat_tokens import num_shared
 from sota_grpo.envs.dialogs import Dialog, GradedTurns, Responder, Rules, ToolResponder, TurnTokens
 from sota_grpo.envs.prompts import PromptSource
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import end_token_ids
 from sota_grpo.rewards.functions import PICKLED, pickled
 from sota_grpo.rewards.grading import FailureLog, Grader, guarded_scores
-from sota_grpo.rl.collate import done_entries, finish_rows, known_log_probs, prompt_rows, response_ids
+from sota_grpo.rl.collate import finish_rows, known_log_probs, prompt_rows, response_ids
 from sota_grpo.rl.records import GroupRequest, Sample, SampledText, Score, sample_seed
-from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.table import RowTable, in_place
 from sota_grpo.rl.task import Scorer, Task
 from sota_grpo.rl.transforms import RowTransform, graded_texts, write_scores
 from sota_grpo.tasks.servers import instance_spec
@@ -263,10 +263,9 @@ class TaskEnv(PromptSource, EnvBase):
         dialog = self._dialogs[index]
         assert dialog is not None
         text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record, self.opens_thinking)
-        ends = {
-            name: flags[0] & dialog.is_over for name, flags in done_entries(torch.tensor([dialog.truncated])).items()
-        }
-        after = self._observation(index) | ends
+        truncated = dialog.is_over and dialog.truncated
+        ends = {"done": dialog.is_over, "terminated": dialog.is_over and not truncated, "truncated": truncated}
+        after = self._observation(index) | {name: torch.tensor([flag]) for name, flag in ends.items()}
         return TensorDict({**self._drawn(index), "text": {"response": text}, "next": after}, [])
 
     def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[bool]) -> None:
@@ -285,7 +284,7 @@ class TaskEnv(PromptSource, EnvBase):
 
     def _write(self, rows: Sequence[TensorDictBase], scores: Sequence[Score]) -> None:
         """Write the scores under ``next``; every row gets all terms, and a term that does not apply is NaN."""
-        write_scores(lazy_stack(list(rows)), scores, self.task.term_weights)
+        in_place(write_scores)(lazy_stack(list(rows)), scores, self.task.term_weights)
         for row, score in zip(rows, scores, strict=True):
             for name in self.task.term_weights:
                 if score.terms[name] is None:

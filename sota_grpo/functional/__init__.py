@@ -20,17 +20,13 @@ _PUBLIC = {
         *("decoupled_rewards", "distilled_advantages", "group_advantages", "soft_overlong_penalty"),
         "zero_advantage_mask",
     ),
-    "divergences": (
-        *("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
-        *("adapted_entropy_coef", "top_entropy_tokens"),
-    ),
-    "sampling_support": ("SupportSets", "support_log_probs"),
-    "log_probs": ("chunked_log_probs",),
-    "micro_batches": ("loss_weights", "row_weights"),
+    "log_probs": ("SupportSets", "chunked_log_probs", "support_log_probs"),
     "staleness": ("max_groups_admitted",),
-    "surrogates": (
+    "loss_terms": (
         *("SURROGATES", "Surrogate", "cispo_surrogate", "clipped_surrogate", "clipped_tokens", "reinforce_surrogate"),
         *("dppo_surrogate", "gmpo_surrogate", "sapo_surrogate", "sequence_log_ratio", "vespo_surrogate"),
+        *("KL_ESTIMATORS", "importance_weights", "kl_k1", "kl_k2", "kl_k3", "off_policy_tokens"),
+        *("adapted_entropy_coef", "top_entropy_tokens", "loss_weights", "row_weights"),
     ),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}

@@ -3,6 +3,12 @@
 Tiles of logits are computed one after the other in the same buffers. With tiles of ``r`` rows and ``c`` columns
 ``M V H (1 / r + 1 / c)`` numbers are read in all; for a given tile size, square tiles read the fewest. On a GPU the
 forward pass may store ``[M, V]`` probabilities for the backward pass (:func:`max_saved_bytes`).
+
+Under truncated sampling (top-k, top-p, min-p) the *sampling support* ``S`` of a position is the set of tokens that
+truncation leaves; the token is sampled from ``q(v) = p(v) 1[v in S] / p(S)``. Every policy in the loss is renormalised
+over the same ``S``, the engine's when it sampled the token (:func:`support_log_probs`). Then the mean of
+``q_new(v) / q(v)`` over samples of ``q`` is 1, as importance sampling requires; the mean of ``p_new(v) / p(v)`` is not.
+Only the logits in ``S`` are computed.
 """
 
 from __future__ import annotations
@@ -33,36 +39,26 @@ class LogitTiles:
 
     ``factor`` times the result of :meth:`raw` is the logits in base 2, ``z log2 e`` (with a softcap up to a constant),
     because on a CPU ``exp2`` is four times as fast as ``exp``. The derivative of ``z`` by ``hidden weight^T + bias`` is
-    ``slope``, and with a softcap ``slope raw (1 - raw)``. ``num_bytes`` (None: 8 MiB on a CPU, else 1 GiB) is the
-    memory of all buffers: up to ``num_buffers + 1`` of float32 (float64 if ``hidden`` is), and one in half precision.
+    ``slope``, and with a softcap ``slope raw (1 - raw)``. ``options.logits_bytes`` (None: 8 MiB on a CPU, else 1 GiB)
+    is the memory of all buffers: one to three of float32 (float64 if ``hidden`` is), and one in half precision.
 
     With memory for 9 logits, 5 rows and 7 columns are cut into rows 0:3, 3:5 and columns 0:3, 3:6, 6:7:
 
-    >>> hidden, weight = torch.ones(5, 2), torch.ones(7, 2)
-    >>> tiles = LogitTiles(hidden, weight, None, temperature=1.0, softcap=None, num_bytes=9 * 4, num_buffers=1)
+    >>> tiles = LogitTiles(torch.ones(5, 2), torch.ones(7, 2), None, _Options(logits_bytes=9 * 4))
     >>> [[(piece.start, piece.stop) for piece in pieces] for pieces in (tiles.rows, tiles.columns)]
     [[(0, 3), (3, 5)], [(0, 3), (3, 6), (6, 7)]]
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        temperature: float,
-        softcap: float | None,
-        num_bytes: int | None,
-        num_buffers: int,
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> None:
+        num_bytes, softcap = options.logits_bytes, options.softcap
         if num_bytes is None:
             num_bytes = LOGITS_BYTES_ON_CPU if hidden.device.type == "cpu" else LOGITS_BYTES
-        self.weight, self.bias, self.temperature, self.softcap = weight, bias, temperature, softcap
-        self.factor = (1 if softcap is None else 2 * softcap) / (LN2 * temperature)
-        self.slope = (1 if softcap is None else 4) / temperature
+        self.weight, self.bias, self.softcap = weight, bias, softcap
+        self.factor = (1 if softcap is None else 2 * softcap) / (LN2 * options.temperature)
+        self.slope = (1 if softcap is None else 4) / options.temperature
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
         self.kernels = _takes_kernels(hidden, bias, softcap)
-        num_buffers = 1 if self.kernels else num_buffers + (softcap is not None)
+        num_buffers = 1 if self.kernels else 1 + options.with_entropy + (softcap is not None)
         narrow_bytes = 0 if self.dtype == self.wide else self.dtype.itemsize
         size = max(1, num_bytes // (num_buffers * self.wide.itemsize + narrow_bytes))
         num_rows = max(1, min(len(hidden), math.isqrt(size)))
@@ -93,11 +89,8 @@ class LogitTiles:
 
     def minus(self, raw: Tensor, shift: Tensor) -> Tensor:
         """Return ``factor raw - shift``, with ``shift [r, 1]``, in place of ``raw``, or in buffer 1 with a softcap."""
-        return torch.add(-shift, raw, alpha=self.factor, out=raw if self.softcap is None else self.buffer(1, raw))
-
-    def buffer(self, i: int, tile: Tensor) -> Tensor:
-        """Return float32 (or float64) buffer ``i`` in the shape of ``tile``."""
-        return self.buffers[i, : tile.numel()].view_as(tile)
+        out = raw if self.softcap is None else self.buffers[1, : raw.numel()].view_as(raw)
+        return torch.add(-shift, raw, alpha=self.factor, out=out)
 
     def narrow(self, tile: Tensor) -> Tensor:
         """Return scratch memory like ``tile`` in the matrix products' dtype; ``tile`` itself if it has that dtype."""
@@ -228,7 +221,12 @@ def chunked_log_probs(
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, vocab_shard)
-    return _TiledLogProbs.apply(hidden, weight, bias, targets, options.for_gradients(hidden, weight, bias))
+    sufficient = not entropy_grad and softcap is None and vocab_shard is None
+    if torch.is_grad_enabled() and hidden.requires_grad and sufficient:
+        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+        fits = len(hidden) * len(weight) * hidden.element_size() <= max_saved_bytes(hidden.device)
+        options = options._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
+    return _TiledLogProbs.apply(hidden, weight, bias, targets, options)
 
 
 class VocabShard(NamedTuple):
@@ -250,28 +248,14 @@ class VocabShard(NamedTuple):
 
 
 class _Options(NamedTuple):
-    temperature: float
-    softcap: float | None
-    logits_bytes: int | None
-    with_entropy: bool
-    entropy_grad: bool
-    vocab_shard: VocabShard | None
+    temperature: float = 1.0
+    softcap: float | None = None
+    logits_bytes: int | None = None
+    with_entropy: bool = False
+    entropy_grad: bool = False
+    vocab_shard: VocabShard | None = None
     keeps_slopes: bool = False  # the forward pass stores d log_prob / d hidden for the backward pass
     keeps_tiles: bool = False  # the forward pass stores 2^(z - top) for the backward pass
-
-    def for_gradients(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Options:
-        """Choose what the forward pass stores: slopes if only ``hidden`` needs a gradient, else tiles if they fit."""
-        frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-        sufficient = not self.entropy_grad and self.softcap is None and self.vocab_shard is None
-        if not (torch.is_grad_enabled() and hidden.requires_grad and sufficient):
-            return self
-        fits = len(hidden) * len(weight) * hidden.element_size() <= max_saved_bytes(hidden.device)
-        return self._replace(keeps_slopes=frozen, keeps_tiles=not frozen and bias is None and fits)
-
-    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogitTiles:
-        scaling: dict[str, Any] = {"temperature": self.temperature, "softcap": self.softcap}
-        buffers = 2 if self.with_entropy else 1
-        return LogitTiles(hidden, weight, bias, num_bytes=self.logits_bytes, num_buffers=buffers, **scaling)
 
 
 class _Rows(NamedTuple):
@@ -297,13 +281,13 @@ class _TiledLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
-        tiles = options.tiles(hidden, weight, bias)
+        tiles = LogitTiles(hidden, weight, bias, options)
         targets = targets if options.vocab_shard is None else targets - options.vocab_shard.first
         scan, to_save = _score(tiles, hidden, targets.unsqueeze(1), options)
         scan = _Scan(*(column.squeeze(1) for column in scan))
         if options.vocab_shard is not None:
             scan = options.vocab_shard.joined(scan, (targets >= 0) & (targets < len(weight)))
-        log_probs, entropy = scan.log_probs, scan.entropy
+        log_probs, entropy = scan.log_probs, (scan.mass.log2() - scan.moment / scan.mass) * LN2
         ctx.options = options
         saved = (hidden, weight, bias, targets, scan.top, scan.mass, entropy)
         if options.keeps_tiles:
@@ -324,14 +308,14 @@ class _TiledLogProbs(torch.autograd.Function):
         targets, top, mass, entropy = (x.unsqueeze(1) for x in vectors[:4])
         every = _Rows(hidden, targets, top, mass, entropy, g, h)
         if ctx.options.keeps_tiles:
-            tiles = ctx.options.tiles(hidden, weight, bias)
+            tiles = LogitTiles(hidden, weight, bias, ctx.options)
             return *_pull_saved(tiles, every, *vectors[4:]), None, None, None
         rows, active = every, None
         if not hidden.is_cuda:  # skipping a row saves three products; on a GPU it would cost a synchronization
             pulls = g if h is None else torch.cat((g, h), 1)
             active = (pulls != 0).any(1).nonzero().squeeze(1)
             rows = every if len(active) == len(hidden) else every.take(active)
-        tiles = ctx.options.tiles(rows.hidden, weight, bias)
+        tiles = LogitTiles(rows.hidden, weight, bias, ctx.options)
         grad_hidden, grad_weight, grad_bias = _pull_back(tiles, rows, ctx.needs_input_grad)
         if grad_hidden is not None and ctx.options.vocab_shard is not None:
             dist.all_reduce(grad_hidden, group=ctx.options.vocab_shard.group)
@@ -390,10 +374,6 @@ class _Scan(NamedTuple):
     def log_probs(self) -> Tensor:
         return (self.target - self.mass.log2()) * LN2
 
-    @property
-    def entropy(self) -> Tensor:
-        return (self.mass.log2() - self.moment / self.mass) * LN2
-
 
 def _scan(
     tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, scan: _Scan, entropy: bool, weights: Tensor | None
@@ -409,7 +389,7 @@ def _scan(
     drop, scale = last - top, (last - top).exp2()
     z = tiles.minus(raw, top)
     target.copy_(torch.where(inside, z.gather(1, index), target + drop))
-    p = torch.exp2(z, out=tiles.buffer(-1, z))
+    p = torch.exp2(z, out=tiles.buffers[-1, : z.numel()].view_as(z))
     if entropy:
         moment.copy_((moment + drop * mass) * scale + z.mul_(p).sum(1, keepdim=True))
     mass.copy_(mass * scale + p.sum(1, keepdim=True))
@@ -504,8 +484,153 @@ def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice)
     if by_zp is None:
         grad = z.exp2_().mul_(by_p)
     else:
-        p = torch.exp2(z, out=tiles.buffer(-1, z))
+        p = torch.exp2(z, out=tiles.buffers[-1, : z.numel()].view_as(z))
         grad = torch.addcmul(by_p, z, by_zp, out=z).mul_(p)
     index, inside = tiles.find(rows.targets, columns)
     grad.scatter_add_(1, index, torch.where(inside, g, 0.0))
     return grad if tiles.softcap is None else grad.mul_(raw.addcmul_(raw, raw, value=-1))
+
+
+class SupportSets(NamedTuple):
+    """Sampling supports of ``M`` positions, concatenated: ``K`` tokens in all.
+
+    >>> sets = SupportSets.of(torch.tensor([3, 5, 8]), torch.tensor([1, 2]), torch.tensor([3, 8]))
+    >>> sets.ids[sets.drawn].tolist(), sets.rows.tolist(), sets.columns.tolist(), sets.largest
+    ([3, 8], [0, 1, 1], [0, 0, 1], 2)
+    """
+
+    ids: Tensor  # int64 [K], token ids
+    rows: Tensor  # int64 [K], position of each token, ascending
+    columns: Tensor  # int64 [K], index of each token in its position's set
+    drawn: Tensor  # int64 [M], index in ``ids`` of each position's sampled token
+    largest: int  # number of tokens of the largest set
+
+    @classmethod
+    def of(cls, ids: Tensor, counts: Tensor, targets: Tensor) -> SupportSets:
+        """Build the sets from token ids ``[K]``, the size of each set ``[M]``, and the sampled tokens, int64 ``[M]``.
+
+        ValueError if a sampled token is missing or repeated in its set, or the sizes do not add up to K.
+        """
+        ids, counts = ids.long(), counts.long()
+        if int(counts.sum()) != len(ids):
+            raise ValueError(f"{len(ids)} token ids were passed, but the set sizes add up to {int(counts.sum())}.")
+        every = torch.arange(len(counts), device=ids.device)
+        rows = every.repeat_interleave(counts)
+        columns = torch.arange(len(ids), device=ids.device) - (counts.cumsum(0) - counts)[rows]
+        drawn = (ids == targets[rows]).nonzero().squeeze(1)
+        if not torch.equal(rows[drawn], every):
+            wrong = every[torch.bincount(rows[drawn], minlength=len(counts)) != 1]
+            raise ValueError(
+                f"{len(wrong)} of {len(counts)} sampled tokens are missing or repeated in their sampling support "
+                f"(the first is token {int(targets[wrong[0]])}): the engine's supports do not match its tokens."
+            )
+        return cls(ids, rows, columns, drawn, int(counts.max()) if len(counts) else 0)
+
+    def to(self, device: torch.device) -> SupportSets:
+        ids, rows, columns, drawn = (tensor.to(device) for tensor in self[:4])
+        return SupportSets(ids, rows, columns, drawn, self.largest)
+
+
+def support_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    sets: SupportSets,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logits_bytes: int | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return each sampled token's log-prob under the softmax over its sampling support, and that softmax's entropy.
+
+    ``log q_m = z_m[target_m] - log sum_{v in S_m} exp z_m[v]`` and ``entropy_m = -sum_{v in S_m} q_m(v) log q_m(v)``,
+    with ``z`` the scaled logits. If every set is the whole vocabulary, the result equals that of
+    :func:`chunked_log_probs` up to rounding. For a set of one token the log-prob, the
+    entropy and the gradients are exactly 0.
+
+    Cost: ``K H`` multiply-adds for ``K`` tokens in all sets and the hidden size ``H``, and memory for ``M max |S|``
+    numbers. On CUDA gradients are summed in no fixed order.
+
+    Args:
+        sets: sampling supports of the ``M`` tokens.
+        hidden, weight, bias, temperature, softcap, with_entropy, entropy_grad: see ``chunked_log_probs``, for the dtype
+            of the results too.
+        logits_bytes: memory for gathered rows of ``hidden`` and ``weight``; default as in ``chunked_log_probs``.
+
+    Source of importance sampling: Owen 2013, "Monte Carlo theory, methods and examples", section 9.1.
+
+    >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 0.0], [0.0, 5.0], [9.0, -5.0]])
+    >>> sets = SupportSets.of(torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([1]))
+    >>> log_probs, entropy = support_log_probs(hidden, weight, sets, with_entropy=True)
+    >>> round(log_probs.item(), 4), round(entropy.item(), 4)  # a support of two equal logits: -log 2 and log 2
+    (-0.6931, 0.6931)
+    """
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    if logits_bytes is None:
+        logits_bytes = LOGITS_BYTES_ON_CPU if hidden.device.type == "cpu" else LOGITS_BYTES
+    logits = _SupportLogits.apply(hidden, weight, bias, sets, logits_bytes)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    lowest = torch.finfo(logits.dtype).min  # finite, and its exp is 0: no infinity is ever multiplied
+    z = logits.new_full((len(hidden), sets.largest), lowest).index_put((sets.rows, sets.columns), logits)
+    top = z.detach().amax(1, keepdim=True) if z.numel() else z.detach().sum(1, keepdim=True)
+    z = z - top
+    p = z.exp()
+    mass = p.sum(1)
+    log_probs = logits.index_select(0, sets.drawn) - top.squeeze(1) - mass.log()
+    if not with_entropy:
+        return log_probs, None
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = mass.log() - (z * p).sum(1) / mass
+    return log_probs, entropy
+
+
+class _SupportLogits(torch.autograd.Function):
+    """Compute ``hidden[rows_k] . weight[ids_k] + bias[ids_k]``, ``[K]``; the backward gathers the rows again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, sets: SupportSets, num_bytes: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, sets.rows, sets.ids)
+        ctx.num_bytes, ctx.bias_shape = num_bytes, None if bias is None else bias.shape
+        logits = hidden.new_empty(len(sets.ids), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for piece in _gathered_pieces(len(logits), hidden, num_bytes):
+            state, embedding = _gather(hidden, weight, sets.rows[piece], sets.ids[piece])
+            logits[piece] = (state * embedding).sum(1)
+        return logits if bias is None else logits + bias.index_select(0, sets.ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rows, ids = ctx.saved_tensors
+        to_hidden, to_weight, to_bias = (None, None, None)
+        if ctx.needs_input_grad[0]:
+            to_hidden = torch.zeros_like(hidden, dtype=grad.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, grad.dtype))
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.new_zeros(ctx.bias_shape).index_add_(0, ids, grad)
+        for piece in _gathered_pieces(len(grad), hidden, ctx.num_bytes):
+            state, embedding = _gather(hidden, weight, rows[piece], ids[piece])
+            pull = grad[piece].unsqueeze(1)
+            if to_hidden is not None:
+                to_hidden.index_add_(0, rows[piece], embedding * pull)
+            if to_weight is not None:
+                to_weight.index_add_(0, ids[piece], (state * pull).to(to_weight.dtype))
+        to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), to_bias, None, None
+
+
+def _gather(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states and embeddings of some logits in float32 (64); embeddings rounded to ``hidden``'s dtype."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.index_select(0, rows).to(wide), weight.index_select(0, ids).to(hidden.dtype).to(wide)
+
+
+def _gathered_pieces(total: int, hidden: Tensor, num_bytes: int) -> list[slice]:
+    """Split ``range(total)`` into slices whose gathered rows and products take ``num_bytes``."""
+    size = max(1, num_bytes // (3 * hidden.shape[1] * max(4, hidden.element_size())))
+    return [slice(start, start + size) for start in range(0, total, size)]

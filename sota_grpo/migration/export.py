@@ -28,7 +28,7 @@ from sota_grpo.config import Config, model_name, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS, task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.errors import UserError
-from sota_grpo.files import atomic_folder, file_reference
+from sota_grpo.files import atomic_folder, file_reference, system_errors
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
@@ -39,6 +39,7 @@ from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, METR
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import task_class
+from sota_grpo.tasks.agents import SESSIONS
 from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 
@@ -184,11 +185,12 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
             for leftover in leftovers:
                 shutil.rmtree(leftover)
             with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=out) as partial:
-                yield Path(partial)
+                with system_errors():
+                    yield Path(partial)
                 for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
                     path.rename(out / path.name)
             return
-        with atomic_folder(out.resolve()) as folder:
+        with atomic_folder(out.resolve()) as folder, system_errors():
             yield folder
     except UserError:
         raise
@@ -287,7 +289,7 @@ def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]],
 
 
 def published(config: Config) -> Config:
-    """Return a copy to publish, without addresses, commands of tool servers and W&B arguments.
+    """Return a copy to publish, without addresses, commands of tool servers and agents, and W&B arguments.
 
     Absolute paths, and all paths in lists, become file names.
 
@@ -314,6 +316,8 @@ def _public(option: str, value: Any) -> Any:
         return "auto"
     if option == "env.environment" and (server := server_of(value)) is not None:
         return f"{server.protocol}{'+http://HOST' if server.url else ':COMMAND'}"
+    if option == "env.agent" and value not in (None, SESSIONS) and file_reference(value) is None:
+        return "COMMAND"
     if option not in _PATHS and not (option == "reward.judge.rubric" and rubric_file(value)):
         return value
     if isinstance(value, list):

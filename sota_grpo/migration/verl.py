@@ -25,7 +25,7 @@ from sota_grpo.config.spelling import quoted, walk
 from sota_grpo.engines import ENGINES, is_server
 from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.loss_terms import SURROGATES
 from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.records import Example, total_reward
@@ -243,10 +243,8 @@ def _policy_loss(config: Config, ours: Report) -> dict[str, Any]:
         ours.comment("algorithm.ratio", f"verl's {name} takes the ratio per token.")
     loss = losses.get(ratio, losses["token"])
     if loss in _BY_ROWS and algorithm.aggregation != "sequence":
-        later = "; 0.9.1 reads it" if loss == "gspo" else ""
-        ours.comment(
-            "algorithm.aggregation", f"verl 0.9.0's {loss} weighs by sequence and ignores loss_agg_mode{later}."
-        )
+        now = "; 0.9.1 reads it" if loss == "gspo" else ""
+        ours.comment("algorithm.aggregation", f"verl 0.9.0's {loss} weighs by sequence and ignores loss_agg_mode{now}.")
     bound = 20.0 if loss == "dppo_tv" else ours["algorithm.dual_clip"]  # dppo_surrogate's ratio_cap
     if loss in ("gspo", "geo_mean") and algorithm.dual_clip is not None:
         ours.comment("algorithm.dual_clip", f"verl's {loss} has no dual clip.")
@@ -328,6 +326,8 @@ def _model(ours: Report, facts: Facts) -> dict[str, Any]:
     if (precision := ours["train.precision"]) in ("fp32", "fp16"):  # verl's default is bf16
         kinds = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         options |= {f"+{role}.fsdp_config.mixed_precision": kinds for role in (ACTOR, _REF)}
+    if (rows := ours["inference_model.max_num_seqs"]) is not None:
+        options[f"{_ROLLOUT}.max_num_seqs"] = rows
     engine = ours["engine.name"]
     known = None if engine == "auto" else ENGINES[engine].verl
     if known is None and engine != "auto":

@@ -1,5 +1,7 @@
 """The trainer's policy: a transformers causal language model that returns log-probabilities, never logits.
 
+Also the tokens that end its responses (:func:`end_token_ids`), and the references of its KL term.
+
 Its decoder computes packed rows if a test shows that this changes results by rounding only. On CUDA its layers can be
 compiled (:func:`fuse_layers`), so that norms, rotary positions, gated activations and residuals become few kernels.
 Attention is compiled only with CUDA's kernel for half precision: other attention reads the packed layout, which differs
@@ -12,7 +14,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,8 +28,7 @@ from transformers import PreTrainedModel
 
 from sota_grpo import keys
 from sota_grpo.errors import UserError
-from sota_grpo.functional.log_probs import VocabShard, chunked_log_probs
-from sota_grpo.functional.sampling_support import SupportSets, support_log_probs
+from sota_grpo.functional.log_probs import SupportSets, VocabShard, chunked_log_probs, support_log_probs
 from sota_grpo.policy import decoder_layer
 from sota_grpo.policy.model_sizes import rotary_limit
 from sota_grpo.policy.shared_prompt import (
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda",)  # device types with attention kernels, which read ``Layout.tables``
 ENTROPY = "entropy"
+_PLAIN = "plaintext"  # letters that no template changes
 #: Model families whose packed rows are tested to equal padded rows: if one of them is padded, something is wrong.
 KNOWN_TO_PACK = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text")
 
@@ -60,7 +62,7 @@ class CausalPolicy(TensorDictModuleBase):
     warning gives the reason. The LM head runs only at positions that predict an
     assistant token, so no ``[N, T, V]`` tensor exists. Softmax and log are float32 (float64 for a float64 model);
     autocast is left to the caller. If sampling was truncated (``keys.SUPPORT_IDS``), softmax and entropy are over the
-    sampling support (:mod:`sota_grpo.functional.sampling_support`). UserError if the head is more than a linear layer
+    sampling support (:mod:`sota_grpo.functional.log_probs`). UserError if the head is more than a linear layer
     with a softcap or a scale.
 
     Args:
@@ -147,24 +149,22 @@ class CausalPolicy(TensorDictModuleBase):
                 f"a row has {longest} tokens, and above {self._longest} the rotary positions of "
                 f"{type(base_model(self.model)).__name__} change with the longest row of a batch; use shorter rows"
             )
-        if layout is None and not is_right_padded(rows[self.in_keys[1]].bool()):
-            return self._of_moved(rows, device)
         layout = layout or self.layout(rows)
         if layout is not None:
             return self.scorer(layout.to(device))
-        support = support_of(rows)
-        sets = None if support is None else _support_sets(rows, *support).to(device)
         tokens, attention_mask, assistant_mask = (rows[key] for key in self.in_keys)
+        if not is_right_padded(attention_mask.bool()):
+            return self._of_moved(rows, device)
+        support = None if rows.get(keys.SUPPORT_IDS, None) is None else _support_sets(rows).to(device)
         padded = [tokens, assistant_mask.bool()]
         if (parents := rows.get(keys.PARENTS, None)) is not None:
             padded += branch_rows(*(each.cpu() for each in (tokens, attention_mask, assistant_mask, parents)))
-        return self.scorer(None, *(each.to(device) for each in padded), support=sets)
+        return self.scorer(None, *(each.to(device) for each in padded), support=support)
 
     def _of_moved(self, rows: TensorDictBase, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return :meth:`log_probs` of rows in which padding precedes a token, computed with it at the end."""
         if rows.get(keys.PARENTS, None) is not None:
             raise ValueError("padding precedes a token of a row that is a tree; move it to the end of the row")
-        _require_no_padding(*(rows[key].bool() for key in self.in_keys[1:3]))  # before positions change
         order = rows[self.in_keys[1]].int().argsort(dim=-1, descending=True, stable=True)
         there = {key: rows.get(key, None) for key in (*self.in_keys, keys.SUPPORT_COUNTS)}
         moved = {key: value.gather(1, order) for key, value in there.items() if value is not None}
@@ -193,35 +193,25 @@ class CausalPolicy(TensorDictModuleBase):
         if bool(assistant_mask[:, 0].any()):
             row = int(assistant_mask[:, 0].nonzero()[0])
             raise ValueError(f"row {row} begins with an assistant token, which no token predicts; prepend a prompt")
-        _require_no_padding(attention_mask, assistant_mask)
+        if len(outside := (assistant_mask & ~attention_mask).nonzero()):
+            row, position = outside[0].tolist()
+            raise ValueError(
+                f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
+                "all_assistant_mask; make the second False there"
+            )
         if not (self.shared_prompt and is_right_padded(attention_mask)):
             return None
         parents = rows.get(keys.PARENTS, None)
         layout = pack(tokens, attention_mask, assistant_mask, None if parents is None else parents.cpu())
-        if (support := support_of(rows)) is not None:
-            layout.support = _support_sets(rows, *support)
+        if rows.get(keys.SUPPORT_IDS, None) is not None:
+            layout.support = _support_sets(rows)
         return layout
 
 
-def _require_no_padding(attention_mask: Tensor, assistant_mask: Tensor) -> None:
-    if len(outside := (assistant_mask & ~attention_mask).nonzero()):
-        row, position = outside[0].tolist()
-        raise ValueError(
-            f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
-            "all_assistant_mask; make the second False there"
-        )
-
-
-def support_of(rows: TensorDictBase) -> tuple[Tensor, Tensor] | None:
-    """Return sampling supports: ids ``[N, K]``, concatenated per row, and sizes ``[N, T]``; None if there are none."""
-    ids, counts = rows.get(keys.SUPPORT_IDS, None), rows.get(keys.SUPPORT_COUNTS, None)
-    return None if ids is None or counts is None else (ids, counts)
-
-
-def _support_sets(rows: TensorDictBase, ids: Tensor, counts: Tensor) -> SupportSets:
-    """Return the sampling supports of all assistant tokens, row after row, on the CPU; see :func:`support_of`."""
+def _support_sets(rows: TensorDictBase) -> SupportSets:
+    """Return the sampling supports of all assistant tokens, row after row, on the CPU."""
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu().bool()
-    ids, counts = ids.cpu(), counts.cpu()
+    ids, counts = rows.get(keys.SUPPORT_IDS).cpu(), rows.get(keys.SUPPORT_COUNTS).cpu()
     real = torch.arange(ids.shape[1]) < counts.sum(1, keepdim=True)
     return SupportSets.of(ids[real], counts[mask], tokens[mask])
 
@@ -248,20 +238,15 @@ class Scorer(nn.Module):
         model = base_model(self.model)
         if layout is not None:
             hidden = packed_hidden(model, layout).index_select(0, layout.predicting)
-            log_probs, entropy = self._head(hidden, layout.targets, layout.support)
-            return layout.scatter(log_probs), None if entropy is None else layout.scatter(entropy)
-        tokens, mask, *branches = rows
-        if branches:
-            hidden = padded_hidden(model, branches[0]).flatten(0, 1)[branches[1]]
+            targets, support = layout.targets, layout.support
         else:
-            hidden = padded_hidden(model, tokens)[:, :-1][mask[:, 1:]]
-        log_probs, entropy = self._head(hidden, tokens[:, 1:][mask[:, 1:]], support)
-        nothing = log_probs.new_zeros(mask.shape)
-        padded = nothing.masked_scatter(mask, log_probs)
-        return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
-
-    def _head(self, hidden: Tensor, targets: Tensor, support: SupportSets | None) -> tuple[Tensor, Tensor | None]:
-        head: Any = base_model(self.model).get_output_embeddings()
+            tokens, mask, *branches = rows
+            if branches:
+                hidden = padded_hidden(model, branches[0]).flatten(0, 1)[branches[1]]
+            else:
+                hidden = padded_hidden(model, tokens)[:, :-1][mask[:, 1:]]
+            targets = tokens[:, 1:][mask[:, 1:]]
+        head: Any = model.get_output_embeddings()
         weight, shard = head.weight, None
         if isinstance(weight, DTensor):  # this rank's rows of a head that tensor parallelism divides
             mesh, weight = weight.device_mesh, weight.to_local()
@@ -271,8 +256,15 @@ class Scorer(nn.Module):
         options |= {"bias": head.bias, "softcap": self.softcap}
         if support is not None:  # few logits per token: every rank computes all of them from the gathered head
             weight = weight if shard is None else head.weight.full_tensor()
-            return support_log_probs(hidden, weight, support, **options)
-        return chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
+            log_probs, entropy = support_log_probs(hidden, weight, support, **options)
+        else:
+            log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
+        if layout is not None:  # no view: FSDP2 hooks these tensors
+            nothing, at = log_probs.new_zeros(layout.packed_at.shape), layout.slots
+            return nothing.put(at, log_probs), None if entropy is None else nothing.put(at, entropy)
+        nothing = log_probs.new_zeros(mask.shape)
+        padded = nothing.masked_scatter(mask, log_probs)
+        return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
 
 
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
@@ -399,7 +391,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
-    width = _head_width(model)
+    width = head_width(config)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
     layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
@@ -417,8 +409,8 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     return None if gap <= 5e-2 else f"its attention on {device} differs by {gap:.1g} of its size"
 
 
-def _head_width(model: PreTrainedModel) -> int:
-    config: Any = model.config.get_text_config()
+def head_width(config: Any) -> int:
+    """Return the number of columns of an attention head, by the config of the decoder."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -494,7 +486,7 @@ def joins_products(model: PreTrainedModel) -> bool:
     device, layers = model.device.type, decoder_layers(model)
     if device not in KERNEL_DEVICES or not layers or not all(map(decoder_layer.fits, layers)):
         return False
-    if not takes_kernels(model.device, torch.bfloat16, _head_width(model)):
+    if not takes_kernels(model.device, torch.bfloat16, head_width(model.config.get_text_config())):
         return False
     if next(model.parameters()).dtype != torch.float32:  # others are not cast, and joining them would copy them
         return False
@@ -514,8 +506,58 @@ def joins_products(model: PreTrainedModel) -> bool:
         type(model).__name__,
         gap,
     )
-    decoder_layer.restore_layers(layers)
+    for layer in layers:
+        del layer.joined, layer.forward
     return False
+
+
+def end_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """Return the sorted token ids that end a response: those of tokenizer, generation config and chat template.
+
+    Qwen2.5's base models, for example, declare ``<|endoftext|>``, but their template ends turns with ``<|im_end|>``.
+    Ids of config and template are stored as ``tokenizer.known_ends``, for later calls without ``generation_config``.
+    The result may be empty. UserError if an ``eos_token_id`` of the config is not an integer.
+    """
+    eos = getattr(tokenizer, "eos_token_id", None)
+    known = getattr(tokenizer, "known_ends", None)
+    if known is None or generation_config is not None:
+        named = getattr(generation_config, "eos_token_id", None)
+        known = {*(named if isinstance(named, (list, tuple)) else [named]), end_of_turn(tokenizer)}
+        if odd := [token for token in known - {None} if not isinstance(token, int)]:
+            raise UserError(
+                f"generation_config.json or config.json has eos_token_id={odd[0]!r}, which is not a token id; correct "
+                "the model's file."
+            )
+        with suppress(AttributeError):  # a class with slots: computed again at each call
+            tokenizer.known_ends = known
+    return tuple(sorted({*known, eos} - {None}))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the id of the first added or special token after an assistant turn in the chat template, or None.
+
+    Added tokens that are blank, such as Gemma's for several line breaks, also occur within a turn and end none.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": _PLAIN}, {"role": "assistant", "content": _PLAIN}]
+    try:
+        _, mark, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_PLAIN)
+    except Exception:  # a template is the model's program; if prompts need it, its error is reported there
+        return None
+    known = getattr(tokenizer, "added_tokens_decoder", {})
+    added = {*tokenizer.all_special_ids, *(number for number, token in known.items() if token.content.strip(" \n\t▁"))}
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if mark else []
+    return next((number for number in ids if number in added), None)
+
+
+def response_text(tokenizer: Any, token_ids: Any) -> str:
+    """Return the text of a response, ids ``[R]``, without end tokens and padding; other special tokens are kept."""
+    left_out = {*end_token_ids(tokenizer), getattr(tokenizer, "pad_token_id", None)}
+    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    said = [number for number in ids if number not in left_out]
+    # some tokenizers would remove spaces beside signs, as in ' '.join(words)
+    return tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def adapter_disabled(model: nn.Module) -> AbstractContextManager[None]:

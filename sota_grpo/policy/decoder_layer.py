@@ -247,12 +247,6 @@ def join_products(layers: Sequence[nn.Module], windows: Sequence[int | None]) ->
         changed.forward = partial(_forward, layer)
 
 
-def restore_layers(layers: Sequence[nn.Module]) -> None:
-    """Undo :func:`join_products`: restore transformers' forward."""
-    for layer in layers:
-        del layer.joined, layer.forward
-
-
 def fits(layer: nn.Module) -> bool:
     """Return whether ``layer`` is transformers' layer of one of :data:`FAMILIES`, with SiLU, no LoRA, not quantised."""
     modules: dict[str, Any] = dict(layer.named_modules())

@@ -29,10 +29,9 @@ from transformers import (
 )
 
 from sota_grpo.errors import UserError
-from sota_grpo.files import atomic_folder
+from sota_grpo.files import atomic_folder, system_errors
 from sota_grpo.policy import model_sizes
-from sota_grpo.policy.causal import base_model
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import base_model, end_token_ids, head_width
 from sota_grpo.policy.lora import engine_layout, engine_weights
 from sota_grpo.policy.model_sizes import Architecture
 from sota_grpo.policy.smollm2 import SMOLLM2, smollm2_folder
@@ -72,7 +71,7 @@ def resolve_model_path(name: str, option: str = "model.name") -> str:
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model ``name``; if it has no padding token, the end-of-sequence token is used.
 
-    The tokenizer stores all end tokens of the model (:func:`sota_grpo.policy.end_tokens.end_token_ids`). For ``name``
+    The tokenizer stores all end tokens of the model (:func:`sota_grpo.policy.causal.end_token_ids`). For ``name``
     see :func:`resolve_model_path`; ``trust_remote_code`` allows Python code in the model's repository to run. UserError
     if the model is not found (ModelNotFoundError) or its tokenizer cannot be used; the message says why.
     """
@@ -111,17 +110,15 @@ def load_model(
 
     Args:
         name: folder or hub id, see :func:`resolve_model_path`.
-        dtype: dtype of the parameters; ValueError if it is unknown.
         attn_implementation: name in transformers (``"sdpa"``, ``"eager"``, ...); None: transformers' default.
-        trust_remote_code: allow Python code in the model's repository to run.
         gradient_checkpointing: keep one activation per decoder layer and recompute the others in the backward pass.
         weights: False: repeat one number in no memory (on a CPU) instead, for a rank that receives its shard later
             (:func:`sota_grpo.policy.sharding.shard`).
         load_kwargs: further arguments of ``from_pretrained``; ignored if ``weights`` is False.
         option: the option that messages name.
 
-    Raises:
-        UserError: the model is not found (ModelNotFoundError) or not usable with these options; the message says why.
+    UserError if the model is not found (ModelNotFoundError) or not usable with these options, ValueError for another
+    ``dtype``; the message says why.
     """
     if dtype not in get_args(DType):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(get_args(DType))}")
@@ -284,7 +281,7 @@ def architecture_from(config: Any, *, trust_remote_code: bool = False) -> Archit
         layers=text.num_hidden_layers,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=head_width(text),
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocab=text.vocab_size,
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
@@ -316,7 +313,7 @@ def save_hf(
         dtype: written dtype of weights in the model's dtype; None: the narrower of that and the loaded files' dtype.
 
     Raises:
-        OSError, SafetensorError: writing failed; an earlier export is unchanged.
+        OSError: writing failed; an earlier export is unchanged.
         ValueError: ``directory`` is not empty and has no ``config.json``, so it is not an export to be replaced.
     """
     inner = base_model(model)
@@ -335,7 +332,7 @@ def save_hf(
         stored_dropout = getattr(inner, "stored_dropout", None)
         rates = set_dropout(inner.config, stored_dropout) if stored_dropout else []
         try:
-            with atomic_folder(target) as partial:
+            with atomic_folder(target) as partial, system_errors():
                 _write_weights(inner, partial, chain([first], weights), written)
                 tokenizer.save_pretrained(partial)
                 ending = copy.deepcopy(saved) or GenerationConfig()  # its own end tokens come before training's

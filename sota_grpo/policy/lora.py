@@ -45,7 +45,7 @@ def add_lora(
 
     Raises:
         ValueError: ``r`` is below 1, or ``dropout`` is out of range.
-        UserError: a name in ``target_modules`` is no linear layer, or it is the LM head.
+        UserError: ``target_modules`` is empty, or a name in it is no linear layer or the LM head.
     """
     if r < 1:
         raise ValueError(f"the LoRA rank is {r}; it must be at least 1")
@@ -57,6 +57,10 @@ def add_lora(
         head = model.get_output_embeddings()
         layers = ((name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)))
         linear = dict.fromkeys(name.rpartition(".")[2] for name, module in layers if module is not head)
+        if not target_modules:
+            raise UserError(
+                f"train_model.lora.target_modules=[] names no layer; use some of {', '.join(linear)}, or null for all."
+            )
         if missing := [name for name in target_modules if name not in linear]:
             raise UserError(
                 f"train_model.lora.target_modules has {', '.join(missing)}, which cannot have an adapter; use some of "
@@ -139,8 +143,7 @@ def engine_weights(
         base: False: leave out parameters that are frozen and have no adapter.
         merged: False: yield the base weights without the adapter, for :meth:`WeightPack.merged`.
         dtype: the engine's dtype, to which wider matrices are cast before they are gathered or moved; None: no cast.
-        names: names of the weights to yield; None: all.
-        progress: called for every weight.
+        names: names of the weights to yield; None: all. ``progress`` is called for each.
     """
     inner = base_model(model)
     uses = Counter(id(value) for value in inner.state_dict(keep_vars=True).values())

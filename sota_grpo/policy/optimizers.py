@@ -108,9 +108,46 @@ def _adamw_8bit(
 
 
 def _muon(matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], rates: Rates) -> torch.optim.Optimizer:
-    from sota_grpo.policy.muon import MuonAndAdamW
+    """Build one optimizer: Muon (Jordan et al. 2024) for ``matrices``, AdamW for ``others``. Muon orthogonalises::
 
-    return MuonAndAdamW(matrices, others, rates)
+        W <- W - lr * (0.2 sqrt(max(m, n)) * NS(M) + weight_decay * W),   NS(M) ~ U V^T of  M = U S V^T
+
+    ``W`` and its momentum ``M`` are ``[m, n]``. With the factor of Liu et al. 2025 (arXiv:2502.16982, eq. 4) a step's
+    entries are as large as AdamW's, so both share ``lr``, its schedule and ``weight_decay`` (0 for biases and norms).
+    The first parameter group is Muon's; AdamW has the others: embedding, head, biases and norms.
+    """
+    from torch.optim import AdamW, Muon, Optimizer
+
+    class MuonAndAdamW(Optimizer):
+        def __init__(self) -> None:
+            self._optimizers: list[Optimizer] = [
+                Muon(
+                    matrices,
+                    lr=rates.lr,
+                    weight_decay=rates.weight_decay,
+                    momentum=rates.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                ),
+                AdamW(decay_groups(others, rates), fused=True, **rates.adamw),
+            ]
+            super().__init__([{"params": list(matrices)}, *decay_groups(others, rates)], {})
+            self.param_groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            self._share()
+
+        def _share(self) -> None:
+            """Make Muon and AdamW use this optimizer's parameter groups and state."""
+            for optimizer, groups in zip(self._optimizers, (self.param_groups[:1], self.param_groups[1:])):
+                optimizer.param_groups, optimizer.state = groups, self.state
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the closure is not called
+            for optimizer in self._optimizers:
+                optimizer.step()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self._share()
+
+    return MuonAndAdamW()
 
 
 def _two_moments_in_8_bits(trained: Trained) -> int:

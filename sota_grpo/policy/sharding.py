@@ -245,10 +245,8 @@ def join_ranks(
     DistError if other ranks do not join in time; ValueError if this process has already joined.
 
     Args:
-        rank: rank of this process, from 0.
         init_method: ``tcp://host:port``; or, for processes of one machine, ``file:///path`` of a new file.
         device: device of this rank; if it is a GPU, it becomes the current one.
-        timeout_s: timeout of every collective.
         start_timeout_s: timeout of joining, if longer than ``timeout_s`` (rank 0 may load a model meanwhile).
         layout: ``reduce_once``, ``tensor_parallel`` and ``fsdp_size`` of :class:`Ranks`.
     """

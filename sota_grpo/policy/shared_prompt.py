@@ -39,8 +39,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sota_grpo.functional.log_probs import builds_kernels
-from sota_grpo.functional.sampling_support import SupportSets
+from sota_grpo.functional.log_probs import SupportSets, builds_kernels
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -86,10 +85,6 @@ class Layout:
     def to(self, device: torch.device) -> Layout:
         return self if self.tokens.device == device else self.on(copy_to(self.tensors(), device))
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """Return ``values [M]`` of the assistant tokens as ``[N, T]``, 0 for all other tokens."""
-        return values.new_zeros(self.packed_at.shape).put(self.slots, values)  # no view: FSDP2 hooks this tensor
-
     @cached_property
     def tables(self) -> Tables:
         """Work tables of the CUDA kernels."""
@@ -97,8 +92,28 @@ class Layout:
 
     @cached_property
     def spans(self) -> list[Spans]:
-        """All prompts and responses, in batches of similar lengths."""
-        return similar_spans(self.blocks)
+        """All prompts and responses in batches, each of spans up to 8 tokens or an eighth longer than its shortest.
+
+        A prompt of 11 tokens with responses of 1 and 2: batches at ``[11, 11, 12, 13]`` and ``[0, 1, .., 10]``.
+        """
+        spans = [(block.end - block.start, block.start) for block in self.blocks if block.end > block.start]
+        runs = [run for block in self.blocks for run in block.runs]
+        spans += [(run.length, run.start + index * run.length) for run in runs for index in range(run.count)]
+        batches: list[list[tuple[int, int]]] = []
+        for length, start in sorted(spans):
+            if not batches or length > batches[-1][0][0] + max(8, batches[-1][0][0] // 8):
+                batches.append([])
+            batches[-1].append((length, start))
+        padded = []
+        for batch in batches:
+            lengths, starts = np.array(batch).T
+            place = np.arange(lengths.max())
+            positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
+            is_real = (place < lengths[:, None]).ravel()
+            indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
+            taken, real, padding = map(torch.from_numpy, indices)
+            padded.append(Spans(taken, real, padding, len(batch)))
+        return padded
 
     @cached_property
     def longest(self) -> int:
@@ -125,11 +140,8 @@ class Block:
 
     start: int
     end: int
+    stop: int
     runs: tuple[Run, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.runs[-1].end if self.runs else self.end
 
 
 @dataclass(frozen=True)
@@ -150,32 +162,6 @@ class Spans:
         """Write ``tensor [N, heads, T, ...]`` without its padding to ``whole [1, heads, L, ...]``."""
         rows = tensor.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
         whole[0].transpose(0, 1).index_copy_(0, self.positions[self.real], rows)
-
-
-def similar_spans(blocks: Sequence[Block]) -> list[Spans]:
-    """Return all prompts and responses in batches, each of spans up to 8 tokens or an eighth longer than its shortest.
-
-    >>> [batch.positions.tolist() for batch in similar_spans([Block(0, 11, (Run(11, 1, 1), Run(12, 1, 2)))])]
-    [[11, 11, 12, 13], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
-    """
-    spans = [(block.end - block.start, block.start) for block in blocks if block.end > block.start]
-    runs = [run for block in blocks for run in block.runs]
-    spans += [(run.length, start) for run in runs for start in range(run.start, run.end, run.length)]
-    batches: list[list[tuple[int, int]]] = []
-    for length, start in sorted(spans):
-        if not batches or length > batches[-1][0][0] + max(8, batches[-1][0][0] // 8):
-            batches.append([])
-        batches[-1].append((length, start))
-    padded = []
-    for batch in batches:
-        lengths, starts = np.array(batch).T
-        place = np.arange(lengths.max())
-        positions = starts[:, None] + np.minimum(place, lengths[:, None] - 1)
-        is_real = (place < lengths[:, None]).ravel()
-        indices = (positions.ravel(), np.flatnonzero(is_real), np.flatnonzero(~is_real))
-        taken, real, padding = map(torch.from_numpy, indices)
-        padded.append(Spans(taken, real, padding, len(batch)))
-    return padded
 
 
 @dataclass(frozen=True)
@@ -210,7 +196,7 @@ def attention_tables(blocks: Sequence[Block], length: int) -> Tables:
     For a prompt of 130 tokens with responses of 3 and 4, ``starts`` is 130 times 0, 3 times 130, 4 times 133. The
     responses share the tile [130, 137), whose queries also attend to the prompt's keys [0, 130).
 
-    >>> tables = attention_tables([Block(0, 130, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
+    >>> tables = attention_tables([Block(0, 130, 137, (Run(130, 1, 3), Run(133, 1, 4)))], 137)
     >>> starts, query_tiles, key_tiles, joins = tables.split()
     >>> query_tiles.tolist()
     [[130, 137, 0, 130], [128, 130, 0, 0], [0, 128, 0, 0]]
@@ -312,7 +298,7 @@ def pack(tokens: Tensor, attention_mask: Tensor, assistant_mask: Tensor, parents
                 count, end = count + 1, end + length
             runs.append(Run(first, count, length))
         if end > start:  # a row of padding alone has no token, and kernels divide by their number
-            blocks.append(Block(start, prompt_end, tuple(runs)))
+            blocks.append(Block(start, prompt_end, end, tuple(runs)))
     predicted, column = assistant_mask[:, 1:].nonzero(as_tuple=True)
     where = torch.from_numpy(packed)
     return Layout(
@@ -483,7 +469,7 @@ class _FlashShared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        out, of_prompt = (_like_rows(query).zero_() for _ in range(2))
+        out, of_prompt = (torch.zeros_like(query) for _ in range(2))
         lse, lse_of_prompt = (query.new_full(query.shape[:3], -torch.inf, dtype=wide) for _ in range(2))
         for spans in layout.spans:  # every prompt and every response attends to itself
             attended, attended_lse = _flash(*map(spans.take, (query, key, value)), 0.0, True, scale=scale)
@@ -491,11 +477,11 @@ class _FlashShared(torch.autograd.Function):
             spans.put(lse, attended_lse)
         for block in layout.blocks:
             if block.runs and block.end > block.start:
-                prompt, responses = (block.start, block.end), (block.end, block.stop)
-                inputs = (_cut(query, *responses), _cut(key, *prompt), _cut(value, *prompt))
+                prompt, responses = slice(block.start, block.end), slice(block.end, block.stop)
+                inputs = query[:, :, responses], key[:, :, prompt], value[:, :, prompt]
                 attended, attended_lse = _flash(*inputs, 0.0, False, scale=scale)
-                _cut(of_prompt, *responses).copy_(attended)
-                _cut(lse_of_prompt, *responses).copy_(attended_lse)
+                of_prompt[:, :, responses] = attended
+                lse_of_prompt[:, :, responses] = attended_lse
         whole = torch.logaddexp(lse, lse_of_prompt)
         by_span, by_prompt = ((each - whole).exp_().unsqueeze(-1) for each in (lse, lse_of_prompt))
         out.copy_(out * by_span + of_prompt * by_prompt)
@@ -509,7 +495,7 @@ class _FlashShared(torch.autograd.Function):
         *saved, lse = ctx.saved_tensors
         wide = lse.dtype  # torch's kernel takes two to seven times as long in half precision
         query, key, value, out, grad = (tensor.to(wide) for tensor in (*saved, grad))
-        totals = [_like_rows(tensor).zero_() for tensor in (query, key, value)]
+        totals = [torch.zeros_like(tensor) for tensor in (query, key, value)]
         for spans in ctx.layout.spans:
             inputs = [spans.take(tensor) for tensor in (grad, query, key, value, out, lse)]
             inputs[0].transpose(1, 2).flatten(0, 1).index_fill_(0, spans.padding, 0.0)
@@ -517,23 +503,13 @@ class _FlashShared(torch.autograd.Function):
                 spans.put(total, tensor)
         for block in ctx.layout.blocks:
             if block.runs and block.end > block.start:
-                prompt, responses = (block.start, block.end), (block.end, block.stop)
-                of_responses = [_cut(tensor, *responses) for tensor in (grad, query, out, lse)]
-                of_prompt = [_cut(tensor, *prompt) for tensor in (key, value)]
+                prompt, responses = slice(block.start, block.end), slice(block.end, block.stop)
+                of_responses = [tensor[:, :, responses] for tensor in (grad, query, out, lse)]
+                of_prompt = [tensor[:, :, prompt] for tensor in (key, value)]
                 grads = _flash_backward(*of_responses[:2], *of_prompt, *of_responses[2:], 0.0, False, scale=ctx.scale)
                 for span, total, tensor in zip((responses, prompt, prompt), totals, grads):
-                    _cut(total, *span).add_(tensor)
+                    total[:, :, span].add_(tensor)
         return *(total.to(tensor.dtype) for total, tensor in zip(totals, saved)), None, None
-
-
-def _cut(tensor: Tensor, start: int, end: int, count: int = 1) -> Tensor:
-    """Return a view of ``tensor[:, :, start:end]`` of ``[1, heads, L, ...]`` as ``[count, heads, -1, ...]``."""
-    return tensor[0, :, start:end].unflatten(1, (count, -1)).transpose(0, 1)
-
-
-def _like_rows(tensor: Tensor) -> Tensor:
-    """Return an uninitialised ``[1, heads, L, width]`` with the memory layout ``[1, L, heads, width]``."""
-    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
 def takes_kernels(device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -644,11 +620,12 @@ def _plain(
     """Return the attention ``[1, heads, L, width]``, computed response by response with torch's autograd."""
     outputs = []
     for block in layout.blocks:
-        queries, keys, values = (_cut(tensor, block.start, block.end) for tensor in (query, key, value))
+        queries, keys, values = (tensor[:, :, block.start : block.end] for tensor in (query, key, value))
         outputs.append(_attend(queries, keys, values, scale, softcap, window=window))
         for run in block.runs:
-            many, inputs = (run.count, -1, -1, -1), (query, key, value)
-            own, own_keys, own_values = (_cut(tensor, run.start, run.end, run.count) for tensor in inputs)
+            many, cut = (run.count, -1, -1, -1), slice(run.start, run.end)
+            of_run = (tensor[0, :, cut].unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (query, key, value))
+            own, own_keys, own_values = of_run
             whole = torch.cat([keys.expand(many), own_keys], dim=2)
             held = torch.cat([values.expand(many), own_values], dim=2)
             attended = _attend(own, whole, held, scale, softcap, window=window)

@@ -91,8 +91,7 @@ def write_tensors(
     Args:
         layout: dtype, shape and offset of each tensor, by name.
         tensors: CPU tensors in the order of ``layout``; an iterator may compute them one by one.
-        durable: sync the file to the disk.
-        progress: called after every written block.
+        durable: sync the file to the disk. ``progress`` is called after every written block.
     """
     digest, unsynced = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
@@ -171,10 +170,6 @@ class StoredTensor:
     shape: torch.Size
     pieces: tuple[tuple[Path, Piece], ...]
 
-    def read(self) -> torch.Tensor:
-        """Read the whole tensor; errors as in :meth:`block`."""
-        return self.block(())
-
     def block(self, cut: Sequence[slice]) -> torch.Tensor:
         """Read ``whole[cut]``; ``cut``: ``()``, ``(rows,)`` or ``(rows, columns)``, without step or negative bound.
 
@@ -198,8 +193,8 @@ class StoredTensor:
 
 
 def in_memory(value: torch.Tensor | StoredTensor) -> torch.Tensor:
-    """Return ``value`` itself if it is in memory, else read it."""
-    return value.read() if isinstance(value, StoredTensor) else value
+    """Return ``value`` itself if it is in memory, else read it whole; errors as in :meth:`StoredTensor.block`."""
+    return value.block(()) if isinstance(value, StoredTensor) else value
 
 
 def _opened(path: Path) -> Any:

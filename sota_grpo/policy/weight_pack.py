@@ -1,6 +1,7 @@
 """Transfer of weights from learner to engines: in memory (:class:`WeightPack`) or by files (:class:`WeightFolder`).
 
-Also copies of tensors to a GPU (:func:`copy_to`), and checksums to compare weights of learner and engine.
+Also a learner's state in one buffer (:class:`StatePack`), copies of tensors to a GPU (:func:`copy_to`), and checksums
+to compare weights of learner and engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sota_grpo.files import folder_for_sockets
 
 logger = logging.getLogger(__name__)
+_MARK = "stored_tensor"
 _ALIGNMENT = 64  # bytes; wide enough for every dtype and for vector loads
 _SLICE_BYTES = 64 << 20  # a power of two, because torch rounds pinned memory up to one
 _CACHED_BYTES = 1 << 18  # per thread: temporary values of a checksum stay in the processor's cache
@@ -74,7 +76,7 @@ class WeightPack:
         """Copy ``weights`` (any dtype, any device) into a new pack of one buffer.
 
         Args:
-            dtype: the engine's dtype, to which matrices are :func:`rounded` on their device; None: keep all dtypes.
+            dtype: the engine's dtype, see :func:`rounded`; matrices are cast on their device. None: keep all dtypes.
             room: bytes of the buffer, at least the sum of the packed tensors' :func:`padded` sizes; then only one of
                 ``weights`` is held at a time. None: all are listed first to compute the sum.
         """
@@ -91,7 +93,7 @@ class WeightPack:
             identity = (flat.data_ptr(), flat.dtype, flat.shape)
             view, storage = seen.get(identity, (None, None))
             if view is None or storage is None or storage.expired():  # a freed address may be reused
-                sent = rounded(flat, dtype)
+                sent = flat.to(rounded_dtype(flat, dtype))
                 view = BufferView.of(sent, end)
                 seen[identity] = view, StorageWeakRef(flat.untyped_storage())
                 if sent.nbytes:
@@ -103,6 +105,8 @@ class WeightPack:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ``(name, tensor)`` in the order of packing; the tensors are views of the buffers."""
         return chain.from_iterable(views(view_of, readable(buffer)) for buffer, view_of in self.buffers)
+
+    __iter__ = tensors
 
     def merged(self, base: Iterable[tuple[str, Tensor]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight of ``base``, with this adapter merged (``W + scale * B A``) if the adapter is on it.
@@ -119,9 +123,6 @@ class WeightPack:
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 weight = (weight.to(on, wide) + delta.to(wide)).to(weight.device, weight.dtype)
             yield name, weight
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.tensors()
 
 
 class WeightFolder:
@@ -284,3 +285,62 @@ def copy_to_host(target: Tensor, source: Tensor) -> None:
     pinned = torch.empty(_SLICE_BYTES, dtype=torch.uint8, pin_memory=True)  # torch caches it for the next call
     for into, piece in zip(target.split(_SLICE_BYTES), source.split(_SLICE_BYTES)):
         into.copy_(pinned[: piece.numel()].copy_(piece))
+
+
+def emptied(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a nested state into (state without tensors, {dotted name: tensor}), without copies; empty tensors stay.
+
+    ``{"stored_tensor": name}`` replaces each tensor. ValueError if two tensors have the same dotted name.
+
+    >>> emptied({"model": [torch.ones(1)], "step": 3})
+    ({'model': [{'stored_tensor': 'model.0'}], 'step': 3}, {'model.0': tensor([1.])})
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def without(value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel():
+            name = ".".join(path)
+            if name in tensors:
+                raise ValueError(f"two tensors of a state have the dotted name {name}; rename one of their keys")
+            tensors[name] = value
+            return {_MARK: name}
+        if isinstance(value, Mapping):
+            return {key: without(item, (*path, str(key))) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(without(item, (*path, str(index))) for index, item in enumerate(value))
+        return value
+
+    return without(state, ()), tensors
+
+
+def filled(rest: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo :func:`emptied`: return ``rest`` with ``tensors[name]`` for each ``{"stored_tensor": name}``."""
+    if isinstance(rest, dict):
+        if rest.keys() == {_MARK}:
+            return tensors[rest[_MARK]]
+        return {key: filled(item, tensors) for key, item in rest.items()}
+    if isinstance(rest, (list, tuple)):
+        return type(rest)(filled(item, tensors) for item in rest)
+    return rest
+
+
+@dataclass(frozen=True)
+class StatePack:
+    """A nested state of dicts, lists and tuples, whose tensors (except empty ones) are in one CPU buffer.
+
+    >>> StatePack.of({"model": {"w": torch.ones(2)}, "betas": (0.9, 0.99)}).state()
+    {'model': {'w': tensor([1., 1.])}, 'betas': (0.9, 0.99)}
+    """
+
+    tensors: WeightPack
+    rest: Any
+
+    @classmethod
+    def of(cls, state: Any) -> StatePack:
+        """Pack ``state``: copy its tensors to the CPU, but keep empty ones as they are; raise as :func:`emptied`."""
+        rest, tensors = emptied(state)
+        return cls(WeightPack.of(tensors.items()), rest)
+
+    def state(self, *, views: bool = False) -> Any:
+        """Return the state with copies of its tensors, or with ``views`` that you must not write or ``torch.save``."""
+        return filled(self.rest, {name: tensor if views else tensor.clone() for name, tensor in self.tensors.tensors()})

@@ -185,12 +185,23 @@ def declared(name: str) -> Metric:
             without_task = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
             return METRICS.get(without_task if family == "grader/<name>" else family, METRICS[family])
     if name in _PATTERNS:
-        raise ValueError(
-            f"The metric {name!r} is a family, which has no values; log a metric of it, with a name for <..>."
-        )
+        raise ValueError(f"The metric {name!r} is a family, which has no values; log one with a name for <..>.")
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"The metric {name!r} is not declared in sota_grpo/recording/metrics.py.{hint}")
+
+
+def is_declared(name: str) -> bool:
+    """Return whether ``name`` is a metric that can be logged (:func:`declared`).
+
+    >>> is_declared("eval/accuracy"), is_declared("eval/task/chain_sum"), is_declared("eval/acuracy")
+    (True, True, False)
+    """
+    try:
+        declared(name)
+    except ValueError:
+        return False
+    return True
 
 
 def term_metric(term: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sota_grpo.config.spelling import walk
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_json
 from sota_grpo.text import readable, sentence
 from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
@@ -43,17 +43,17 @@ _MOST_REPLAYS = 16  # only the newest are read
 
 def is_run(path: Path) -> bool:
     """Return whether an existing folder has a run, begun or not; True also without permission to read the folder."""
-    try:
-        return has_begun(path) or (path / OVERRIDES_FILE).is_file()
-    except PermissionError:
-        return True
+    return has_begun(path, OVERRIDES_FILE)
 
 
-def has_begun(path: Path) -> bool:
-    """Return whether an existing folder has a run that has begun to train; True also without permission to read it."""
+def has_begun(path: Path, *others: str) -> bool:
+    """Return whether an existing folder has a run that has begun to train, or one of the files ``others``.
+
+    True also without permission to read the folder.
+    """
     try:
         os.listdir(path)
-        return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE))
+        return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, *others))
     except PermissionError:
         return True
 
@@ -180,10 +180,7 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
     sections = {name.partition(".")[0] for name, _, _ in walk() if "." in name}
     odd = [name for name in sections & config.keys() if not isinstance(config[name], dict)]
     if odd:
-        raise UserError(
-            f"{path}: the value of {min(odd)} is not a section of options; remove the file: a run is readable without "
-            "it."
-        )
+        raise UserError(f"{path}: {min(odd)} is no section of options; remove the file: a run is readable without it.")
     return config
 
 
@@ -209,13 +206,9 @@ def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mappi
     folder = run_dir / REPLAYS
     path = folder / f"step_{step:06d}_{hashlib.sha256(json.dumps(list(question)).encode()).hexdigest()[:12]}.json"
     require_plain(folder, run_dir)
-    try:
+    with writing(path, "the report will not show this replay"):
         folder.mkdir(exist_ok=True)
         write_json(path, dict(replay))
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}), so the report will not show this replay."
-        ) from error
     return path
 
 

@@ -1,5 +1,7 @@
 """Write the log files of a run: ``metrics.jsonl``, ``rollouts.jsonl``, ``debug_logs/``, ``training.log``, sinks.
 
+:func:`batch_metrics` and :func:`rollout_rows` compute the metrics and rows of a step from its batch.
+
 A step's lines are written at once and flushed, so a killed run loses at most those. A step must be logged before its
 checkpoint is saved: then a resumed run finds every step of its checkpoint, drops later steps and logs them again.
 """
@@ -7,34 +9,42 @@ checkpoint is saved: then a resumed run finds every step of its checkpoint, drop
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import numbers
 import os
 import random
+import statistics
+import sys
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed, writing
 from sota_grpo.files import atomic_file
-from sota_grpo.recording.metrics import declared, responses_trained
+from sota_grpo.recording.metrics import declared, info_metric, is_number, responses_trained, term_metric
 from sota_grpo.recording.progress import Progress, ZeroAdvantageWatch
 from sota_grpo.recording.run_files import DEBUG_FOLDER, METRICS_FILE, ROLLOUTS_FILE, json_line, read_rows, whole_lines
 from sota_grpo.recording.sinks import CopySink
-from sota_grpo.recording.step_rows import batch_metrics, rollout_rows
 from sota_grpo.recording.stored_steps import StoredSteps, drop_steps
-from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.records import TASK, Example, metric_tasks
+from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.text import ReadableFormatter, one_line, readable
 from sota_grpo.text import json_line as as_json
+
+logger = logging.getLogger(__name__)
 
 TRAINING_LOG = "training.log"
 ROLLOUT_FIELDS = (
@@ -44,7 +54,11 @@ ROLLOUT_FIELDS = (
 #: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
 _ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # in the order that the report expects
-Row = Mapping[str, Any]
+Fields = Mapping[str, Any]  # a row of rollouts.jsonl
+_NUMBERS = (
+    *(keys.REWARD, keys.SUCCESS, keys.TRUNCATED, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.ADVANTAGE),
+    keys.POLICY_VERSION,
+)
 
 _RULE = "=" * 100
 _ROUNDING = 5e-5  # error of rewards, which are float32 and written with four digits in debug_logs/
@@ -91,58 +105,64 @@ class RunLog:
             declared(name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"The metric {name} at step {step} is {value}: pass None if it was not measured.")
-            row[name] = None if value is None else _plain(value)
-        self._append(METRICS_FILE, [{"step": step, **row}])
+            if value is not None:
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
+            row[name] = value
+        self._append(self._run_dir / METRICS_FILE, as_json({"step": step, **row}) + "\n")
         for sink in self._sinks:
             sink.log(step, row)
 
-    def write_rollouts(self, step: int, rows: Sequence[Row]) -> None:
+    def write_rollouts(self, step: int, rows: Sequence[Fields]) -> None:
         """Append each group's best and worst response to ``rollouts.jsonl``, and copy both to the sinks.
 
-        Up to ``num_examine`` of all responses go to the debug log. ``rows`` are all responses of the batch, each with
+        Among equal rewards the smallest ``sample_id`` is chosen; a group whose rewards are all equal gives one row. Up
+        to ``num_examine`` of all responses go to the debug log. ``rows`` are all responses of the batch, each with
         ``ROLLOUT_FIELDS`` and optionally ``SOME_FIELDS`` (which sinks do not get). RunFailed if a write fails.
         """
-        picked = best_and_worst(rows)
+        groups: dict[int, list[Fields]] = {}
+        for row in rows:
+            groups.setdefault(row["group_id"], []).append(row)
+        picked = []
+        for siblings in groups.values():
+            best = min(siblings, key=lambda row: (-row["reward"], row["sample_id"]))
+            worst = min(siblings, key=lambda row: (row["reward"], row["sample_id"]))
+            picked += [best] if best is worst else [best, worst]
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
             for names in (_ORDER, ROLLOUT_FIELDS)
         )
-        self._append(ROLLOUTS_FILE, lines)
+        self._append(self._run_dir / ROLLOUTS_FILE, "".join(as_json(row, allow_nan=False) + "\n" for row in lines))
         for sink in self._sinks:
             sink.log_samples(step, samples)
-        if not self._num_examine or not rows:
-            return
-        text = "".join(
-            described(step, row, why, self._term_weights) for why, row in pick(rows, self._num_examine, step)
-        )
-        folder = self._run_dir / DEBUG_FOLDER
-        self._debug_log = self._debug_log or folder / f"grpo_debug_{datetime.now(UTC):%Y%m%d_%H%M%S}.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with self._debug_log.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise RunFailed(
-                f"{error.filename or self._debug_log} cannot be written ({error.strerror}); free disk space or set "
-                "logging.num_examine=0, then continue from the last checkpoint with train.resume=auto."
-            ) from error
+        if self._num_examine and rows:
+            shown = pick(rows, self._num_examine, step)
+            name = f"grpo_debug_{datetime.now(UTC):%Y%m%d_%H%M%S}.txt"
+            self._debug_log = self._debug_log or self._run_dir / DEBUG_FOLDER / name
+            text = "".join(described(step, row, why, self._term_weights) for why, row in shown)
+            self._append(self._debug_log, text, " or set logging.num_examine=0")
 
     def rewind(self, first_step: int) -> int:
         """Delete the lines and stored steps from ``first_step`` on, rewind sinks that can; return the number of lines.
 
-        Call this before writing the first step. Each file is replaced atomically; UserError if a line is invalid.
+        Call this before writing the first step. Each file is replaced atomically; UserError if a line is invalid,
+        RunFailed if a file cannot be read or replaced.
         """
         dropped = 0
         for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
-            with path.open("rb") as lines:
-                is_kept = [json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)]
-            if not all(is_kept):
-                with (
-                    atomic_file(path, durable=True) as temporary,
-                    path.open("rb") as lines,
-                    temporary.open("wb") as file,
-                ):
-                    file.writelines(itertools.compress(lines, is_kept))
+            try:
+                with path.open("rb") as lines:
+                    is_kept = [
+                        json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)
+                    ]
+                if not all(is_kept):
+                    with (
+                        atomic_file(path, durable=True) as temporary,
+                        path.open("rb") as lines,
+                        temporary.open("wb") as file,
+                    ):
+                        file.writelines(itertools.compress(lines, is_kept))
+            except OSError as error:
+                raise _unwritten(path, error) from error
             dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
@@ -160,50 +180,44 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(0 if kind is None else 1)
 
-    def _append(self, name: str, rows: Iterable[Row]) -> None:
-        path = self._run_dir / name
+    def _append(self, path: Path, text: str, or_else: str = "") -> None:
         try:
-            lines = [as_json(row, allow_nan=False, default=_plain) + "\n" for row in rows]
+            if path.parent != self._run_dir:
+                path.parent.mkdir(exist_ok=True)
             with path.open("ab") as file:
-                file.write("".join(lines).encode())
+                file.write(text.encode())
         except OSError as error:
-            raise RunFailed(
-                f"{path} cannot be written ({error.strerror}); free disk space, then continue from the last checkpoint "
-                "with train.resume=auto."
-            ) from error
+            raise _unwritten(Path(error.filename or path), error, or_else) from error
 
 
-def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """Return of each group the row with the largest reward, then the row with the smallest reward.
-
-    Among equal rewards the smallest ``sample_id`` is chosen; a group whose rewards are all equal gives one row.
-
-    >>> rows = [{"group_id": 7, "sample_id": i, "reward": r} for i, r in enumerate([0.0, 1.0, 1.0])]
-    >>> [row["sample_id"] for row in best_and_worst(rows)]
-    [1, 0]
-    """
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["group_id"], []).append(row)
-    picked = []
-    for siblings in groups.values():
-        best = min(siblings, key=lambda row: (-row["reward"], row["sample_id"]))
-        worst = min(siblings, key=lambda row: (row["reward"], row["sample_id"]))
-        picked += [best] if best is worst else [best, worst]
-    return picked
-
-
-def _plain(value: Any) -> float | int:
-    """Convert a scalar of another library (NumPy) to an int or float."""
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise TypeError(f"A {type(value).__name__} cannot be written as JSON: pass str, numbers, lists or dicts.")
+def _unwritten(path: Path, error: OSError, or_else: str = "") -> RunFailed:
+    return RunFailed(
+        f"{path} cannot be written ({error.strerror or type(error).__name__}); free disk space{or_else}, then continue "
+        "from the last checkpoint with train.resume=auto."
+    )
 
 
 class _TrainingLog(logging.FileHandler):
-    """The handler of ``training.log``; a second run in the same process replaces it."""
+    """The handler of ``training.log``; a second run in the same process replaces it.
+
+    If a write fails, as on a full disk, one warning is shown; later records are tried again.
+    """
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            reason = error.strerror or type(error).__name__
+            message = "%s cannot be written (%s); records are missing there."
+            logging.getLogger("sota_grpo").warning(message, self.baseFilename, reason)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what is still buffered
+            super().close()
 
 
 def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
@@ -212,9 +226,10 @@ def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
     handler = _TrainingLog(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(ReadableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("sota_grpo")
-    for old in [one for one in logger.handlers if isinstance(one, _TrainingLog)]:
+    for old in [one for one in logger.handlers if one.name == TRAINING_LOG]:
         logger.removeHandler(old)
         old.close()
+    handler.name = TRAINING_LOG
     logger.addHandler(handler)
     handler.setLevel(logging.INFO)
     logger.setLevel(logging.INFO)
@@ -223,21 +238,14 @@ def setup_logging(run_dir: str | os.PathLike[str]) -> logging.Handler:
 
 def _writable(path: Path) -> Path:
     """Create the directory of ``path``, check that ``path`` can be opened for appending, and return it."""
-    try:
+    with writing(path, "choose a writable run directory with hydra.run.dir=PATH"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UserError(
-            f"Cannot write {path} ({reason}): choose a writable run directory with hydra.run.dir=PATH."
-        ) from error
     return path
 
 
 def system_metrics() -> dict[str, float]:
     """Return the available ``system/`` metrics; CPU use: since the thread's last call (or psutil's import), or 0."""
-    import torch
-
     values = {
         "system/memory_gib": psutil.Process().memory_info().rss / 2**30,
         "system/host_memory": psutil.virtual_memory().percent / 100,
@@ -303,7 +311,7 @@ class StepLog:
         self._watch.look(step, metrics, len(batch))
 
 
-def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
+def pick(rows: Sequence[Fields], count: int, step: int) -> list[tuple[str, Fields]]:
     """Return up to ``count`` pairs (reason, row): the best row, the worst row, then random ones.
 
     Ties are broken at random, too. The random seed is ``step``, so a repeated step gives the same rows.
@@ -313,7 +321,7 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
     [('best of 4', 1), ('worst of 4', 2)]
     """
     rest = random.Random(step).sample(list(rows), len(rows))
-    picked: list[tuple[str, Row]] = []
+    picked: list[tuple[str, Fields]] = []
     for why, choose in (("best", max), ("worst", min)):
         if rest and len(picked) < count:
             row = choose(rest, key=lambda row: row["reward"])
@@ -322,7 +330,7 @@ def pick(rows: Sequence[Row], count: int, step: int) -> list[tuple[str, Row]]:
     return picked + [(f"random one of {len(rows)}", row) for row in rest[: count - len(picked)]]
 
 
-def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) -> str:
+def described(step: int, row: Fields, why: str, term_weights: Mapping[str, float]) -> str:
     """Return a completion and its rewards as readable text; ``why``: the reason why the completion is shown.
 
     Texts are escaped and each of their lines begins with a bar, so they cannot control a terminal or imitate the log.
@@ -358,3 +366,180 @@ def described(step: int, row: Row, why: str, term_weights: Mapping[str, float]) 
         "\n".join(facts),
     ]
     return "\n\n".join(paragraphs) + "\n\n\n"
+
+
+def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
+    """Return a batch's metrics, with ages from ``version`` (before the step); ValueError: see :func:`term_metric`."""
+    lengths = batch.sums(keys.ASSISTANT_MASK).float()
+    sampled = batch.flat(keys.ASSISTANT_MASK)  # each row begins with its prompt, so no turn crosses a boundary
+    begins = sampled[1:] & ~sampled[:-1]
+    if keys.PARENTS in batch.columns:  # a turn of another branch may follow one of the policy's in the row
+        jumps = torch.cat([_jumps(row) for row in batch.rows(keys.ASSISTANT_MASK, keys.PARENTS)])
+        begins = sampled[1:] & (~sampled[:-1] | jumps[1:])
+    turns = begins.sum() / len(batch)
+    prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
+    numbers = {key: batch.get(key).flatten().float() for key in _NUMBERS}
+    reward, success, truncated = numbers[keys.REWARD], numbers[keys.SUCCESS], numbers[keys.TRUNCATED]
+    versions = numbers[keys.POLICY_VERSION]
+    age = version - versions.where(versions != -1, version)  # -1: an agent that made no request
+    values = {
+        "reward": _mean(reward),
+        "reward/std": std if (std := reward.std(correction=0)).isfinite() else reward.double().std(correction=0),
+        "success": success.mean(),
+        "reward_errors": numbers[keys.REWARD_ERROR].sum(),
+        "reward_timeouts": numbers[keys.REWARD_TIMEOUT].sum(),
+        "advantage": numbers[keys.ADVANTAGE].abs().mean(),
+        "truncated": truncated.mean(),
+        "response_tokens/mean": lengths.mean(),
+        "response_tokens/max": lengths.max(),
+        "prompt_tokens/mean": prompts.mean(),
+        "turns/mean": turns,
+        "turn_tokens/mean": lengths.mean() / turns.clamp(min=1 / len(batch)),  # 0 without a turn
+        "policy_age/mean": age.mean(),
+        "policy_age/max": age.max(),
+    }
+    if keys.SUPPORT_COUNTS in batch.columns:
+        values["kept_tokens"] = batch.flat(keys.SUPPORT_COUNTS).sum() / sampled.sum().clamp(min=1)
+    means = {name: float(value) for name, value in values.items()}
+    for name in sorted(batch.names(keys.REWARD_TERMS)):
+        terms = batch.columns[*keys.REWARD_TERMS, name].cells()  # of the responses to which the term applies
+        means[term_metric(name)] = statistics.fmean(map(float, terms))
+    rows, read = batch.rows(keys.EXTRA, keys.REWARD_INFO), lru_cache(maxsize=1)(json.loads)  # siblings' are equal
+    extras = [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
+    infos: dict[str, list[float]] = {}
+    named: dict[str, str] = {}  # the grader's name of each metric
+    for row, extra in zip(rows, extras, strict=True):
+        for name, value in json.loads(row[keys.REWARD_INFO], parse_constant=str).items():
+            if not is_number(value):
+                continue
+            metric = info_metric(name, extra.get(TASK))
+            if (first := named.setdefault(metric, name)) == name:
+                infos.setdefault(metric, []).append(float(value))
+            else:
+                _warn_of_one_name(metric, first, name)
+    means |= {name: statistics.fmean(infos[name]) for name in sorted(infos)}
+    columns = {"reward": reward, "success": success, "truncated": truncated, "response_tokens": lengths}
+    tasks = [metric_tasks(extra) for extra in extras]
+    for task in sorted({task for names in tasks for task in names}):
+        mask = torch.tensor([task in names for names in tasks])
+        means |= {f"task/{task}/{name}": float(_mean(column[mask])) for name, column in columns.items()}
+        means[f"task/{task}/responses"] = float(mask.sum())
+    return means
+
+
+def _mean(column: torch.Tensor) -> torch.Tensor:
+    """Return the mean; in float64 if the sum is too large for float32."""
+    mean = column.mean()
+    return mean if mean.isfinite() else column.double().mean()
+
+
+@lru_cache
+def _warn_of_one_name(metric: str, logged: str, name: str) -> None:
+    """Log, once per process, that a grader's number ``name`` has no metric, because ``logged`` has its name."""
+    logger.warning("%s is the grader's %r; its %r would have that name: rename one to log both.", metric, logged, name)
+
+
+def _jumps(row: Row) -> torch.Tensor:
+    """Return bool ``[T]``: tokens of a tree that do not follow the token before them in the row."""
+    line = torch.arange(-1, len(row[keys.ASSISTANT_MASK]) - 1)
+    return row[keys.PARENTS] != line if keys.PARENTS in row else torch.zeros_like(line, dtype=torch.bool)
+
+
+def rollout_rows(
+    batch: RowTable, tokenizer: Any, messages: Callable[[Example], Sequence[Mapping[str, str]]] | None = None
+) -> list[dict[str, Any]]:
+    """Return a row of ``rollouts.jsonl`` per response; ``messages`` (``Task.messages``): of each dialog's prompt."""
+    prompts: dict[int, str] = {}
+    plain: list[dict[str, Any]] = []
+    read = lru_cache(maxsize=1)(json.loads)  # siblings have equal texts
+    for row in batch.rows():
+        group_id, extra = int(row[keys.GROUP_ID]), read(row[keys.EXTRA]) if keys.EXTRA in row else {}
+        if group_id not in prompts:
+            prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
+        response = row[keys.RESPONSE_TOKENS]
+        at_one_go = bool(row[keys.ASSISTANT_MASK][len(row[keys.ASSISTANT_MASK]) - len(response) :].all())
+        plain.append(
+            {
+                "group_id": group_id,
+                "sample_id": int(row[keys.SAMPLE_ID]),
+                "query": row[keys.QUERY],
+                "answer": row[keys.ANSWER],
+                "prompt": prompts[group_id],
+                # the graded text; with user or tool turns, the decoded tokens, special tokens included
+                "response": row[keys.RESPONSE_TEXT] if at_one_go else tokenizer.decode(response),
+                "response_tokens": int(row[keys.ASSISTANT_MASK].sum()),
+                "success": bool(row[keys.SUCCESS]),
+                "reward": float(row[keys.REWARD]),
+                "reward_terms": {key[-1]: float(term) for key, term in row.items() if key[:-1] == keys.REWARD_TERMS},
+                "reward_info": json.loads(row[keys.REWARD_INFO], parse_constant=str),  # without NaN: the logs are JSON
+                "advantage": float(row[keys.ADVANTAGE]),
+                "truncated": bool(row[keys.TRUNCATED]),
+                "policy_version": int(row[keys.POLICY_VERSION]),
+            }
+        )
+        if tasks := metric_tasks(extra):
+            plain[-1]["task"] = tasks[-1]
+        if not at_one_go or keys.DIALOG in row:
+            dialog, example = dialog_of(row, tokenizer), Example(row[keys.QUERY], row[keys.ANSWER], extra)
+            plain[-1]["dialog"] = dialog if messages is None else {"prompt": messages(example), **dialog}
+    return plain
+
+
+def dialog_of(row: Row, tokenizer: Any) -> dict[str, Any]:
+    """Return the turns of a dialog after its prompt.
+
+    ``turns``, in token order, have ``role``, ``trained`` (sampled from the policy; others are masked out of the loss),
+    ``tokens`` (their number), ``text`` (with special tokens) and, for tool calls outside a tree, ``calls``: a list with
+    ``name``, ``arguments``, ``reply`` (or None) and ``error`` (whether the call failed). In a tree, only a turn that
+    does not follow the turn before it has ``after``: the index (from 0) of the turn that it follows, -1: it follows the
+    prompt, -2: it follows nothing.
+    With tools or an agent, ``ended`` is why the dialog ended, ``error`` why its environment or agent failed.
+
+    Three tokens of the policy, two of a tool, one of the policy::
+
+        mask    1 1 1 0 0 1
+        turns   assistant 3, tool 2, assistant 1
+    """
+    ids = row[keys.RESPONSE_TOKENS]
+    start, before = 0, len(row[keys.ASSISTANT_MASK]) - len(ids)
+    sampled, jumps = row[keys.ASSISTANT_MASK][before:], _jumps(row)[before:]
+    record = json.loads(row[keys.DIALOG], parse_constant=str) if keys.DIALOG in row else {}
+    turns: list[dict[str, Any]] = []
+    of_turns = record if keys.PARENTS not in row else {}  # the messages of a tree are those of one branch
+    calls_and_replies, replied = iter(_calls(of_turns)), ["user"]  # turns before the policy's first are a user's
+    ends: list[int] = []
+    for (trained, _), run in itertools.groupby(zip(sampled.tolist(), jumps.cumsum(0).tolist())):
+        count = len(list(run))
+        text = tokenizer.decode(ids[start : start + count])
+        turn = {"role": "assistant", "trained": trained, "tokens": count, "text": text}
+        if jumps[start]:
+            parent = int(row[keys.PARENTS][before + start])
+            turn["after"] = bisect_right(ends, parent - before) if parent >= before else -1 if parent >= 0 else -2
+        if trained:
+            calls, replied = next(calls_and_replies, ([], []))
+            turn |= {"calls": calls} if calls else {}
+        else:
+            turn["role"] = " and ".join(dict.fromkeys(replied)) or ("context" if keys.PARENTS in row else "unknown")
+        turns.append(turn)
+        start += count
+        ends.append(start)
+    ended = {name: record[name] for name in ("ended", "error") if name in record}
+    return {"turns": turns, **ended}
+
+
+def _calls(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
+    """Yield (tool calls, roles of the replies) for each turn of the policy."""
+    for replies in record.get("replies", ()):
+        yield [], [reply["role"] for reply in replies]
+    messages, failed = record.get("messages", ()), set(record.get("failed", ()))
+    at = 0
+    while at < len(messages):
+        end = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
+        called = [call["function"] for call in messages[at].get("tool_calls", ())]
+        answers = [(messages[i]["content"], i in failed) for i in range(at + 1, end)]
+        answers += [(None, False)] * (len(called) - len(answers))
+        yield (
+            [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(called, answers)],
+            [message["role"] for message in messages[at + 1 : end]],
+        )
+        at = end

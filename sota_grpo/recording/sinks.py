@@ -86,9 +86,7 @@ class CopySink:
             action()
         except Exception as error:  # services and disks raise anything
             self.active = False
-            logger.warning(
-                "%s stopped (%s); metrics.jsonl still gets all metrics.", self.label, sentence(error).rstrip(".")
-            )
+            logger.warning("%s stopped (%s); metrics.jsonl gets all metrics.", self.label, sentence(error).rstrip("."))
 
     def _rewind(self, first_step: int) -> None: ...
 
@@ -286,13 +284,7 @@ def as_markdown(row: Mapping[str, Any]) -> str:
 
 
 #: The sinks by their name in ``logging.sinks``; ``wandb`` is chosen by ``logging.wandb`` instead.
-SINKS: Registry[type[CopySink]] = Registry(
-    "sota_grpo.sinks",
-    {
-        "wandb": "sota_grpo.recording.sinks:WandbSink",
-        "tensorboard": "sota_grpo.recording.sinks:TensorBoardSink",
-    },
-)
+SINKS: Registry[type[CopySink]] = Registry("sota_grpo.sinks", {"wandb": WandbSink, "tensorboard": TensorBoardSink})
 
 
 def require_sinks(config: Config) -> None:

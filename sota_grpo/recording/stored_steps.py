@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sota_grpo import keys
-from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.errors import RunFailed, UserError, writing
 from sota_grpo.files import atomic_file, drop_leftovers
 from sota_grpo.recording.run_files import STEPS_FOLDER, unreadable
 from sota_grpo.rl.table import Key, RowTable
@@ -89,28 +89,16 @@ class StoredStep:
         return samples
 
 
-def stored_steps(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a run's stored steps (perhaps none), in order; UserError if the folder cannot be read."""
+def stored_steps(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return {step: file} of a run's stored steps (perhaps none), in order; UserError if the folder is unreadable."""
     folder = Path(run_dir) / STEPS_FOLDER
     try:
-        paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return {}
     except OSError as error:
         raise unreadable(folder, error) from error
-    return sorted(paths, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return the step number in the name of a file of ``steps/``; ValueError for another name.
-
-    >>> step_of(Path("steps/step_000020.pt"))
-    20
-    """
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not named like a stored step, for example step_000020.pt")
-    return int(match[1])
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes: int = MOST_BYTES) -> Path:
@@ -137,19 +125,15 @@ def save_step(run_dir: str | os.PathLike[str], stored: StoredStep, *, most_bytes
     }
     buffer = io.BytesIO()  # torch's own writer would hide the reason of a failed write
     torch.save(content, buffer)
-    try:
+    fix = "free disk space or set logging.store_steps=false, then continue from the last checkpoint with "
+    with writing(path, fix + "train.resume=auto", RunFailed):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
             temporary.write_bytes(buffer.getbuffer())
-    except OSError as error:
-        raise RunFailed(
-            f"{path} cannot be written ({error.strerror}); free disk space or set logging.store_steps=false, then "
-            "continue from the last checkpoint with train.resume=auto."
-        ) from error
     others = stored_steps(run_dir)
-    excess = sum(other.stat().st_size for other in others) - most_bytes
-    for other in others:
-        if excess > 0 and other != path and step_of(other) > 0:
+    excess = sum(other.stat().st_size for other in others.values()) - most_bytes
+    for step, other in others.items():
+        if excess > 0 and step not in (0, stored.step):
             excess -= other.stat().st_size
             other.unlink()
     return path
@@ -163,11 +147,8 @@ class StoredSteps:
     step is not stored if storing has taken more than ``FREE_S`` seconds and more than ``SHARE`` of the time since this
     object was created.
 
-    Args:
-        collector: has ``post_collect_hook``, a function that it calls with each batch, or None.
-        learner: a :class:`~sota_grpo.training.learner.Learner` or its proxy over several processes.
-        device: of the learner, cpu or cuda.
-        enabled: False stores no step.
+    ``learner`` may be a proxy over several processes; ``device`` is its own, cpu or cuda. ``enabled`` False stores no
+    step.
     """
 
     def __init__(self, collector: Any, learner: Any, run_dir: Path, tokenizer: Any, *, device: str, enabled: bool):
@@ -202,7 +183,7 @@ class StoredSteps:
     ) -> float:
         """Store the step whose log-probs were computed ``before`` it; return the seconds of both.
 
-        ``fields``: :func:`sota_grpo.recording.step_rows.rollout_rows` of the batch. RunFailed if a write fails.
+        ``fields``: :func:`sota_grpo.recording.run_log.rollout_rows` of the batch. RunFailed if a write fails.
         """
         assert self.before is not None
         began = time.perf_counter()
@@ -259,8 +240,8 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
 
 def drop_steps(run_dir: str | os.PathLike[str], first_step: int) -> None:
     """Delete steps from ``first_step`` on and partial files; UserError if ``steps/`` is unreadable, else OSError."""
-    for path in stored_steps(run_dir):
-        if step_of(path) >= first_step:
+    for step, path in stored_steps(run_dir).items():
+        if step >= first_step:
             path.unlink()
     drop_leftovers(Path(run_dir) / STEPS_FOLDER)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from sota_grpo.assembly.compose import PATH_OPTIONS
 from sota_grpo.config.spelling import flat, walk
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_text
 from sota_grpo.recording.machine import SECRET
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
@@ -62,10 +62,8 @@ def write_report(
     path = Path(out)
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file, for example {path / REPORT_FILE}.")
-    try:
+    with writing(path, "name another file"):
         write_text(path, _html(library, data))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another file.") from error
     for reason in left_out:
         on_left_out(reason)
     return path
@@ -229,17 +227,15 @@ class TrainingReport:
         self._run_dir, self._enabled = Path(run_dir), enabled
         self._began, self._spent, self._last = time.perf_counter(), 0.0, _FIRST_S
 
-    def checkpoint(self) -> float:
-        """Call :meth:`finish` and return its seconds, but return 0 if reports would take over 0.5 % of the time."""
-        due = self._spent + self._last <= _SHARE * (time.perf_counter() - self._began)
-        return self.finish() if due else 0.0
+    def write(self, *, last: bool = True) -> float:
+        """Write the report, unless it is not the ``last`` and reports would take over 0.5 % of the time.
 
-    def finish(self) -> float:
-        """Write the report; return the seconds it took, 0 without metrics. A failure is logged and disables reports."""
-        metrics = self._run_dir / METRICS_FILE
-        if not self._enabled or not metrics.is_file() or not metrics.stat().st_size:
+        Return the seconds it took, 0 without metrics. A failure is logged and disables reports.
+        """
+        metrics, began = self._run_dir / METRICS_FILE, time.perf_counter()
+        is_due = last or self._spent + self._last <= _SHARE * (began - self._began)
+        if not (self._enabled and is_due and metrics.is_file() and metrics.stat().st_size):
             return 0.0
-        began = time.perf_counter()
         try:
             write_report([self._run_dir], self._run_dir / REPORT_FILE)
         except Exception as error:  # a failed report must not end a run

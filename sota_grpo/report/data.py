@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -124,7 +124,7 @@ def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
             raise UserError(f"There is no run in {path}: the folder does not exist; give the directory of a run.")
         if not path.is_dir():
             raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
-        below = list(_below(path, _DEPTH))
+        below = _below(path, _DEPTH)
         if not below:
             what = f"neither the folder nor its subfolders have a {METRICS_FILE}"
             raise UserError(f"There is no run in {path}: {what}; give the directory of a run.")
@@ -146,15 +146,13 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     return runs, sentences
 
 
-def _below(path: Path, depth: int) -> Iterator[Path]:
+def _below(path: Path, depth: int) -> list[Path]:
     if has_begun(path):
-        yield path
-        return
-    below: list[Path] = []
-    if depth:
-        folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-        below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
-    yield from below or ([path] if is_run(path) else [])
+        return [path]
+    entries = path.iterdir() if depth else ()
+    folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
+    return below or ([path] if is_run(path) else [])
 
 
 def read_run(path: Path) -> RunData:

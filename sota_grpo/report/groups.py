@@ -54,7 +54,7 @@ def token_columns(row: Mapping[str, Any], estimator: str) -> dict[str, Any] | No
     if newest is not None and reference is not None:
         import torch
 
-        from sota_grpo.functional.divergences import KL_ESTIMATORS, kl_k3
+        from sota_grpo.functional.loss_terms import KL_ESTIMATORS, kl_k3
 
         pair = torch.tensor([newest, reference], dtype=torch.float64)
         figures["kl"] = KL_ESTIMATORS.get(estimator, kl_k3)(*pair).tolist()
@@ -231,7 +231,7 @@ def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, 
         return stored, budget
     from sota_grpo.recording.stored_steps import stored_steps
 
-    paths = stored_steps(run_dir)
+    paths = list(stored_steps(run_dir).values())
     for at in spread(len(paths)):
         try:
             status = paths[at].stat()

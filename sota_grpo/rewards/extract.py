@@ -11,6 +11,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 256  # an answer longer than this is not a number; also keeps integers small
@@ -373,23 +374,35 @@ def _said_last(text: str) -> str | None:
     return next(filter(None, phrases), None)
 
 
-def _hash(text: str) -> str | None:
-    _, mark, rest = text.rstrip("# \n").rpartition("####")
-    if mark:
-        return rest.lstrip().partition("\n")[0].rstrip("#")
+_HEADING = re.compile(  # with text below it: "2. Solve", "Step 2: Solve", "Final answer:"
+    r"[ \t*]*+(?:(?:\d{1,2}[.):][ \t*]++(?=[^\W\d_]{3})"
+    r"|(?:step|part|case|method|phase|stage|section|question|problem)[ \t]*+\d{1,2}(?!\d))[^\d\n]{0,120}+"
+    r"|(?:(?:the )?(?:final )?answer|conclusion|solution|explanation|verification|summary|result)[ \t*:.]*+)\n\s*+\S",
+    re.IGNORECASE,
+)
+
+
+def _hash(text: str, *, skips_headings: bool = False) -> str | None:
+    stripped = text.rstrip("# \n")
+    begin = stripped.rfind("####")
+    while skips_headings and begin >= 0 and _HEADING.match(stripped, begin + 4):
+        begin = stripped.rfind("####", 0, begin)
+    if begin >= 0:
+        return stripped[begin + 4 :].lstrip().partition("\n")[0].rstrip("#")
     last_line = text.rstrip().rpartition("\n")[2]
     return last_line[2:] if last_line.startswith("A:") else None  # the solutions released with GSM8K end so
 
 
+_hash_no_heading = partial(_hash, skips_headings=True)
 _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
     "tags": (last_tagged,),
     "boxed": (_boxed,),
     "hash": (_hash,),
     "last_number": (find_last_number,),
-    "any": (last_tagged, _boxed, _hash, find_last_number),
+    "any": (last_tagged, _boxed, _hash_no_heading, find_last_number),
 }
-_OF_MATHEMATICS = (last_tagged, _boxed, _hash, find_mathematics, find_last_number)
-_OF_WORDS = (last_tagged, _boxed, _hash, _said_last, str)
+_OF_MATHEMATICS = (last_tagged, _boxed, _hash_no_heading, find_mathematics, find_last_number)
+_OF_WORDS = (last_tagged, _boxed, _hash_no_heading, _said_last, str)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 
@@ -402,7 +415,8 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
         answer_format: ``tags``: the last complete ``<answer>...</answer>``; ``boxed``: the last closed ``\\boxed{...}``
             or ``\\fbox{...}`` that is not empty (the inner one if nested), joined with the boxes listed before it (see
             the example); ``hash``: the rest of the line after the last ``####``, else after ``A:`` at the start of the
-            last line; ``last_number``; ``any``: the first of these, in this order, that is found.
+            last line; ``last_number``; ``any``: the first of these, in this order, that is found, where a Markdown
+            heading with text below it (``#### Step 2``) is no ``hash``.
         mathematics: the answer may be more than a number; ``any`` then tries :func:`find_mathematics` before the last
             number. It takes precedence over ``words``.
         words: the answer is not a number; ``any`` then uses the rest of the sentence after the last "the answer is" in

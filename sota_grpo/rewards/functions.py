@@ -65,9 +65,7 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
 
     If ``names`` is only ``compute_score``, which the file lacks, the file's only public function is returned.
     """
-    file = Path(path)
-    require_file(file)
-    members = load_python(file, "reward.path", RewardFunctionError)
+    members = load_python(Path(path), "reward.path", RewardFunctionError)
     defined = [
         name
         for name, value in members.items()
@@ -84,12 +82,6 @@ def load_functions(path: str, names: Sequence[str]) -> list[RewardFunction]:
 def no_function(path: str, name: str, names: Iterable[str]) -> str:
     """Return the error message for the file ``path``, which has the functions ``names`` but not ``name``."""
     return f"{path} has no function {name!r}; its functions are {', '.join(names) or 'none'}: correct reward.name."
-
-
-def require_file(path: Path) -> None:
-    """Raise RewardFunctionError unless the reward file ``path`` exists."""
-    if not path.is_file():
-        raise RewardFunctionError(f"there is no reward file {path}; correct reward.path (relative to {Path.cwd()}).")
 
 
 def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunction:
@@ -209,17 +201,15 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
         if len(group) > 1:
             raise result
         return [_read(function, path, result)]
-    fault = None
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
         fault = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
-    else:
-        try:
-            values = list(result)
-        except BaseException as error:  # a generator runs only now
-            return [_read(function, path, _as_exception(error))] * len(group)
-        if len(values) != len(group):
-            fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(group)} completions"
-    if fault is not None:
+        return [RewardOutput(error=fault)] * len(group)
+    try:
+        values = list(result)
+    except BaseException as error:  # a generator runs only now
+        return [_read(function, path, _as_exception(error))] * len(group)
+    if len(values) != len(group):
+        fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(group)} completions"
         return [RewardOutput(error=fault)] * len(group)
     return [
         RewardOutput(info=row_info) if value is None else _read_number(function, value, row_info)
@@ -296,9 +286,8 @@ def _read(function: RewardFunction, path: str, result: Any) -> RewardOutput:
     """Return the output for an exception or a verl result: a number, or a dict with ``score`` and further info."""
     if isinstance(result, Exception):
         line = error_line(path, result)
-        return RewardOutput(
-            error=f"{type(result).__name__}: {result}" + ("" if line is None else f" ({path}, line {line})")
-        )
+        location = "" if line is None else f" ({path}, line {line})"
+        return RewardOutput(error=f"{type(result).__name__}: {result}{location}")
     if not isinstance(result, Mapping):
         return _read_number(function, result, {})
     if "score" not in result:

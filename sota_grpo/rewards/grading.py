@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import mmap
 import os
 import signal
 import tempfile
@@ -15,55 +16,44 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from typing import Protocol
 
 from sota_grpo.rl.records import LARGEST, TASK, Example, Score
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of
 from sota_grpo.text import one_line
-from sota_grpo.workers.base import WorkerSpec, pending_future, resolve, starter
+from sota_grpo.workers.base import ProcessEndedItself, ProcessLauncher, WorkerSpec, pending_future, resolve, starter
 from sota_grpo.workers.fleet import Fleet, TaskLost, TaskOverdue
-from sota_grpo.workers.processes import ProcessEndedItself, ProcessLauncher
 
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 60.0
+_CALLS = 1 << 16  # most calls at once
 
 
 class WrongTerms(KeyError):
     """A grader returned other reward terms than its task declares: an error of the task, not of a response."""
 
 
-def guarded_score(score: Scorer, term_names: Collection[str], response: str, example: Example) -> Score:
-    """Return the score of one response, or :func:`failed_score` if the grader fails.
-
-    A grader fails when it raises, reports an error, or returns a term that is not finite in float32 or an ``info`` that
-    is not JSON. WrongTerms if it returns other terms than ``term_names``; KeyboardInterrupt: :func:`graders_error`.
-
-    >>> def ratio(response, example):
-    ...     return Score({"ratio": float(response) / float(example.answer)}, success=False)
-    >>> guarded_score(ratio, ["ratio"], "two", Example("8 / 2?", "4")).terms
-    {'ratio': 0.0}
-    """
-    try:
-        return _checked(score(response, example), term_names, example)
-    except WrongTerms:
-        raise
-    except BaseException as error:  # whatever the model's text makes a grader do must not end the run
-        return failed_score(term_names, graders_error(error), example)
-
-
 def guarded_scores(
     score: Scorer,
     term_names: Collection[str],
     pairs: Sequence[tuple[str, Example]],
-    tick: Callable[[], None] = lambda: None,
+    note: Callable[[int], object] = lambda done: None,
 ) -> list[Score]:
-    """Return the scores of ``(response, example)`` pairs, in order, each graded as :func:`guarded_score` does.
+    """Return the scores of ``(response, example)`` pairs, in order; :func:`failed_score` where the grader fails.
+
+    A grader fails when it raises, reports an error, or returns a term that is not finite in float32 or an ``info`` that
+    is not JSON. WrongTerms if it returns other terms than ``term_names``; KeyboardInterrupt: :func:`graders_error`.
 
     A grader with a method ``score_group(pairs) -> list of Score`` gets all pairs at once. If ``score_group`` raises,
     the pairs are graded one by one, so that only the response that the grader cannot grade fails; if it returns another
-    number of scores, all responses fail. ``tick`` is called after each response, or once after ``score_group``.
+    number of scores, all responses fail. ``note`` is called with the number of graded responses after each, or once.
+
+    >>> def ratio(response, example):
+    ...     return Score({"ratio": float(response) / float(example.answer)}, success=False)
+    >>> [score.terms for score in guarded_scores(ratio, ["ratio"], [("two", Example("8 / 2?", "4"))])]
+    [{'ratio': 0.0}]
     """
     score_group = getattr(score, "score_group", None)
     if score_group is not None and pairs:
@@ -74,7 +64,7 @@ def guarded_scores(
             else:
                 reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
                 scores = [failed_score(term_names, reason, example) for _, example in pairs]
-            tick()
+            note(len(pairs))
             return scores
         except WrongTerms:
             raise
@@ -82,20 +72,23 @@ def guarded_scores(
             reason = one_line(graders_error(error))
             logger.debug("%d responses are graded one by one, because score_group failed: %s", len(pairs), reason)
     scores = []
-    for response, example in pairs:
-        scores.append(guarded_score(score, term_names, response, example))
-        tick()
+    for number, (response, example) in enumerate(pairs, 1):
+        try:
+            scores.append(_checked(score(response, example), term_names, example))
+        except WrongTerms:
+            raise
+        except BaseException as error:  # whatever the model's text makes a grader do must not end the run
+            scores.append(failed_score(term_names, graders_error(error), example))
+        note(number)
     return scores
 
 
 def _checked(score: Score, term_names: Collection[str], example: Example) -> Score:
     if score.error is not None:
         return failed_score(term_names, score.error, example)
-    if set(score.terms) != set(term_names):
-        raise WrongTerms(
-            f"the grader returned the terms {sorted(score.terms)} but term_weights names {sorted(term_names)}; "
-            "make them the same."
-        )
+    keys, names = sorted(score.terms), sorted(term_names)
+    if keys != names:
+        raise WrongTerms(f"the grader returned the terms {keys} but term_weights names {names}; make them the same.")
     terms = {name: None if value is None else float(value) for name, value in score.terms.items()}
     if not all(value is None or abs(value) <= LARGEST for value in terms.values()):
         return failed_score(term_names, f"ValueError: a term is not finite in float32: {terms}", example)
@@ -171,61 +164,30 @@ class LocalGrader:
         """No-op: there are no workers to end."""
 
 
-class ProgressCounter:
-    """The number of finished items of each call, in an anonymous file shared by processes of one machine.
-
-    A worker writes the number before it begins the next item, so that it can be read even if the worker then crashes or
-    hangs. ``fd`` is the descriptor of another counter's file, inherited by a child process under the same number
-    (``pass_fds``); None creates a file, which exists as long as this object.
-
-    >>> ours = ProgressCounter()
-    >>> theirs = ProgressCounter(ours.fd)
-    >>> ours.read(7), theirs.note(7, 300), ours.read(7)
-    (0, None, 300)
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        if fd is None:
-            if hasattr(os, "memfd_create"):
-                fd = os.memfd_create("progress")
-            else:
-                with tempfile.TemporaryFile() as file:
-                    fd = os.dup(file.fileno())
-            weakref.finalize(self, os.close, fd)  # not before: a late note must not go to another file of that number
-        self.fd = fd
-
-    def note(self, call: int, done: int) -> None:
-        """Write the number of finished items of the call with number ``call``."""
-        os.pwrite(self.fd, done.to_bytes(8, "little"), 8 * call)
-
-    def read(self, call: int) -> int:
-        """Return the number of finished items of the call with number ``call``; 0 if none was written."""
-        return int.from_bytes(os.pread(self.fd, 8, 8 * call), "little")
+def _counters(fd: int) -> memoryview:
+    """Return the numbers of graded responses by call, modulo ``_CALLS``, in memory that processes share by ``fd``."""
+    return memoryview(mmap.mmap(fd, 8 * _CALLS)).cast("Q")
 
 
 class RewardWorker:
     """Grades lists of responses with :func:`guarded_scores`, on a process's main thread: graders may use signals.
 
-    The constructor calls the grader's optional ``prepare()``, so that it counts towards no response's deadline.
-    ``progress_fd`` is that of a :class:`ProgressCounter` for the graded responses of each call; None: a new counter.
+    The constructor calls the grader's optional ``prepare()``, so that it counts towards no response's deadline. The
+    worker writes the number of graded responses of a call to ``progress_fd`` (-1: to memory of its own) before it
+    begins the next response, so that the pool can read the number even if the worker then crashes or hangs.
     """
 
-    def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int | None = None) -> None:
+    def __init__(self, score: Scorer, term_names: Sequence[str], progress_fd: int = -1) -> None:
         self._score, self._term_names = score, tuple(term_names)
         prepare(score)
-        self._progress = ProgressCounter(progress_fd)
+        self._done = _counters(progress_fd)
 
     def run(self, pairs: Sequence[tuple[str, Example]], call: int = 0) -> list[Score]:
-        """Return the scores of ``pairs``, as :func:`guarded_scores`; note the progress under the number ``call``."""
-        answers = itertools.count(1)
-        scores = guarded_scores(
-            self._score, self._term_names, pairs, tick=lambda: self._progress.note(call, next(answers))
-        )
-        self._progress.note(call, len(pairs))  # a grader of whole groups has answered once
-        return scores
+        """Return the scores of ``pairs``, as :func:`guarded_scores`; write the progress under the number ``call``."""
+        return guarded_scores(self._score, self._term_names, pairs, partial(self._done.__setitem__, call % _CALLS))
 
     def ping(self) -> float:
-        """Return 0 seconds without progress: the pool reads the progress from the counter instead."""
+        """Return 0 seconds without progress: the pool reads the progress itself."""
         return 0.0
 
 
@@ -246,9 +208,15 @@ class GradingPool:
         self._grades_groups = hasattr(score, "score_group")
         self._failures, self._launcher = FailureLog(), ProcessLauncher()
         self._calls = itertools.count()
-        self._progress = progress = ProgressCounter()
-        placement = {"pass_fds": (progress.fd,), "threads": 1}
-        options = {"score": score, "term_names": self._term_names, "progress_fd": progress.fd}
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("progress")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, 8 * _CALLS)
+        self._done = done = _counters(fd)
+        placement = {"pass_fds": (fd,), "threads": 1}
+        options = {"score": score, "term_names": self._term_names, "progress_fd": fd}
         spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", options)
         self.fleet = Fleet(
             "reward",
@@ -256,10 +224,11 @@ class GradingPool:
             num_workers,
             capacity=1,  # so that only one group can be the cause of a worker's end
             task_deadline_s=timeout_s,
-            progress=lambda pairs, call: progress.read(call),
+            progress=lambda pairs, call: done[call % _CALLS],
             silence_s=max(_SILENCE_S, 2 * timeout_s),  # the deadline of a response comes first
             max_attempts=1,
         )
+        weakref.finalize(self.fleet, os.close, fd)  # which starts workers with it
 
     def wait_ready(self) -> None:
         """Wait until every worker can grade; raise ``WorkerDied`` if one cannot start."""
@@ -279,24 +248,25 @@ class GradingPool:
         if not pairs:
             return []
         call = next(self._calls)
+        self._done[call % _CALLS] = 0
         try:
             return [*map(self._failures.add, await self.fleet.run(pairs, call))]
         except TaskOverdue as error:
             at, is_guilty, reason = error.progress, True, f"TimeoutError: no score within {self._timeout_s:g} s"
         except TaskLost as error:
-            at, reason = self._progress.read(call), f"WorkerDied: {error.__cause__ or error}"
+            at, reason = self._done[call % _CALLS], f"WorkerDied: {error.__cause__ or error}"
             is_guilty = is_suspect or isinstance(error.__cause__, ProcessEndedItself)
         if len(pairs) > 1 and (at >= len(pairs) or (self._grades_groups and at == 0)):
-            return [*chain(*await asyncio.gather(*(self._grade([pair]) for pair in pairs)))]  # any may be the cause
+            each = await asyncio.gather(*(self._grade([pair]) for pair in pairs))  # any may be the cause
+            return [score for (score,) in each]
         at = min(at, len(pairs) - 1)
-        if is_guilty:
-            guilty = [self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))]
-            before, after = await asyncio.gather(self._grade(pairs[:at]), self._grade(pairs[at + 1 :]))
-        else:
-            before, guilty, after = await asyncio.gather(
-                self._grade(pairs[:at]), self._grade([pairs[at]], is_suspect=True), self._grade(pairs[at + 1 :])
-            )
-        return [*before, *guilty, *after]
+        failed = [self._failures.add(failed_score(self._term_names, reason, pairs[at][1]))] if is_guilty else []
+        before, again, after = await asyncio.gather(
+            self._grade(pairs[:at]),
+            self._grade([] if is_guilty else [pairs[at]], is_suspect=True),
+            self._grade(pairs[at + 1 :]),
+        )
+        return [*before, *failed, *again, *after]
 
 
 def task_grader(grader: Grader) -> Grader:

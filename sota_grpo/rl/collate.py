@@ -1,4 +1,4 @@
-"""Convert samples to ragged rows and rows to padded batches; set loss weights; split rows into micro-batches.
+"""Convert samples to ragged rows and rows to padded batches; set loss weights.
 
 A response is one ragged row of a table (:mod:`sota_grpo.rl.table`). For example, a prompt of two tokens and a response
 of three, during which the engine's weights were updated from version 7 to 8::
@@ -16,9 +16,8 @@ Loss weights of three rows (``p`` prompt, ``a`` assistant) with the aggregation 
     row 1   p a a a          loss_weight   0  1/6 1/6 1/6
     row 2   p p a            loss_weight   0   0  1/6
 
-If rows 0 and 2 have the same prompt, ``micro_batches(rows, token_budget=8)`` is ``[[row 0, row 2], [row 1]]``, with 5
-packed tokens (the prompt counts once) and 4. ``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the
-padding. The weights are set once per optimizer step, so sums over micro-batches do not depend on the split.
+``pad_rows`` of the three gives ``[3, 4]`` tensors, with weight 0 in the padding. The weights are set once per optimizer
+step, so sums over micro-batches do not depend on the split (:mod:`sota_grpo.rl.planner`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,9 +35,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sota_grpo import keys
-from sota_grpo.functional.micro_batches import Aggregation, PromptGroup, fill, row_weights
-from sota_grpo.policy.end_tokens import response_text
-from sota_grpo.policy.shared_prompt import tree_branches
+from sota_grpo.functional.loss_terms import Aggregation, row_weights
+from sota_grpo.policy.causal import response_text
 from sota_grpo.rl.records import Example, Sample
 from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, row_list
 
@@ -73,13 +71,9 @@ def drawn_entries(group_id: int, example: Example, prompt_ids: Sequence[int]) ->
 
 def prompt_rows(group_id: int, example: Example, prompt_ids: Sequence[int], repeats: int) -> list[TensorDictBase]:
     """Return ``repeats`` rows of one prompt, without responses; row ``i`` has ``sample_id = i``."""
-    table = _siblings(drawn_entries(group_id, example, prompt_ids), repeats)
+    drawn = drawn_entries(group_id, example, prompt_ids)
+    table = RowTable.of([{**drawn, keys.SAMPLE_ID: torch.tensor(index)} for index in range(repeats)])
     return row_list(table.stack())
-
-
-def _siblings(drawn: Row, count: int) -> RowTable:
-    columns = {key: Column.of([value] * count) for key, value in drawn.items()}
-    return RowTable(count, columns | {keys.SAMPLE_ID: Column(torch.arange(count))})
 
 
 def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTable:
@@ -96,32 +90,34 @@ def group_table(drawn: Row, samples: Sequence[Sample], tokenizer: Any) -> RowTab
     ids = drawn[keys.PROMPT_TOKENS]
     responses = [sample.token_ids for sample in samples]
     lengths = [len(ids) + len(response) for response in responses]
-
-    def behind_prompt(prompt: Tensor, of_responses: Iterable[Tensor]) -> Tensor:
-        return torch.cat([piece for response in of_responses for piece in (prompt, response)])
-
     off = torch.zeros_like(ids, dtype=torch.bool)
     masks = ((s.token_ids, s.assistant_mask) for s in samples)
-    produced = behind_prompt(off, (torch.ones_like(i, dtype=torch.bool) if m is None else m for i, m in masks))
-    log_probs = behind_prompt(off.float(), (sample.log_probs.float() for sample in samples))
-    versions = behind_prompt(off.long(), (sample.versions.long() for sample in samples))
-    versions = torch.where(produced, versions, -1)
-    per_token = {
-        keys.FULL_TOKENS: behind_prompt(ids, responses),
-        keys.ATTENTION_MASK: torch.ones_like(produced),
-        keys.ASSISTANT_MASK: produced,
-        keys.LOG_PROBS: torch.where(produced, log_probs, 0.0),
-        keys.TOKEN_VERSION: versions,
+    pieces: dict[Key, tuple[Tensor, Iterable[Tensor]]] = {  # values of the prompt's tokens, and of each response's
+        keys.FULL_TOKENS: (ids, responses),
+        keys.ATTENTION_MASK: (~off, (torch.ones_like(response, dtype=torch.bool) for response in responses)),
+        keys.ASSISTANT_MASK: (off, (torch.ones_like(i, dtype=torch.bool) if m is None else m for i, m in masks)),
+        keys.LOG_PROBS: (off.float(), (sample.log_probs.float() for sample in samples)),
+        keys.TOKEN_VERSION: (off.long(), (sample.versions.long() for sample in samples)),
     }
-    rows = _siblings(drawn, len(samples))
+    per_token = {
+        key: torch.cat([piece for response in of_responses for piece in (prompt, response)])
+        for key, (prompt, of_responses) in pieces.items()
+    }
+    produced = per_token[keys.ASSISTANT_MASK]
+    per_token[keys.LOG_PROBS] = torch.where(produced, per_token[keys.LOG_PROBS], 0.0)
+    versions = per_token[keys.TOKEN_VERSION] = torch.where(produced, per_token[keys.TOKEN_VERSION], -1)
+    rows = RowTable(len(samples), {key: Column.of([value] * len(samples)) for key, value in drawn.items()})
+    rows.columns[keys.SAMPLE_ID] = Column(torch.arange(len(samples)))
     rows.columns |= {key: Column(values, lengths) for key, values in per_token.items()}
     rows.columns[keys.RESPONSE_TOKENS] = Column(torch.cat(responses), list(map(len, responses)))
     none, ends = torch.iinfo(versions.dtype).max, list(accumulate(lengths, initial=0))
     known = torch.where(produced, versions, none).numpy()
     oldest = (known[start:end].min(initial=none) for start, end in pairwise(ends))
     rows.set(keys.POLICY_VERSION, torch.tensor([-1 if version == none else version for version in oldest]))
-    for name, flags in done_entries(torch.tensor([sample.truncated for sample in samples])).items():
-        rows.set(("next", name), flags)
+    truncated = torch.tensor([[sample.truncated] for sample in samples])
+    rows.set(keys.DONE, torch.ones_like(truncated))
+    rows.set(keys.TERMINATED, ~truncated)
+    rows.set(keys.TRUNCATED, truncated)
     texts = [response_text(tokenizer, last_turn(one)) if one.text is None else one.text for one in samples]
     rows.set(keys.RESPONSE_TEXT, texts)
     rows.set(keys.DIALOG, [None if one.record is None else json.dumps(one.record) for one in samples])
@@ -155,12 +151,6 @@ def last_turn(sample: Sample) -> Tensor:
         return sample.token_ids
     others = (~sample.assistant_mask).nonzero()
     return sample.token_ids[int(others[-1]) + 1 :] if len(others) else sample.token_ids
-
-
-def done_entries(truncated: Tensor) -> dict[str, Tensor]:
-    """Return bool ``[G, 1]``: ``done`` (True), ``terminated`` (not truncated) and ``truncated``, of ``G`` responses."""
-    flags = {"done": torch.ones_like(truncated), "terminated": ~truncated, "truncated": truncated}
-    return {name: flag.unsqueeze(1) for name, flag in flags.items()}
 
 
 def response_ids(row: TensorDictBase) -> Tensor:
@@ -232,7 +222,7 @@ def set_loss_weights(
 
     Args:
         rows: all rows of the step, ragged or dense, not yet micro-batches; rows with a grader error get weight 0.
-        aggregation, max_response_tokens: see :func:`sota_grpo.functional.micro_batches.row_weights`.
+        aggregation, max_response_tokens: see :func:`sota_grpo.functional.loss_terms.row_weights`.
         drop_truncated: truncated responses get weight 0 and count as rows without trainable tokens (overlong
             filtering; Yu et al. 2025, arXiv:2503.14476, section 3.4); without ``("next", "truncated")`` none is.
 
@@ -251,7 +241,9 @@ def set_loss_weights(
         lengths = torch.where(truncated.flatten(), 0, lengths)
     weights = row_weights(lengths, aggregation, max_response_tokens=max_response_tokens)
     masks = rows.cells(keys.ASSISTANT_MASK)
-    rows.set(keys.LOSS_WEIGHT, [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, weights, strict=True)])
+    rows.set(
+        keys.LOSS_WEIGHT, [torch.where(mask.bool(), weight, 0.0) for mask, weight in zip(masks, weights, strict=True)]
+    )
 
 
 def graded_rows(rows: RowTable) -> Tensor:
@@ -262,7 +254,7 @@ def graded_rows(rows: RowTable) -> Tensor:
 
 def known_tokens(row: Row) -> Tensor:
     """Return a bool mask ``[T]`` of the tokens to train on: sampled by the policy, with a finite log-prob if known."""
-    mask, log_probs = row[keys.ASSISTANT_MASK], row.get(keys.LOG_PROBS, None)
+    mask, log_probs = row[keys.ASSISTANT_MASK].bool(), row.get(keys.LOG_PROBS, None)
     return mask if log_probs is None else mask & log_probs.isfinite()
 
 
@@ -295,7 +287,7 @@ def padded_entry(
 ) -> Tensor | None:
     """Return an entry of all rows as one tensor, with padding on ``side`` where lengths differ; None if no row has it.
 
-    ValueError if some rows lack it and have no default for it.
+    It has the dtype that holds the values of all rows. ValueError if some rows lack it and have no default for it.
     """
     values = [row.get(key, None) for row in rows]
     missing = [index for index, value in enumerate(values) if value is None]
@@ -311,7 +303,17 @@ def padded_entry(
         )
     if key in _PER_ROW and len({value.shape[:1] == (1,) for value in values}) > 1:
         raise ValueError(f"{key} has one number in some rows and one per token in others; write the same to all rows.")
-    return _padded(values, padding, side)
+    dtype = reduce(torch.promote_types, {value.dtype for value in values})  # torch and numpy would take the first row's
+    values = [value.to(dtype) for value in values]
+    if len({value.shape for value in values}) == 1:
+        return torch.stack(values)
+    if any(value.is_cuda or value.dim() != 1 for value in values) or dtype == torch.bfloat16 or side == "left":
+        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
+    arrays = [value.numpy() for value in values]  # ten times faster than torch
+    dense = np.full((len(arrays), max(map(len, arrays))), padding, arrays[0].dtype)
+    for target, array in zip(dense, arrays):
+        target[: len(array)] = array
+    return torch.from_numpy(dense)
 
 
 def _absent(key: Key, row: Row) -> Tensor | None:
@@ -322,21 +324,6 @@ def _absent(key: Key, row: Row) -> Tensor | None:
     if key not in OPTIONAL or mask is None or bool(mask.any()):
         return None
     return torch.zeros(0 if key == keys.SUPPORT_IDS else len(mask), dtype=torch.int32)
-
-
-def _padded(values: Sequence[Tensor], padding: float, side: Literal["left", "right"]) -> Tensor:
-    """Pad ``[T_i, ..]`` to ``[N, max T_i, ..]``, in the dtype that holds all values."""
-    dtype = reduce(torch.promote_types, {value.dtype for value in values})  # torch and numpy would take the first row's
-    values = [value.to(dtype) for value in values]
-    if len({value.shape for value in values}) == 1:
-        return torch.stack(values)
-    if any(value.is_cuda or value.dim() != 1 for value in values) or dtype == torch.bfloat16 or side == "left":
-        return pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
-    rows = [value.numpy() for value in values]  # ten times faster than torch
-    dense = np.full((len(rows), max(map(len, rows))), padding, rows[0].dtype)
-    for target, row in zip(dense, rows):
-        target[: len(row)] = row
-    return torch.from_numpy(dense)
 
 
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
@@ -357,84 +344,3 @@ def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
             cut.set(keys.SUPPORT_IDS, batch.get(keys.SUPPORT_IDS)[index, : int(row.get(keys.SUPPORT_COUNTS).sum())])
         rows.append(cut)
     return lazy_stack(rows, 0)
-
-
-def micro_batches(
-    rows: Sequence[TensorDictBase] | TensorDictBase, *, token_budget: int, shared_prompt: bool = True
-) -> list[list[TensorDictBase]]:
-    """Split rows into micro-batches of at most ``token_budget`` packed tokens, the largest first.
-
-    A prompt counts once for all its rows in a micro-batch, and rows of a prompt stay together if the budget allows; see
-    :func:`~sota_grpo.functional.micro_batches.fill`. The largest comes first, so that out-of-memory errors occur early.
-    A row above the budget becomes a separate micro-batch.
-
-    Args:
-        token_budget: maximum number of packed tokens per micro-batch; below 1 raises ``ValueError``.
-        shared_prompt: False for a model that computes padded rows: ``n`` rows then count ``n`` times the longest.
-    """
-    if token_budget < 1:
-        raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
-    listed = row_list(rows)
-    prompts = row_prompts(listed)
-    batches = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
-    return [[listed[index] for index in batch] for batch in batches]
-
-
-def filled(
-    prompts: Sequence[RowPrompt], chosen: Iterable[int], *, token_budget: int, shared_prompt: bool
-) -> list[list[int]]:
-    """Split the rows with indices ``chosen`` as :func:`micro_batches` does; return the row indices of each batch."""
-    if shared_prompt:
-        batches = fill(groups_by_prompt(prompts, chosen), token_budget=token_budget)
-    else:
-        alone = (PromptGroup((index,), 0, (prompts[index].tokens,)) for index in chosen)
-        batches = fill(alone, token_budget=token_budget, slots_per_token=1)
-    return [[index for piece in batch for index in piece.rows] for batch in batches]
-
-
-class RowPrompt(NamedTuple):
-    """A row's prompt: the tokens before its first assistant token; all tokens, if none is an assistant token.
-
-    ``text``: its ids as bytes. Numbers of tokens: ``length`` of it, ``response`` after it, ``sampled`` to train on. For
-    a tree: the prompt of the first path; ``response`` counts each other token as often as it is computed.
-    """
-
-    text: bytes
-    length: int
-    response: int
-    sampled: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.length + self.response
-
-
-def row_prompts(rows: RowTable | Sequence[TensorDictBase] | Sequence[Row]) -> list[RowPrompt]:
-    """Return the :class:`RowPrompt` of each row."""
-    names = keys.ASSISTANT_MASK, keys.FULL_TOKENS
-    listed: Any = rows.rows(*names, keys.LOG_PROBS, keys.PARENTS) if isinstance(rows, RowTable) else rows
-    prompts = []
-    for row in listed:
-        completion_mask, tokens = (row[name].cpu().numpy() for name in names)
-        sampled = int(known_tokens(row).count_nonzero())
-        length = int(completion_mask.argmax()) if completion_mask.any() else len(tokens)
-        response = len(tokens) - length
-        if (parents := row.get(keys.PARENTS, None)) is not None:
-            branches = tree_branches(parents.cpu(), row[keys.ASSISTANT_MASK].cpu())
-            length = branches[0].shared
-            computed = {branch.path[0]: branch.shared for branch in branches}  # the prompt of each root
-            response = sum(computed.values()) - length + sum(len(branch.path) - branch.shared for branch in branches)
-            tokens = tokens[branches[0].path]
-        prompts.append(RowPrompt(tokens[:length].tobytes(), length, response, sampled))
-    return prompts
-
-
-def groups_by_prompt(prompts: Sequence[RowPrompt], chosen: Iterable[int] | None = None) -> list[PromptGroup]:
-    """Group all rows, or those with indices ``chosen``, by prompt tokens; groups are in order of their first row."""
-    members_of: dict[bytes, list[int]] = {}
-    for index in range(len(prompts)) if chosen is None else chosen:
-        members_of.setdefault(prompts[index].text, []).append(index)
-    return [
-        PromptGroup(tuple(members), prompts[members[0]].length, tuple(prompts[index].response for index in members))
-        for members in members_of.values()
-    ]

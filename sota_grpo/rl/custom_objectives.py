@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, file_reference, run_python
-from sota_grpo.functional.surrogates import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
+from sota_grpo.functional.loss_terms import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
 from sota_grpo.text import sentence
 
 if TYPE_CHECKING:

@@ -18,9 +18,15 @@ from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
 from sota_grpo.functional.advantages import distilled_advantages
-from sota_grpo.functional.divergences import KL_ESTIMATORS, importance_weights, off_policy_tokens, raw_weights
-from sota_grpo.functional.micro_batches import loss_weights
-from sota_grpo.functional.surrogates import of_terms, sequence_log_ratio
+from sota_grpo.functional.loss_terms import (
+    KL_ESTIMATORS,
+    importance_weights,
+    loss_weights,
+    of_terms,
+    off_policy_tokens,
+    raw_weights,
+    sequence_log_ratio,
+)
 from sota_grpo.rl.collate import pad_rows, padded_entry, unpad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 from sota_grpo.rl.table import row_list
@@ -91,17 +97,6 @@ def _per_token(batch: TensorDictBase, key: Any, side: Side, *, optional: bool = 
 
 def _dotted(key: NestedKey) -> str:
     return key if isinstance(key, str) else ".".join(key)  # a KeyError shows its text with quotes escaped
-
-
-def _widen(value: Tensor, shape: torch.Size) -> Tensor:
-    """Return a per-token entry as ``[N, T]`` or ``[N, 1]``, half precision cast to float32."""
-    value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
-    if value.shape != shape and value.shape != (shape[0], 1):
-        raise ValueError(
-            f"a per-token entry of the batch has the shape {list(value.shape)}; it must be that of the log-probs, "
-            f"{list(shape)}, or {[shape[0], 1]}."
-        )
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
@@ -228,7 +223,7 @@ class GRPOLoss(LossModule):
             as ``functools.partial(sapo_surrogate, tau_positive=2.0)``, or ``FILE.py:FUNCTION`` (docs/extending.md).
         ratio: ``token``, or ``sequence`` for GSPO's ``exp(mean_t log rho_t)``.
         dual_clip: upper bound of the ratio for negative advantages, and of ``kl_unbiased``'s weight; None: no bound.
-        off_policy_threshold: see :func:`sota_grpo.functional.divergences.off_policy_tokens`; such tokens are masked in
+        off_policy_threshold: see :func:`sota_grpo.functional.loss_terms.off_policy_tokens`; such tokens are masked in
             the surrogate, but not in KL and entropy.
         kl_estimator: ``k1``, ``k2`` or ``k3``.
         kl_unbiased: multiply the KL to the reference by ``pi / pi_behaviour`` of the token, with gradient. The expected
@@ -240,7 +235,7 @@ class GRPOLoss(LossModule):
             the batch's advantage: see :func:`sota_grpo.functional.advantages.distilled_advantages`.
         max_response_tokens: divisor of ``constant``.
         correction, correction_mode, correction_cap, correction_floor: see
-            :func:`sota_grpo.functional.divergences.importance_weights`.
+            :func:`sota_grpo.functional.loss_terms.importance_weights`.
 
     Raises:
         ValueError: an option is unknown or has no effect; in ``forward``: the batch has another shape or entries that
@@ -248,7 +243,7 @@ class GRPOLoss(LossModule):
         ObjectiveError: your objective cannot be used, or does not return ``[N, T]`` with a gradient.
         KeyError: in ``forward``: the batch lacks a key that the options need.
 
-    Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.surrogates`.
+    Sources: Shao et al. 2024 (arXiv:2402.03300, eq. 3); the terms in :mod:`sota_grpo.functional.loss_terms`.
 
     >>> class Actor(nn.Module):
     ...     def forward(self, td):
@@ -473,8 +468,18 @@ class GRPOLoss(LossModule):
                     f"{', '.join(map(_dotted, fields))}; use one name in the batch, in set_keys({name}=...) and in "
                     "actor_network."
                 )
-        read = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
-        read = {name: _widen(value, read["log_prob"].shape) for name, value in read.items() if value is not None}
+        entries = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
+        shape, read = entries["log_prob"].shape, {}  # each [N, T] or [N, 1], and not in half precision
+        for name, value in entries.items():
+            if value is None:
+                continue
+            value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
+            if value.shape != shape and value.shape != (shape[0], 1):
+                raise ValueError(
+                    f"a per-token entry of the batch has the shape {list(value.shape)}; it must be that of the "
+                    f"log-probs, {list(shape)}, or {[shape[0], 1]}."
+                )
+            read[name] = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
         # NaN is TorchRL's mark of a token without a log-prob from the engine; it cannot be trained on
         mask = read.pop("mask") & read["behaviour"].isfinite()
         if self.kl_mask_threshold is not None:

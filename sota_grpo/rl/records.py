@@ -116,7 +116,8 @@ class Sampling:
 
     Args:
         max_tokens: maximum number of tokens of a response (in a dialog: of one turn), EOS included.
-        temperature: divisor of the logits; 0 means greedy decoding.
+        temperature: divisor of the logits; 0 means greedy decoding. A loop's loss and reference need the same one:
+            ``GRPOLoss(CausalPolicy(model, temperature=0.7))``.
         top_p: nucleus probability; 1 keeps all tokens.
         top_k: number of most likely tokens kept; 0 keeps all tokens.
         min_p: minimum probability of a kept token, relative to the most likely token; 0 keeps all tokens.

@@ -72,17 +72,6 @@ class Column(NamedTuple):
             return self.values.split(self.lengths)
         return self.values.unbind(0) if isinstance(self.values, Tensor) else self.values
 
-    def at(self, row: int) -> Any:
-        """Return the value of row number ``row``, from 0, among the rows that have the entry; a view."""
-        if self.lengths is None:
-            return self.values[row]
-        start = sum(self.lengths[:row])
-        return self.values[start : start + self.lengths[row]]
-
-    def indices(self, num_rows: int) -> Sequence[int]:
-        """Return the indices of the rows that have the entry, in a table of ``num_rows`` rows."""
-        return range(num_rows) if self.rows is None else self.rows
-
     def flat(self) -> Column:
         """Return the tensor column in concatenated form, with ``lengths``."""
         if self.lengths is not None:
@@ -92,21 +81,19 @@ class Column(NamedTuple):
 
     def take(self, indices: Sequence[int]) -> Column:
         """Return the column for the rows ``indices`` of its table, in this order."""
+        rows = None
         if self.rows is not None:
             known = {row: at for at, row in enumerate(self.rows)}
-            rows = [new for new, index in enumerate(indices) if index in known]
-            taken = self._at([known[indices[new]] for new in rows])
-            return taken._replace(rows=rows if len(rows) < len(indices) else None)
-        return self._at(indices)
-
-    def _at(self, indices: Sequence[int]) -> Column:
+            having = [new for new, index in enumerate(indices) if index in known]
+            rows = having if len(having) < len(indices) else None
+            indices = [known[indices[new]] for new in having]
         if isinstance(self.values, list):
-            return Column([self.values[index] for index in indices])
+            return Column([self.values[index] for index in indices], None, rows)
         if self.lengths is None:
-            return Column(self.values[torch.tensor(indices, dtype=torch.int64)])
+            return Column(self.values[torch.tensor(indices, dtype=torch.int64)], None, rows)
         ends = list(accumulate(self.lengths, initial=0))
         pieces = [self.values[ends[first] : ends[last]] for first, last in _runs(indices)]
-        return Column(torch.cat(pieces or [self.values[:0]]), [self.lengths[index] for index in indices])
+        return Column(torch.cat(pieces or [self.values[:0]]), [self.lengths[index] for index in indices], rows)
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -168,11 +155,13 @@ class RowTable(Sequence[Row]):
         *starts, num_rows = accumulate((len(table) for table in tables), initial=0)
         columns = {}
         for key in dict.fromkeys(key for table in tables for key in table.columns):
-            have = [(start, table) for start, table in zip(starts, tables) if key in table.columns and len(table)]
+            rows, have = [], []
+            for start, table in zip(starts, tables):
+                if key in table.columns and len(table):
+                    have.append(column := table.columns[key])
+                    rows += [start + row for row in (range(len(table)) if column.rows is None else column.rows)]
             if have:
-                rows = [start + row for start, table in have for row in table.columns[key].indices(len(table))]
-                joined = _joined([table.columns[key] for _, table in have])
-                columns[key] = Column(*joined, rows if len(rows) < num_rows else None)
+                columns[key] = Column(*_joined(have), rows if len(rows) < num_rows else None)
         return cls(num_rows, columns)
 
     def __len__(self) -> int:
@@ -183,15 +172,7 @@ class RowTable(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> RowTable: ...
     def __getitem__(self, index: int | slice) -> Row | RowTable:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
-        place, row = range(len(self))[index], {}
-        for key, column in self.columns.items():
-            if column.rows is None:
-                row[key] = column.at(place)
-            elif place in column.rows:
-                row[key] = column.at(column.rows.index(place))
-        return row
+        return self.take(range(len(self))[index]) if isinstance(index, slice) else self.rows()[index]
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows())
@@ -277,8 +258,9 @@ class RowTable(Sequence[Row]):
         rows: list[dict[Key, Any]] = [{} for _ in range(len(self))]
         for key in names or self.columns:
             if (column := self.columns.get(key)) is not None:
-                for index, value in zip(column.indices(len(self)), column.cells(), strict=True):
-                    rows[index][key] = value
+                having = rows if column.rows is None else [rows[index] for index in column.rows]
+                for row, value in zip(having, column.cells(), strict=True):
+                    row[key] = value
         return rows
 
     def stack(self) -> LazyStackedTensorDict:

@@ -2,15 +2,17 @@
 
 Each is a :class:`torchrl.envs.transforms.Transform` over rows: a table, or TensorDicts, lazily stacked (ragged) or
 dense. It writes in place, and only once: rows that already have its output key are not changed. So in a
-``ReplayBuffer``, :class:`GroupAdvantage` is computed when whole groups are added, and not again for sampled subsets.
+``ReplayBuffer``, :class:`GroupAdvantage` is computed when whole groups are added, and not again for sampled subsets; in
+a ``GroupReplayBuffer`` that a collector fills, when a batch is sampled.
 Transforms that write under ``"next"`` also work on the steps of an env (``TransformedEnv``); of their entries, only the
-reward is then in the env's specs.
+reward is then in the env's specs. :class:`UserTransforms` applies ``env.transforms``, transforms of the user.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
-from sota_grpo.errors import memory_for
+from sota_grpo.errors import RunFailed, memory_for
+from sota_grpo.files import error_line, file_reference
 from sota_grpo.functional.advantages import (
     GROUP_TERMS,
     Baseline,
@@ -30,11 +33,12 @@ from sota_grpo.functional.advantages import (
     soft_overlong_penalty,
     zero_advantage_mask,
 )
-from sota_grpo.functional.surrogates import of_terms
-from sota_grpo.rl.collate import complete_rows, graded_rows, micro_batches, pad_rows
+from sota_grpo.functional.loss_terms import of_terms
+from sota_grpo.rl.collate import complete_rows, graded_rows, known_tokens, pad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, estimator
+from sota_grpo.rl.planner import micro_batches
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
-from sota_grpo.rl.table import Column, Row, RowTable, in_place, row_list
+from sota_grpo.rl.table import Column, Key, Row, RowTable, in_place, row_list
 from sota_grpo.text import sentence
 
 Reference = Callable[[TensorDictBase], Tensor | TensorDictBase]
@@ -59,10 +63,8 @@ def _checked(advantages: Any, rewards: Tensor) -> Tensor:
     return advantages
 
 
-def _first(rows: RowTable | TensorDictBase) -> RowTable:
-    """Return a table to look entries up in: the first row, or the table itself."""
-    if isinstance(rows, RowTable):
-        return rows
+def _first(rows: TensorDictBase) -> RowTable:
+    """Return the table of the first row, to look entries up in."""
     return RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1])
 
 
@@ -85,8 +87,16 @@ class RowTransform(Transform):
     def _write(self, rows: RowTable) -> None:
         raise NotImplementedError
 
+    def _check(self, rows: TensorDictBase) -> None:
+        """Raise if the transform cannot be applied to a batch of TensorDicts; any may be used by default."""
+
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
-        if not isinstance(tensordict, RowTable) and (lacking := _without(tensordict, self.written_key)):
+        if isinstance(tensordict, RowTable):
+            if self.written_key not in tensordict.columns:
+                self._write(tensordict)
+            return tensordict
+        self._check(tensordict)
+        if lacking := _without(tensordict, self.written_key):
             in_place(self._write)(lacking)  # as in a replay buffer, some of whose rows were sampled before
             return tensordict
         return tensordict if self.written_key in _first(tensordict).columns else in_place(self._write)(tensordict)
@@ -121,14 +131,11 @@ def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
     return pairs
 
 
-@in_place
 def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[str, float]) -> None:
-    """Write one score per row, in place, and return the rows; ``reward = sum_k weight_k * term_k`` (in float64).
+    """Write one score per row; ``reward = sum_k weight_k * term_k`` (in float64).
 
     Writes the reward, its terms, success, errors and info under ``next``. A term that is None adds nothing to the
     reward, and the row lacks its key. If all terms are None, the row gets a reward error, as after a grader error.
-
-    ValueError if a term does not apply to some row of a dense TensorDict, as all its rows need the same keys;
     KeyError if a score lacks a term of ``term_weights``, or a term that applies has no weight.
     """
     scores = [*map(rewarded, scores)]
@@ -162,7 +169,7 @@ class ReferenceKL(RowTransform):
             model is wrapped in a :class:`~sota_grpo.policy.causal.FrozenReference`.
         in_reward_coeff: coefficient of the KL penalty; None does not change the reward.
         pad_token_id: token that pads the rows.
-        token_budget, shared_prompt: see :func:`sota_grpo.rl.collate.micro_batches`.
+        token_budget, shared_prompt: see :func:`sota_grpo.rl.planner.micro_batches`.
 
     UnusableValues for a non-finite log-prob, RunFailed if the device lacks memory, ValueError for ``token_budget < 1``.
 
@@ -204,6 +211,8 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: RowTable) -> None:
+        if self.in_reward_coeff is not None and keys.TURN in rows.columns:
+            _require_ends(rows, whole=True)
         sizes: dict[str, Any] = {"token_budget": self.token_budget, "shared_prompt": self.shared_prompt}
         log_probs = reference_log_probs(self.reference, rows, pad_token_id=self.pad_token_id, **sizes)
         write_reference(rows, log_probs, in_reward_coeff=self.in_reward_coeff)
@@ -229,12 +238,11 @@ def reference_log_probs(
         log_probs = scored.get(keys.LOG_PROBS) if isinstance(scored, TensorDictBase) else scored
         fetched = log_probs.detach().to(micro[0][keys.ASSISTANT_MASK].device, torch.float32)
         for row, values in zip(micro, fetched, strict=True):
-            mask = row[keys.ASSISTANT_MASK]
+            mask = row[keys.ASSISTANT_MASK].bool()
             log_probs_of[id(row)] = torch.where(mask, values[: mask.shape[0]], 0.0)
     return [log_probs_of[id(row)] for row in rows]
 
 
-@in_place
 def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_coeff: float | None) -> None:
     """Write reference log-probs, ``[T_i]`` per row, and, with a coefficient, the KL penalty (:class:`ReferenceKL`)."""
     column = Column.of(log_probs)
@@ -246,7 +254,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
     if in_reward_coeff is None:
         return
     gaps = [
-        torch.where(row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite(), row[keys.LOG_PROBS] - ref, 0.0).sum()
+        torch.where(known_tokens(row), row[keys.LOG_PROBS] - ref, 0.0).sum()
         for row, ref in zip(rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS), log_probs, strict=True)
     ]
     reward = rows.get(keys.REWARD)
@@ -280,16 +288,24 @@ class OverlongPenalty(RowTransform):
         self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
 
     def _write(self, rows: RowTable) -> None:
+        if keys.TURN in rows.columns:
+            _require_ends(rows, whole=True)
         reward = rows.get(keys.REWARD)
         lengths = rows.sums(keys.ASSISTANT_MASK)
         penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
         rows.set(self.written_key, penalty)
         rows.set(keys.REWARD, reward + self.weight * penalty)
+        if (graded := rows.get(keys.GRADED_REWARD)) is not None:  # ReferenceKL came before
+            rows.set(keys.GRADED_REWARD, graded + self.weight * penalty)
 
 
-def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple[Tensor, Tensor]:
+def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return reward terms ``[N, K]`` (NaN if a term does not apply) and their weights ``[K]``, sorted by name."""
     names = sorted(rows.names(keys.REWARD_TERMS))
+    if not names or {keys.KL_TERM, keys.GRADED_REWARD} <= rows.columns.keys():  # both are written by ReferenceKL
+        has = "a KL penalty in the reward, which that would rescale" if names else f"no {keys.REWARD_TERMS}"
+        fix = "use kl_to_ref_coeff of the loss" if names else "write the terms, or use decouple_terms=False"
+        raise ValueError(f"decouple_terms standardises each reward term, but the rows have {has}; {fix}.")
     if weights is None and not rows.names(keys.TERM_WEIGHTS):
         raise ValueError("decouple_terms needs the weights of the terms, but the rows have none; pass term_weights.")
     for name in names if weights is not None else ():
@@ -297,24 +313,45 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None) -> tuple
         values = torch.full_like(term.values, (weights or {}).get(name, 1.0))
         rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
 
-    terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name)) for name in names], dim=-1)
-    of_rows = torch.stack([_scalars(rows, (*keys.TERM_WEIGHTS, name)) for name in names])
+    terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name), device) for name in names], dim=-1)
+    of_rows = torch.stack([_scalars(rows, (*keys.TERM_WEIGHTS, name), device) for name in names])
     return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 if no row has the term
 
 
-def _scalars(rows: RowTable, key: tuple[str, ...]) -> Tensor:
+def _scalars(rows: RowTable, key: tuple[str, ...], device: torch.device) -> Tensor:
     """Return an entry with one number per row as ``[N]``; NaN for rows without the entry."""
-    values = torch.full((len(rows),), torch.nan, device=rows.columns[keys.REWARD].values.device)
+    values = torch.full((len(rows),), torch.nan, device=device)
     if key in rows.columns:
         column = rows.columns[key]
         values[slice(None) if column.rows is None else column.rows] = column.values.flatten()
     return values
 
 
-def _values(rows: RowTable, key: Any) -> list[Any]:
-    """Return an entry of all rows as a list of numbers or texts."""
-    values = rows.get(key)
-    return values.flatten().tolist() if isinstance(values, Tensor) else list(values)
+def zero_advantage_rows(rows: RowTable, term_weights: Mapping[str, float] | None = None) -> Tensor:
+    """Return bool ``[N]``: True if the group's graded rewards, before any KL penalty, are equal; all must be finite.
+
+    With ``term_weights`` (of terms that are standardised apart, GDPO) each term must be equal, too, unless it weighs 0.
+    """
+    rewards = rows.get(keys.GRADED_REWARD if keys.GRADED_REWARD in rows.columns else keys.REWARD)
+    group_ids, counted = rows.get(keys.GROUP_ID), graded_rows(rows)
+    alike = zero_advantage_mask(rewards.flatten(), group_ids, counted)
+    for name in rows.names(keys.REWARD_TERMS) if term_weights is not None else ():
+        if (term_weights or {}).get(name, 1.0):
+            values = _scalars(rows, (*keys.REWARD_TERMS, name), rewards.device)
+            has_term = ~values.isnan()
+            alike &= zero_advantage_mask(values.where(has_term, 0.0), group_ids, counted & has_term)
+    return alike
+
+
+def _require_ends(rows: RowTable, *, whole: bool = False) -> None:
+    """Raise ValueError for a step that did not end its dialog; with ``whole`` also for the last of several steps."""
+    for index, row in enumerate(rows.rows(keys.TURN, keys.DONE)):
+        turn, done = row.get(keys.TURN), row.get(keys.DONE)
+        if isinstance(turn, Tensor) and done is not None and (not bool(done.any()) or (whole and int(turn))):
+            raise ValueError(
+                f"row {index} is one step of a dialog (turn {int(turn)}, done={bool(done.any())}); join the steps with "
+                "DialogRows, and transform its rows."
+            )
 
 
 class GroupAdvantage(RowTransform):
@@ -378,6 +415,8 @@ class GroupAdvantage(RowTransform):
         self._waiting: dict[Any, list[TensorDictBase]] = {}  # rows of incomplete groups
 
     def _write(self, rows: RowTable) -> None:
+        if keys.TURN in rows.columns:
+            _require_ends(rows)
         group_ids = self._group_ids(rows)
         reward = rows.get(self.in_keys[0]).reshape(-1)
         group_ids = group_ids.to(reward.device)
@@ -388,14 +427,15 @@ class GroupAdvantage(RowTransform):
             used = used & ((left > 1) | (counts == 1))[index]  # a response without siblings raises below
         ids = group_ids[used]
         if self.decouple_terms:
-            terms, weights = _weighed_terms(rows, self.term_weights)
+            terms, weights = _weighed_terms(rows, self.term_weights, reward.device)
             decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps).to(reward.dtype)
             reward = torch.zeros_like(reward).index_put((used,), decoupled)
         has_lengths = self.baseline == "length_weighted" or (self.estimator and keys.ASSISTANT_MASK in rows.columns)
         lengths = rows.sums(keys.ASSISTANT_MASK)[used] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}
         if self.estimator is not None:
-            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name))[used] for name in rows.names(keys.REWARD_TERMS)}
+            names = rows.names(keys.REWARD_TERMS)
+            by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name), reward.device)[used] for name in names}
             terms_of = {"rewards": reward[used], "group_ids": ids, "lengths": lengths, "terms": by_name}
             try:
                 advantages = of_terms(self.estimator, terms_of)
@@ -403,7 +443,8 @@ class GroupAdvantage(RowTransform):
                 raise ObjectiveError(f"algorithm.baseline failed: {sentence(error).rstrip('.')}.") from error
             options["baseline"] = _checked(advantages, reward[used])
         values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
-        graded = rows.get(keys.GRADED_REWARD, None)
+        has_kl = self.in_keys[0] == keys.REWARD  # the penalty is in this reward only
+        graded = rows.get(keys.GRADED_REWARD, None) if has_kl else None
         if graded is not None and not self.decouple_terms and self.scale != "none":
             # Else tiny differences of the KL would be scaled up to full-size advantages: at the first step, where the
             # policy is the reference, even rounding errors.
@@ -426,7 +467,8 @@ class GroupAdvantage(RowTransform):
         for key in self.in_keys:
             if key not in rows.columns:
                 raise KeyError(f"the rows have no {key}; set in_keys=(reward, group) to entries of the rows.")
-        return _values(rows, self.in_keys[1])
+        names = rows.get(self.in_keys[1])
+        return names.flatten().tolist() if isinstance(names, Tensor) else list(names)
 
     def _group_ids(self, rows: RowTable) -> Tensor:
         """Return the group number of each row, in order of first appearance, int64 ``[N]``; check the groups."""
@@ -434,7 +476,7 @@ class GroupAdvantage(RowTransform):
         members: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
             members.setdefault(name, []).append(row)
-        queries = _values(rows, keys.QUERY) if keys.QUERY in rows.columns else names
+        queries = rows.get(keys.QUERY, names)
         for name, indices in members.items():
             if self.group_size not in (None, len(indices)):
                 raise ValueError(
@@ -450,33 +492,38 @@ class GroupAdvantage(RowTransform):
         numbers = dict(zip(members, range(len(members))))
         return torch.tensor([numbers[name] for name in names])
 
-    def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
+    def _check(self, rows: TensorDictBase) -> None:
+        """Raise ValueError if every response is alone in its group, or only some of a group have advantages."""
         compares = self.group_size is None and {self.baseline, self.scale}.intersection(GROUP_TERMS)
-        if compares and not isinstance(tensordict, RowTable) and self.written_key not in _first(tensordict).columns:
-            names = self._names(RowTable.of(tensordict))
+        if compares and self.written_key not in _first(rows).columns:
+            names = self._names(RowTable.of(rows))
             if names and len(set(names)) == len(names):
                 raise ValueError(
                     f"each of the {len(names)} responses is alone in its group, so each advantage would be 0; pass "
                     "whole groups, or set group_size in a replay buffer, which then waits for complete groups."
                 )
-        if not isinstance(tensordict, RowTable) and (lacking := _without(tensordict, self.written_key)):
+        if lacking := _without(rows, self.written_key):
             without = set(self._names(RowTable.of(lacking)))
-            others = [row for row in row_list(tensordict) if row.get(self.written_key, None) is not None]
+            others = [row for row in row_list(rows) if row.get(self.written_key, None) is not None]
             if both := without.intersection(self._names(RowTable.of(others))):
                 raise ValueError(
                     f"only some responses of group {both.pop()} have {self.written_key}; the baseline of the others "
                     "would be wrong, so pass whole groups."
                 )
-        return super().forward(tensordict)
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+    def _inv_call(self, tensordict: Rows) -> Rows | None:
         """Return the rows that a buffer writes: those of complete groups, with advantages; None if there are none."""
+        if isinstance(tensordict, RowTable):  # one group for a GroupReplayBuffer: its batches get them when sampled
+            return tensordict
         if self.group_size is None or self.written_key in _first(tensordict).columns:
             return self.forward(tensordict)
         if not tensordict.batch_dims:
             raise ValueError("with group_size, rows are added in batches; use the buffer's extend instead of add.")
         rows, whole = tensordict.reshape(-1), []
-        for name, row in zip(self._names(RowTable.of(rows)), rows.unbind(0)):
+        table = RowTable.of(rows)
+        if keys.TURN in table.columns:
+            _require_ends(table)
+        for name, row in zip(self._names(table), rows.unbind(0)):
             siblings = self._waiting.setdefault(name, [])
             siblings.append(row)
             if len(siblings) == self.group_size:
@@ -488,3 +535,93 @@ class GroupAdvantage(RowTransform):
             "GroupAdvantage compares the finished responses of a group, which an env step does not have; "
             "use it as a collector's postproc or as a ReplayBuffer transform."
         )
+
+
+#: Entries that a transform must not change, in addition to those under ``tokens``, ``log_probs`` and ``kept``.
+FIXED = (keys.GROUP_ID, keys.SAMPLE_ID, keys.QUERY, keys.ATTENTION_MASK, keys.TOKEN_VERSION, keys.POLICY_VERSION)
+_FIXED_GROUPS = ("tokens", "log_probs", "kept")
+
+
+class UserTransforms:
+    """Applies the user's transforms to the rows of one prompt group, in place and in order.
+
+    Each transform gets a copy of the rows as a lazily stacked TensorDict ``[G]``, one TensorDict per response. It may
+    add entries, change the reward (finite), its terms and other entries that are not fixed (:data:`FIXED`), and set
+    positions of the assistant mask to False. RunFailed, with the reason, if it raises or makes another change.
+
+    Args:
+        transforms: result of :func:`sota_grpo.files.load_instances`: (name in messages, transform) pairs.
+    """
+
+    def __init__(self, transforms: Sequence[tuple[str, Transform]]):
+        self.transforms = transforms
+
+    @torch.no_grad()
+    def __call__(self, rows: RowTable) -> RowTable:
+        for name, transform in self.transforms:
+            try:
+                after = RowTable.of(transform(rows.stack().clone()))
+            except Exception as error:  # in the user's code
+                value = name.partition("=")[2]
+                path = (file_reference(value) or (Path(value),))[0]
+                line = error_line(path, error)
+                location = "" if line is None else f" in line {line}"
+                raise RunFailed(f"{name} failed{location}: {sentence(error).rstrip('.')}.") from error
+            if (fault := _fault(rows, after)) is not None:
+                raise RunFailed(f"{name} {fault}.")
+            rows.columns = {key: rows.columns[key] if _is_fixed(key) else new for key, new in after.columns.items()}
+            if rows.has(keys.SUPPORT_IDS):
+                _cut_supports(rows)
+        return rows
+
+
+def _cut_supports(rows: RowTable) -> None:
+    """Remove the sampling supports of tokens that the assistant mask leaves out."""
+    names = (keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
+    ids: list[Tensor | None] = []
+    counts: list[Tensor | None] = []
+    for mask, old_ids, old_counts in zip(*map(rows.cells, names)):
+        ids.append(None if old_ids is None else old_ids[mask.repeat_interleave(old_counts)])
+        counts.append(None if old_counts is None else old_counts.where(mask, 0))
+    rows.set(keys.SUPPORT_IDS, ids)
+    rows.set(keys.SUPPORT_COUNTS, counts)
+
+
+def _is_fixed(key: Key) -> bool:
+    return key in FIXED or (isinstance(key, tuple) and key[0] in _FIXED_GROUPS)
+
+
+def _fault(before: RowTable, after: RowTable) -> str | None:
+    """Return a message if the transform made a forbidden change, else None."""
+    if len(after) != len(before):
+        return (
+            f"returned {len(after)} rows for a prompt group of {len(before)}; return every row once, and set a reward "
+            "instead of removing a row"
+        )
+    missing = [key for key in before.columns if key not in after.columns]
+    if missing:
+        return f"removed {missing[0]}; return the input rows with all their entries"
+    added = [key for key in after.columns if _is_fixed(key) and key not in before.columns]
+    changed = [key for key in before.columns if _is_fixed(key) and not _equal(before.columns[key], after.columns[key])]
+    if added or changed:
+        return f"changed {(added + changed)[0]}, which is read-only; write to an entry of another name"
+    mask, other = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
+    is_mask = other.values.dtype == torch.bool and other.lengths == mask.lengths
+    if not is_mask or bool((other.values & ~mask.values).any()):
+        return (
+            f"set {keys.ASSISTANT_MASK} where the policy sampled no token, or changed its dtype or lengths; only set "
+            "positions to False"
+        )
+    reward = after.columns[keys.REWARD]
+    shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
+    if shape != (len(before), 1) or not reward.values.is_floating_point() or not bool(reward.values.isfinite().all()):
+        return f"wrote a {keys.REWARD} that is not a finite float of shape [1] in each row; correct the transform"
+    return None
+
+
+def _equal(one: Column, other: Column) -> bool:
+    def plain(column: Column) -> list[object]:
+        values = column.cells()
+        return [value.tolist() if isinstance(value, Tensor) else value for value in values]
+
+    return (one.rows or None) == (other.rows or None) and plain(one) == plain(other)

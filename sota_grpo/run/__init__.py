@@ -22,8 +22,8 @@ def launch(
     inputs: PythonInputs | None = None,
     *,
     on_locked: Callable[[Path], object] = lambda run_dir: None,
-) -> None:
-    """Check the config, import torch, and train until the last step or ``eval.target``.
+) -> bool:
+    """Check the config, import torch, train to the last step or ``eval.target``; return whether an interrupt came.
 
     ``on_locked`` is called with the run's directory once this process has locked it; ``inputs.run_dir`` is set to it.
     UserError: the run cannot start or continue. KeyboardInterrupt: an interrupt; the message may say how to resume.
@@ -39,3 +39,4 @@ def launch(
     is_finished = (read_record(inputs.run_dir or run_dir) or {}).get("finished")  # at its last step, or its target
     if done < num_steps(config) and not is_finished:
         raise KeyboardInterrupt(CONTINUES)
+    return inputs.stopped

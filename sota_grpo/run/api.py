@@ -58,7 +58,7 @@ class Result:
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, trust: bool = False) -> None:
-        self.run_dir, self.trust = Path(run_dir), trust
+        self.run_dir, self.trust = Path(run_dir).expanduser(), trust
         if not (self.run_dir / METRICS_FILE).is_file():
             raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing); give a run directory.")
 
@@ -206,12 +206,14 @@ def train(
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without widgets
         inputs = take(config, overrides, **objects)
         try:
-            launch(config, _fresh_dir() if run_dir is None else Path(run_dir), inputs)
+            is_stopped = launch(config, _fresh_dir() if run_dir is None else Path(run_dir).expanduser(), inputs)
         except KeyboardInterrupt as stop:
             if not str(stop):
                 raise
             raise KeyboardInterrupt(f"{stop}; sota_grpo.Result({str(inputs.run_dir)!r}) has its metrics") from None
     assert inputs.run_dir is not None
+    if is_stopped:  # after the last step
+        raise KeyboardInterrupt(f"the run is finished; sota_grpo.Result({str(inputs.run_dir)!r}) has its metrics")
     return Result(inputs.run_dir, trust=True)  # of this very config
 
 
@@ -220,9 +222,7 @@ def _require_overrides(overrides: Any) -> None:
     if not is_list or not all(isinstance(one, str) for one in overrides):
         odd = next(one for one in overrides if not isinstance(one, str)) if is_list else overrides
         kind = type(odd).__name__  # the text itself could have a token
-        raise UserError(
-            f"overrides is or has an object of type {kind}; give a list of texts, such as ['env.repeats=4']."
-        )
+        raise UserError(f"overrides is or has an object of type {kind}; give a list of texts, as ['env.repeats=4'].")
     for override in overrides:
         name = str(override).partition("=")[0].lstrip("+")
         if name in _HYDRAS:

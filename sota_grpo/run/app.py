@@ -25,11 +25,11 @@ from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
-from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, without_exit
+from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, without_exit, writing
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
-from sota_grpo.recording.metrics import is_number
+from sota_grpo.recording.metrics import METRICS, is_declared, is_number
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import (
     BEST_FILE,
@@ -141,10 +141,8 @@ class Run:
             self.run_log.rewind(first)
             # not earlier: a first start that fails leaves no run
             self.directory.start(OmegaConf.to_yaml(OmegaConf.structured(self.config)))
-            publish_seconds = lambda: components.weight_sync.seconds  # noqa: E731
-            self.log = StepLog(
-                self.run_log, progress, self.stored, components.tokenizer, components.task, publish_seconds
-            )
+            publish_s = lambda: components.weight_sync.seconds  # noqa: E731
+            self.log = StepLog(self.run_log, progress, self.stored, components.tokenizer, components.task, publish_s)
             buffer = components.collector.replay_buffer
             batches = components.collector if buffer is None else buffer
             try:
@@ -176,6 +174,11 @@ class Run:
         entries = ("learner", "collector", "rng", "num_threads")
         newest = self.checkpoints.latest(entries) if self.directory.resumed else None
         if newest is None:
+            if self.directory.has_ended:
+                raise UserError(
+                    f"The run in {self.run_dir} is finished, but has no checkpoint to continue from; restore one, or "
+                    "start another run in another hydra.run.dir."
+                )
             if self.config.train.resume is not None:
                 logger.info("There is no checkpoint to resume: starting a new run in %s.", self.run_dir)
             return 0
@@ -196,8 +199,7 @@ class Run:
             logger.warning(
                 "The run had %d CPU threads and has %d now: numbers are rounded differently, so sampled tokens can "
                 "differ from those of an uninterrupted run.",
-                before,
-                now,
+                *(before, now),
             )
         return step
 
@@ -252,12 +254,14 @@ class Run:
         self.run_log.write_step(step, metrics)
         self.run_log.phase_seconds["time/eval_s"] += metrics["time/eval_s"]
         logger.info("%s", evaluator.sentence(step, metrics))
-        name = self.config.train.keep_best
-        if name is not None and name not in metrics and self.best is None:  # else nothing was to be measured this time
-            logged = ", ".join(one for one in metrics if one.startswith("eval/"))
-            raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
         if metrics["eval/num_samples"] < len(evaluator.examples):
             return
+        name = self.config.train.keep_best
+        if name is not None and name not in metrics and self.best is None:  # else nothing was to be measured this time
+            if step > self.first and self.saved != step:
+                self._save(step)
+            logged = ", ".join(one for one in metrics if one.startswith("eval/"))
+            raise UserError(f"train.keep_best={name} is no metric of this run's evaluations; use one of {logged}.")
         if target is not None and metrics["eval/accuracy"] >= target:
             self.reached = {"step": step, "accuracy": metrics["eval/accuracy"], "target": target}
         self._keep_best(step, metrics)
@@ -265,9 +269,14 @@ class Run:
     def _find_best(self, step: int) -> None:
         """Read which checkpoint is the best so far; forget it if it is of another metric, of a later step, or gone.
 
+        UserError: no metric has the name train.keep_best.
+
         Without ``train.keep_best`` the best checkpoint of before stays, and no other becomes it.
         """
         path, name = self.run_dir / BEST_FILE, self.config.train.keep_best
+        if name is not None and not is_declared(name):
+            logged = ", ".join(one for one in METRICS if one.startswith("eval/") and is_declared(one))
+            raise UserError(f"train.keep_best={name} is no metric of evaluations; use one of {logged}.")
         best = read_json(path) or {}
         there = [saved for saved, _ in self.checkpoints.paths() if saved <= step]
         if name is None:
@@ -287,7 +296,10 @@ class Run:
         if self.saved != step:
             self._save(step)
         self.saves.wait()  # on disk before it is named; the checkpoint that was the best goes with the next save
-        write_json(self.run_dir / BEST_FILE, {"step": step, "metric": name, "value": metrics[name]})
+        path = self.run_dir / BEST_FILE
+        fix = "free disk space, then continue from the last checkpoint with train.resume=auto"
+        with writing(path, fix, RunFailed):
+            write_json(path, {"step": step, "metric": name, "value": metrics[name]})
         self.best, self.checkpoints.best = metrics[name], step
 
     def _after(self, steps: int) -> bool:
@@ -299,13 +311,10 @@ class Run:
             self.stop.step_is_over()
         if (frequency and steps % frequency == 0) or steps == self.total or self.stop.requested:
             self._save(steps)
-            self._report(last=self.stop.requested)
-        if self.stop.requested:
+            self.run_log.phase_seconds["time/report_s"] += self.report.write(last=self.stop.requested)
+        if self.stop.requested and steps < self.total:
             logger.warning("Stopped after %d steps; train.resume=auto continues the run.", steps)
         return not self.stop.requested
-
-    def _report(self, *, last: bool) -> None:
-        self.run_log.phase_seconds["time/report_s"] += self.report.finish() if last else self.report.checkpoint()
 
     def _finish(self, steps: int) -> None:
         if self.reached is not None and self.saved != steps:
@@ -323,7 +332,7 @@ class Run:
                 ) from error
         self.saves.wait()
         self.directory.finish(self.reached)
-        self._report(last=True)
+        self.run_log.phase_seconds["time/report_s"] += self.report.write()
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
         before, after = evaluations.get(0, {}), evaluations.get(steps, {})
@@ -384,47 +393,45 @@ def train(
 
     The number includes steps before a resume. A finished run is not trained again. Paths of existing files, folders
     and models in ``config`` become absolute. When the run's directory (``run_dir``, or that of the run to resume) is
-    locked, ``inputs.run_dir`` is set to it and ``on_locked`` is called with it. Number of threads, random states and
-    transformers' progress bars are restored.
+    locked, ``inputs.run_dir`` is set to it and ``on_locked`` is called with it; ``inputs.stopped`` is set at the end.
+    Number of threads, random states and transformers' progress bars are restored.
 
     UserError: the run cannot start or continue. The first Ctrl-C during training saves a checkpoint, and this function
     returns. KeyboardInterrupt: Ctrl-C during start-up, or a second Ctrl-C during training.
     """
     require_tokens()
     validate(config)
+    inputs, total = inputs or PythonInputs(), num_steps(config)
     threads, random_state, had_bars = torch.get_num_threads(), rng_state(), is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        return _train(config, run_dir, inputs or PythonInputs(), on_locked)
+        anchor_paths(config)
+        signed = asdict(config) | inputs.signature
+        with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
+            on_locked(directory.path)
+            inputs.write(directory.path, config)
+            if directory.finished:
+                end = f" {target_line(directory.reached)}." if directory.reached else ""
+                say(f"The run in {directory.path} is already finished.{end}")
+                return int(directory.reached["step"]) if directory.reached else total
+            try:
+                with without_exit(), closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
+                    done = job.train()
+                    inputs.stopped = job.stop.requested
+                    return done
+            except Exception as error:
+                with suppress(OSError):
+                    note_failure(directory.path, error)
+                if isinstance(error, RunFailed) or not isinstance(error, UserError):  # the console may be gone
+                    trace = not isinstance(error, UserError)
+                    logger.error("The run ended: %s", reason(error), exc_info=trace, extra={"file_only": True})
+                raise
+            except KeyboardInterrupt:
+                if CheckpointStore(directory.path / CHECKPOINTS).paths():
+                    raise KeyboardInterrupt(CONTINUES) from None
+                raise
     finally:
         torch.set_num_threads(threads)
         set_rng_state(random_state)
         if had_bars:
             enable_progress_bar()
-
-
-def _train(config: Config, run_dir: Path, inputs: PythonInputs, on_locked: Callable[[Path], object]) -> int:
-    anchor_paths(config)
-    signed = asdict(config) | inputs.signature
-    total = num_steps(config)
-    with open_run(run_dir, signed, config.train.resume, num_steps=total) as directory:
-        on_locked(directory.path)
-        inputs.write(directory.path, config)
-        if directory.finished:
-            reached = directory.reached
-            say(f"The run in {directory.path} is already finished." + (f" {target_line(reached)}." if reached else ""))
-            return total if reached is None else int(reached["step"])
-        try:
-            with without_exit(), closing(Run(as_planned(config, directory), directory, inputs.functions)) as job:
-                return job.train()
-        except Exception as error:
-            with suppress(OSError):
-                note_failure(directory.path, error)
-            if isinstance(error, RunFailed) or not isinstance(error, UserError):  # the console may be gone
-                trace = not isinstance(error, UserError)
-                logger.error("The run ended: %s", reason(error), exc_info=trace, extra={"file_only": True})
-            raise
-        except KeyboardInterrupt:
-            if CheckpointStore(directory.path / CHECKPOINTS).paths():
-                raise KeyboardInterrupt(CONTINUES) from None
-            raise

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sota_grpo.assembly.compose import (
     CONFIG_DIR,
+    below_home,
     preset_names,
     require_known,
     require_names,
@@ -56,7 +57,7 @@ def entry(mode: str, command: str | None = None) -> None:
     """
 
     def run() -> int:
-        arguments = without_tokens(sys.argv[1:])
+        arguments = below_home(without_tokens(sys.argv[1:]))
         wants_help = not {"-h", "--help"}.isdisjoint(arguments)
         if wants_help:
             print(help_heading(command or _program()))
@@ -286,8 +287,11 @@ class Jobs:
         self._open_sweep(sweep_dir)
         say(f"Run {run_dir.name} of the sweep: {', '.join(overrides)}", sys.stderr)
         try:
-            self._with_report = _train(composed, run_dir, overrides).logging.report
+            config, is_stopped = _train(composed, run_dir, overrides)
+            self._with_report = config.logging.report
             self._codes.append(0)
+            if is_stopped and not self._is_job:  # after its last step
+                raise KeyboardInterrupt
             return objective(run_dir)
         except RunRefused as error:  # the directory is another run's
             self._print_error(error)
@@ -370,13 +374,12 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
         raise unwritable(run_dir, error) from error
 
 
-def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """Train one run to the end and return its config; an interrupt also ends a sweep's other runs."""
+def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Config, bool]:
+    """Train one run to the end; return its config and whether an interrupt came, which ends a sweep's other runs."""
     from omegaconf import OmegaConf
 
     require_known(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     config = resumed_config(config, overrides)
-    launch(config, run_dir, on_locked=lambda path: note_options(path, composed))
-    return config
+    return config, launch(config, run_dir, on_locked=lambda path: note_options(path, composed))

@@ -13,23 +13,22 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torchrl.data import ReplayBuffer
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Transform
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine
-from sota_grpo.engines.stepping import EventLoop, Task, result
-from sota_grpo.envs import PromptSource
+from sota_grpo.engines.stepping import EventLoop, SteppingEngine, Task, result
+from sota_grpo.envs import PromptSource, TaskEnv
+from sota_grpo.envs.prompts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
 from sota_grpo.errors import UserError
 from sota_grpo.functional import max_groups_admitted
 from sota_grpo.rl.records import Sampling, sample_seed
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import RowTransform
-from sota_grpo.rl.user_transforms import UserTransforms
-from sota_grpo.source.admission import Group, Slots, require_age, zero_advantage_rows
-from sota_grpo.source.replay_buffer import GroupReplayBuffer
-from sota_grpo.source.rollouts import GRADE, REFERENCE, SAMPLE, Prompt, Rollouts, StageClock
+from sota_grpo.rl.transforms import RowTransform, UserTransforms, zero_advantage_rows
+from sota_grpo.source.replay_buffer import Group, GroupReplayBuffer, Slots, Timed, require_age
 from sota_grpo.source.weight_sync import EngineWeightSync, named_weights
 from sota_grpo.stopping import Interrupted
 from sota_grpo.workers.base import WorkerLate
@@ -96,7 +95,7 @@ class PromptGroupCollector(BaseCollector):
     a weight update, the request for the next batch frees them.
 
     **Synchronous collection** equals concurrent collection with ``max_policy_age=0`` bit for bit, also with dynamic
-    sampling (:class:`~sota_grpo.source.admission.Refill`). No group runs during training: all groups of a batch are
+    sampling (:class:`~sota_grpo.source.replay_buffer.Refill`). No group runs during training: all groups of a batch are
     submitted when the caller requests the batch, and replacements of zero-advantage groups once all others are graded.
 
     **After a resume** finished groups keep their rows, and groups in flight are sampled again under the same ids,
@@ -115,8 +114,10 @@ class PromptGroupCollector(BaseCollector):
             is extended batch by batch (iterating yields None), and its sampler decides how old rows become.
         postproc: transform of each batch; with a GroupReplayBuffer, use the buffer's ``transform`` instead.
         weight_sync: sends the learner's weights; without it, pass weights to :meth:`update_policy_weights_`.
-        graded_transforms: in-place TorchRL transforms of each graded group, before zero-advantage groups are discarded.
-        group_transforms: in-place TorchRL transforms of each group that is not discarded, before ``reference``.
+        graded_transforms: transforms of each graded group, before zero-advantage groups are discarded (in a run:
+            ``env.transforms``). A TorchRL ``Transform`` gets and returns a copy of the rows; any other callable, and
+            our own transforms, change a ``RowTable`` in place.
+        group_transforms: the same for each group that is not discarded, before ``reference``.
         reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
         refill: replace zero-advantage groups by new prompts (dynamic sampling, DAPO, arXiv:2503.14476).
@@ -131,11 +132,14 @@ class PromptGroupCollector(BaseCollector):
         as_table: batches are :class:`~sota_grpo.rl.table.RowTable`; a GroupReplayBuffer has its own ``as_table``.
 
     Raises:
-        ValueError: the batch size, ``max_policy_age`` or the size of the GroupReplayBuffer does not fit.
+        ValueError: the batch size, ``max_policy_age`` or the size of the GroupReplayBuffer does not fit, ``env`` has
+            transforms, or it is an environment of several turns and ``policy`` an engine of single ones.
+        TypeError: ``policy`` is a module, such as a wrapper of TorchRL, and no engine.
         RuntimeError: ``postproc`` is passed together with a GroupReplayBuffer.
     """
 
     trajs_per_batch = None
+    init_random_frames = 0  # read by TorchRL's trainers
 
     def __init__(
         self,
@@ -164,10 +168,25 @@ class PromptGroupCollector(BaseCollector):
         as_table: bool = False,
     ):
         super().__init__()
+        if isinstance(policy, nn.Module):
+            raise TypeError(
+                f"The policy is a {type(policy).__name__}, but a {type(self).__name__} samples with an engine, such as "
+                "TransformersEngine(model, ..); TorchRL's wrappers are policies of its LLMCollector."
+            )
         if dialog_turns_per_batch % env.repeats:
             raise ValueError(
                 f"dialog_turns_per_batch={dialog_turns_per_batch} is not divisible by the group size {env.repeats}; "
                 f"use {max(1, dialog_turns_per_batch // env.repeats) * env.repeats}."
+            )
+        if isinstance(env, TransformedEnv):
+            raise ValueError(
+                f"The environment is a TransformedEnv, but a {type(self).__name__} does not step it, so its transforms "
+                "would have no effect; pass env.base_env, and the transforms as graded_transforms= or postproc=."
+            )
+        if isinstance(env, TaskEnv) and env.multi_turn and isinstance(policy, SteppingEngine):
+            raise ValueError(
+                f"The environment has several turns (max_steps), but {type(policy).__name__} samples single ones; wrap "
+                "it in sota_grpo.envs.dialogs.DialogEngine, or use TorchRL's LLMCollector with DialogRows."
             )
         self.env, self.policy, self.sampling = env, policy, sampling
         self.total_frames, self.requested_frames_per_batch = total_dialog_turns, dialog_turns_per_batch
@@ -481,10 +500,12 @@ class PromptGroupCollector(BaseCollector):
                 groups = self._slots.take_back()
             self._submit(groups)
             raise
-        for phase, value in self._buffer.seconds().items():
-            seconds[phase] = seconds.get(phase, 0.0) + value
+        for transform in self._buffer.transform.modules():
+            if isinstance(transform, Timed):
+                seconds[transform.phase] = seconds.get(transform.phase, 0.0) + transform.seconds
         rows = RowTable.of(batch[0] if isinstance(batch, tuple) else batch)
         if self._thread is None or self._concurrent:
+            # only checked here; what bounds the age is which groups are admitted and in which order they are taken
             require_age(rows, self.policy.version, self.max_policy_age, self._buffer.sampler.sampler)
         self._frames, self._iter = self._frames + len(rows), self._iter + 1
         self._metrics = {f"time/{phase}_s": value for phase, value in seconds.items()} | left
@@ -509,7 +530,7 @@ class PromptGroupCollector(BaseCollector):
 
     def handle_events(self) -> int:
         """After ``start(dispatch=False)``: handle pending events, no engine step; return their number."""
-        return self._loop.drain()
+        return self._loop.run_once(steps=False)
 
     def _begin(self) -> None:
         """On the first call, start the groups that a saved run had in flight, then new ones."""
@@ -614,7 +635,7 @@ class PromptGroupCollector(BaseCollector):
                 with self._clock.stage(REFERENCE):
                     rows = await result(self._reference(rows))
             with self._changed:
-                self._slots.finish(group, rows)
+                self._slots.finish(group, rows)  # the rows enter the replay buffer
                 self._changed.notify_all()
         except GeneratorExit:  # the collector was deleted
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sota_grpo.rewards.extract import (
@@ -15,7 +15,6 @@ from sota_grpo.rewards.extract import (
     answers_equal,
     extract_answer,
     is_number,
-    numbers_equal,
     parse_number,
 )
 from sota_grpo.rewards.maths import math_equal
@@ -37,7 +36,7 @@ _FORMS = {  # instruction in the system prompt, and last line of a response
     "last_number": ("as the last number of the response", "The answer is {}."),
 }
 _MAX_INFO_CHARS = 200
-_THINKING_WEIGHT, _MIN_THINK_WORDS = 0.2, 20
+_MIN_THINK_WORDS = 20
 
 
 def answering(answer_format: str, answer: str) -> str:
@@ -54,7 +53,8 @@ class QuestionTask(FileTask):
 
     A subclass may set ``default_format``; ``any_format``, the format that the prompt requests if ``answer_format=any``;
     ``right_term``, the name of the reward term for the answer; ``default_weight``, the weight of the term ``format``;
-    and ``what``, the word for the answer in the prompt. ValueError for an unknown answer format or a negative weight.
+    ``other_weights``, those of further terms; and ``what``, the word for the answer in the prompt. ValueError for an
+    unknown answer format or a negative weight.
 
     Args:
         answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``.
@@ -65,6 +65,7 @@ class QuestionTask(FileTask):
     has_test_split = True
     default_format = any_format = "hash"
     right_term, default_weight = "correct", 0.0
+    other_weights: Mapping[str, float] = {}
     what = "answer"
     question_columns: Sequence[str] = ("question",)
 
@@ -86,7 +87,7 @@ class QuestionTask(FileTask):
             self.system_prompt = f"Solve the problem step by step, then give the final answer {where}."
         weight = self.default_weight if format_weight is None else format_weight
         require_not_negative(format_weight=weight)
-        self.term_weights = {self.right_term: 1.0, "format": weight}
+        self.term_weights = {self.right_term: 1.0, "format": weight, **self.other_weights}
 
 
 class GSM8KTask(QuestionTask):
@@ -109,30 +110,26 @@ class GSM8KTask(QuestionTask):
     def score(self, response: str, example: Example) -> Score:
         """Return the terms ``correct`` and ``format``; see the class."""
         answer = extract_answer(response, self.answer_format)
-        is_answer = answer is not None and parse_number(answer) is not None
-        correct = answer is not None and numbers_equal(answer, _gold_number(example.answer))
-        return Score(terms={"correct": float(correct), "format": float(is_answer)}, success=correct)
+        number = None if answer is None else parse_number(answer)
+        gold = parse_number(extract_answer(example.answer, "hash") or example.answer)
+        correct = number is not None and number == gold
+        return Score(terms={"correct": float(correct), "format": float(number is not None)}, success=correct)
 
     def gold_response(self, example: Example) -> str:
         """Return the gold solution without calculator annotations, its final number in the requested format."""
         steps = CALCULATION.sub("", example.answer).rpartition("####")[0].rstrip()
-        last_line = answering(self._requested_format, _gold_number(example.answer))
+        last_line = answering(self._requested_format, extract_answer(example.answer, "hash") or example.answer)
         return f"{steps}\n{last_line}" if steps else last_line
 
     def read_row(self, row: Row, location: str) -> Example:
         """Return a row's example: ``answer`` (``N`` or ``.. #### N``; else DatasetError), optional ``question``."""
         answer = first_text(row, ["answer"], location)
-        if parse_number(_gold_number(answer)) is None:
+        if parse_number(extract_answer(answer, "hash") or answer) is None:
             raise DatasetError(
                 f"{location}: the gold answer must be one number, or end in one after '####', but ends in "
                 f"{answer[-40:]!r}; mend or remove the row."
             )
         return Example(query=optional_text(row, self.question_columns), answer=answer)
-
-
-def _gold_number(answer: str) -> str:
-    """Return the text after the last ``####`` of a gold answer, or the whole answer without ``####``."""
-    return extract_answer(answer, "hash") or answer
 
 
 class MathTask(QuestionTask):
@@ -287,24 +284,12 @@ class ReasoningTask(QuestionTask):
     hub_name, hub_config = "openai/gsm8k", "main"
     default_format = "tags"
     right_term, default_weight = "answer", 0.2
+    other_weights: Mapping[str, float] = {"thinking": 0.2}
     question_columns = ("question", "prompt")
     default_prompt = (
         "Think about the problem step by step between <think> and </think>, then give the final answer alone between "
         "<answer> and </answer>."
     )
-
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        answer_format: str | None = None,
-        system_prompt: str | None = None,
-        format_weight: float | None = None,
-    ):
-        shared = {"answer_format": answer_format, "system_prompt": system_prompt}
-        super().__init__(train, heldout, **shared, format_weight=format_weight)
-        self.term_weights = {**self.term_weights, "thinking": _THINKING_WEIGHT}
 
     def score(self, response: str, example: Example) -> Score:
         """Return the class's terms; ``info``: ``think_words`` (a count) and, if there is one, ``answer_found``."""

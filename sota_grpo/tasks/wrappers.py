@@ -43,7 +43,7 @@ from sota_grpo.rewards.functions import (
     recognise,
     unpickled,
 )
-from sota_grpo.rewards.grading import failed_score, guarded_score
+from sota_grpo.rewards.grading import failed_score, guarded_scores
 from sota_grpo.rl.records import TURNS, VERDICTS, Example, SampledText, Score, total_reward
 from sota_grpo.rl.task import Scorer, Task, prepare, scorer_of, without_examples
 from sota_grpo.tasks.mixture import MixtureTask
@@ -151,7 +151,7 @@ class FunctionScorer:
         group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
         if self._adds_task_terms:
-            builtin = [guarded_score(self._task.score, self._task.term_weights, *pair) for pair in pairs]
+            builtin = guarded_scores(self._task.score, self._task.term_weights, pairs)
         outputs = {name: call_function(f, self._file_of(f), group) for name, f in self._functions.items()}
         rows = zip(*outputs.values(), builtin, strict=True)
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]

@@ -43,11 +43,10 @@ from sota_grpo.errors import RunFailed
 from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.sharding import Ranks, local_shard
 from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
-from sota_grpo.policy.weight_pack import as_bytes, copy_to_host
+from sota_grpo.policy.weight_pack import as_bytes, copy_to_host, emptied, filled
 from sota_grpo.text import one_line, sentence
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
-from sota_grpo.workers.packing import emptied, filled
 
 _MAGIC = b"SGRPOck1"
 _FOOTER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
@@ -385,15 +384,17 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 class ShardWriter:
     """Writes this rank's shard of states to files in a background thread, one after the other.
 
-    The thread first copies the tensors to host memory; they must not change before :meth:`wait_copied` returns.
+    The thread first copies the tensors to host memory; they must not change before ``wait_copied()`` returns.
+    ``written`` is a future of (file name, SHA-256) of the file that the last :meth:`begin` writes.
     """
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._thread = WorkerThread("checkpoint")
+        self.thread = WorkerThread("checkpoint")
         self._copied = threading.Event()
         self._copied.set()
-        self._written: Future[tuple[str, str]] = pending_future()
+        self.wait_copied = self._copied.wait
+        self.written: Future[tuple[str, str]] = pending_future()
 
     def begin(self, folder: Path, state: Any) -> Any:
         """Start to copy and write this rank's shard of ``state`` to ``folder``; return ``state`` without tensors."""
@@ -404,24 +405,8 @@ class ShardWriter:
         if launched is not None:
             launched.record()  # kernels launched before still change these tensors
         self._copied.clear()
-        self._written = self._thread.submit(self._write, folder, mine, launched)
+        self.written = self.thread.submit(self._write, folder, mine, launched)
         return rest
-
-    def wait_copied(self) -> None:
-        """Wait until the tensors of the last state are copied and may change."""
-        self._copied.wait()
-
-    def written(self) -> Future[tuple[str, str]]:
-        """Return a future of (file name, SHA-256) of the file that the last :meth:`begin` writes."""
-        return self._written
-
-    def silent_s(self) -> float:
-        """Return the seconds since the thread last made progress; 0 when idle."""
-        return self._thread.silent_s()
-
-    def close(self) -> None:
-        """Let the thread end after the queued writes; do not wait for them."""
-        self._thread.close()
 
     def _write(
         self, folder: Path, local: dict[str, tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]], launched: Any
@@ -434,12 +419,12 @@ class ShardWriter:
                     launched.wait()
                 for tensor, *_ in local.values():
                     copies.append(on_host(tensor))
-                    self._thread.progress()
+                    self.thread.progress()
         finally:
             local.clear()
             self._copied.set()
         name = f"rank_{self._ranks.rank:05d}{SUFFIX}"
         folder.mkdir(parents=True, exist_ok=True)
-        progress, copies = self._thread.progress, copies[::-1]
+        progress, copies = self.thread.progress, copies[::-1]
         released = (copies.pop() for _ in range(len(copies)))  # a tensor is freed once it is written
         return name, write_tensors(folder / name, layout, released, durable=True, progress=progress)

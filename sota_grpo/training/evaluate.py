@@ -12,11 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from sota_grpo import keys
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.rl.records import VERDICTS, Example, Sample, Sampling, Score, sample_seed, total_reward
-from sota_grpo.source.rollouts import Prompt, Rollouts
 
 logger = logging.getLogger(__name__)
-
 
 #: (hits, trials) of one problem: how many responses or checks were right, of how many.
 Counts = tuple[float, float]

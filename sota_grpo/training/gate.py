@@ -5,7 +5,7 @@ position in the data are restored.
 
 **Bounds of the checks that compare log-probs.** Engine and trainer in half precision differ by rounding, which depends
 on the model's depth, logits and confidence. Two invariants hold under any rounding: the mean ratio is 1, and the slope
-of :func:`~sota_grpo.functional.divergences.temperature_slope` is 0. The mean gap is compared with the trainer's
+of :func:`temperature_slope` is 0. The mean gap is compared with the trainer's
 rounding error on these tokens, half precision minus float32. The engine rounds more, because the trainer's residual
 stream is float32: gaps were 1.1 to 1.9 times the trainer's rounding error; four times is allowed (``MARGIN``,
 ``benchmarks/gate.py``).
@@ -28,18 +28,17 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.envs import PromptSource
-from sota_grpo.errors import RunFailed, UserError, memory_for
+from sota_grpo.envs.prompts import Prompt, Rollouts
+from sota_grpo.errors import RunFailed, UserError, memory_for, writing
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
-from sota_grpo.functional.divergences import mean_ratio, temperature_slope
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import end_token_ids
 from sota_grpo.recording.run_files import GATE_FILE
 from sota_grpo.rewards.grading import task_grader
 from sota_grpo.rl.records import TASK, Example, SampledText, Sampling, Score, sample_seed, total_reward
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.dataset import normalised
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
@@ -134,7 +133,7 @@ class TrainingComponents:
     @cached_property
     def _measured(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         measured, rounding = self.learner.measured_with_rounding(self.rows)
-        mask = sampled_tokens(self.rows)
+        mask = self.rows.flat(keys.ASSISTANT_MASK)
         return measured[:, mask], None if rounding is None else rounding[mask]
 
     @property
@@ -151,7 +150,7 @@ class TrainingComponents:
     @property
     def gaps(self) -> torch.Tensor:
         """Trainer's minus engine's log-prob of the sampled tokens of ``rows``, ``[n]``, in nats."""
-        return self.measured[0] - self.rows.flat(keys.LOG_PROBS)[sampled_tokens(self.rows)]
+        return self.measured[0] - self.rows.flat(keys.LOG_PROBS)[self.rows.flat(keys.ASSISTANT_MASK)]
 
     @property
     def num_prompts(self) -> int:
@@ -182,11 +181,6 @@ class TrainingComponents:
         return RowTable.cat([group.rows for group in groups])
 
 
-def sampled_tokens(rows: RowTable) -> torch.Tensor:
-    """Return a bool mask ``[sum T_i]`` of the tokens that the policy sampled; row ``i`` has ``T_i`` tokens in all."""
-    return rows.flat(keys.ASSISTANT_MASK)
-
-
 class Allowed(NamedTuple):
     """Upper bounds of the mean ``|gap|`` (nats) and of the mean squared gap; ``why`` explains them."""
 
@@ -210,9 +204,61 @@ def allowed_gaps(run: TrainingComponents) -> Allowed:
     )
 
 
+class Estimate(NamedTuple):
+    """An estimate from sampled tokens, and the estimate's standard error."""
+
+    value: float
+    error: float
+
+
+def mean_ratio(gap: torch.Tensor) -> Estimate:
+    """Return the mean of ``p_trainer(x) / p_engine(x)`` over sampled tokens ``x``, and its standard error.
+
+    If the engine samples from the distribution that it reports, this estimates the trainer's probability mass on the
+    tokens that the engine can sample: 1, or less if the engine excludes tokens (about ``p`` with top-p). ``gap [n]`` is
+    the trainer's minus the engine's log-probs, in nats. The error of one token is 0; the mean of none is NaN.
+
+    >>> round(mean_ratio(torch.tensor([0.9, 0.9, 0.9]).log()).value, 4)
+    0.9
+    """
+    ratio = gap.double().exp()
+    return Estimate(float(ratio.mean()), float(ratio.std() / len(ratio) ** 0.5) if len(ratio) > 1 else 0.0)
+
+
+def temperature_slope(gap: torch.Tensor, log_prob: torch.Tensor, entropy: torch.Tensor) -> Estimate:
+    """Estimate ``1 - T_trainer / T_engine`` from log-probs; return the estimate and its standard error.
+
+    At inverse temperature ``b``, logits ``z`` give ``p(x) = exp(b z_x) / Z``, with the entropy ``H`` and the score
+    ``s = d log p(x) / d log b = log p(x) + H``, of mean 0. To first order ``gap = (1 - T_trainer / T_engine) s``;
+    the estimate is the slope of least squares through the origin, ``sum(gap s) / sum(s^2)``. Rounding errors are
+    uncorrelated with ``s`` and give a slope of 0 on average. The standard error is heteroskedasticity-robust:
+    ``sqrt(sum (gap - slope s)^2 s^2) / sum(s^2)``.
+
+    ``gap [n]`` is the trainer's minus the engine's log-prob of each sampled token; ``log_prob`` and ``entropy`` ``[n]``
+    are the trainer's, all in nats. If all ``s`` are 0 (as for tokens of probability 1), both results are 0.
+
+    Source: White 1980, "A heteroskedasticity-consistent covariance matrix estimator", Econometrica 48.
+
+    Two tokens of probability 3/4 and 1/4, sampled in that proportion; the trainer's logits are 1.25 times the engine's:
+
+    >>> logits, sampled = torch.tensor([3.0, 1.0]).log(), torch.tensor([0, 0, 0, 1])
+    >>> engine, trainer = (torch.log_softmax(b * logits, 0) for b in (1.0, 1.25))
+    >>> entropy = -(trainer.exp() * trainer).sum().expand(4)
+    >>> round(temperature_slope((trainer - engine)[sampled], trainer[sampled], entropy).value, 3)  # 1 - 1 / 1.25
+    0.199
+    """
+    gap, score = gap.double(), (log_prob + entropy).double()
+    total = score.square().sum()
+    if not total > 0:
+        return Estimate(0.0, 0.0)
+    slope = (gap * score).sum() / total
+    error = ((gap - slope * score).square() * score.square()).sum().sqrt() / total
+    return Estimate(float(slope), float(error))
+
+
 def the_reference_is_the_policy_at_its_start(run: TrainingComponents) -> Check:
     """Check that reference and trainer differ in log-probs of the samples by rounding only, not in temperature."""
-    ref = run.rows.flat(keys.REF_LOG_PROBS)[sampled_tokens(run.rows)]
+    ref = run.rows.flat(keys.REF_LOG_PROBS)[run.rows.flat(keys.ASSISTANT_MASK)]
     gaps, same = run.measured[0] - ref, replace(run, exact=run.exact and bool(run.reference_exact))
     allowed, slope = allowed_gaps(same), temperature_slope(gaps, *run.measured)
     mean, steepest = float(gaps.abs().mean()), SLOPE + MARGIN * slope.error
@@ -230,7 +276,7 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows))[: len(rows)]
     rows.set(keys.ADVANTAGE, signs.reshape(-1, 1, 1))
     slopes = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
-    values = torch.cat([slope * sign for slope, sign in zip(slopes, signs)])[sampled_tokens(rows)]
+    values = torch.cat([slope * sign for slope, sign in zip(slopes, signs)])[rows.flat(keys.ASSISTANT_MASK)]
     right, none = int((values > 0).sum()), int((values == 0).sum())
     sentence = f"{right} of {len(values)} sampled tokens move in the direction of their advantage"
     if none:
@@ -744,10 +790,8 @@ def run_gate(
 def write_gate(run_dir: Path, mode: str, checks: Sequence[Check]) -> None:
     """Write the results of ``checks`` to ``gate.json`` in the run directory; RunFailed if it cannot be written."""
     path = run_dir / GATE_FILE
-    try:
+    with writing(path, "mend the cause and start again", RunFailed):
         write_json(path, {"mode": mode, "checks": [asdict(check) for check in checks]})
-    except OSError as error:
-        raise RunFailed(f"{path} cannot be written ({error.strerror}); mend the cause and start again.") from error
 
 
 def graded_rows(run: TrainingComponents) -> RowTable:
@@ -761,7 +805,7 @@ def graded_rows(run: TrainingComponents) -> RowTable:
 
 def _typical(run: TrainingComponents, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
     """Return (mean |engine's - learner's log-prob|, mean rounding error or None); tokens count at most 1 nat."""
-    learner, mask, rounding = run.learner, sampled_tokens(rows), None
+    learner, mask, rounding = run.learner, rows.flat(keys.ASSISTANT_MASK), None
     if run.exact or not round_too:
         measured = learner.measured(rows)
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -23,7 +23,7 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.functional.flops import ModelShape
-from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, layer_matrices
+from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, head_width, layer_matrices
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -39,16 +39,17 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import known_tokens, pad_rows, row_prompts
+from sota_grpo.rl.collate import known_tokens, pad_rows
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
+from sota_grpo.rl.planner import LearnerSettings, Pass, Planner, Share, learning_rate_factor, row_prompts
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable
 from sota_grpo.text import first_line
-from sota_grpo.training.planner import LearnerSettings, Pass, Planner, Share, learning_rate_factor
 
 logger = logging.getLogger(__name__)
 AnyRow = TypeVar("AnyRow", bound=Row)
 Result = TypeVar("Result")
+Totals = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses and mean diagnostics of an optimizer step, on the device
 
 METRIC_NAMES = {
     "ESS": "ess",
@@ -68,18 +69,11 @@ class NonFiniteStep(UserError):
     """A loss or gradient is NaN or infinite; the message has the path of the saved batch."""
 
 
-def trim_heap() -> None:
-    """Return freed memory to the system; glibc keeps most of it, and ever more as micro-batches differ in size."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 class Learner:
     """Trains ``policy`` with ``loss``; every :meth:`update` is a training step and increments ``version``.
 
     Args:
         policy: computes log-probs of padded rows; its trainable parameters are optimised.
-        loss: the loss module around the same policy.
         dump_dir: folder in which the batch of a step with a NaN or infinite loss or gradient is saved.
         seed: seed of the order of prompt groups in the second and later epochs.
         ranks: the processes that train this policy together; each has a shard of it
@@ -166,7 +160,9 @@ class Learner:
             ) from error
         self.version += 1
         if self.device.type == "cpu" and self.version % TRIMMED_EVERY == 0:
-            trim_heap()
+            # glibc keeps most of what was freed, and ever more as micro-batches differ in size
+            with contextlib.suppress(AttributeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
         metrics = reduce_updates(steps)
         # later optimizer steps measure the mismatch of weights that already changed
         is_clean = share.scoring and not self.settings.recompute
@@ -200,7 +196,7 @@ class Learner:
         totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes) if self.halved else passes))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
-            gradient_norm = self._stepped(totals.losses)
+            gradient_norm = self._stepped(totals[0])
         else:
             self.scaler.unscale_(self.optimizer)
             limit = self.settings.clip_grad_norm or math.inf
@@ -245,7 +241,7 @@ class Learner:
         return norm
 
     def _run(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> Totals:
-        """Run micro-batches without a GPU sync; return summed losses and diagnostics, gradients in ``.grad``."""
+        """Run micro-batches without a GPU sync; return losses and mean diagnostics, with gradients in ``.grad``."""
         last = sum(one.learns for one in passes)
         self.policy.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -273,22 +269,21 @@ class Learner:
             losses, sums = self.ranks.sums(losses), self.ranks.sums(sums)
             top = self.ranks.joined(top.cpu())[0]
         share = top.amax().to(sums["tokens"].device) / sums["gradient_squared"]
-        return Totals(losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share}, threshold)
+        return losses, diagnostic_means(sums) | {"tokens": sums["tokens"], SHARE: share} | threshold
 
     def _measured(self, totals: Totals, norm: Tensor) -> tuple[dict[str, float], dict[str, float | None], float]:
         """Return (losses, diagnostics, gradient norm) as floats; a diagnostic is None if no token is trained."""
-        values = [*totals.losses.values(), *totals.means.values(), norm]
-        device = next(iter(totals.losses.values())).device
-        numbers = torch.stack([value.to(device, torch.float64) for value in values]).tolist()
-        names = [METRIC_NAMES.get(name, name) for name in (*totals.losses, *totals.means)]
-        losses = dict(zip(names, numbers[: len(totals.losses)]))
-        means = dict(zip(names[len(losses) :], numbers[len(losses) : -1])) | totals.threshold
+        values = [value for each in totals for value in each.values()]
+        numbers = torch.stack([value.to(values[0].device, torch.float64) for value in (*values, norm)]).tolist()
+        names = [METRIC_NAMES.get(name, name) for each in totals for name in each]
+        count = len(totals[0])
+        losses, means = dict(zip(names, numbers[:count])), dict(zip(names[count:], numbers[count:-1]))
         unmeasured = {SHARE} if math.isnan(means[SHARE]) else set()  # no token has a gradient
         unmeasured |= set() if means.pop("tokens") > 0 else means.keys()
         diagnostics = {name: None if name in unmeasured else value for name, value in means.items()}
         return losses, diagnostics, numbers[-1]
 
-    def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float]:
+    def _keep_top_entropy(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, Tensor]:
         """Set ``OBJECTIVE_MASK`` to the tokens of highest entropy over all ranks; return the entropy threshold."""
         micros = [(micro.rows, any(micro.weights)) for micro in passes]
         entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
@@ -301,7 +296,7 @@ class Learner:
         sizes = [int(mask.sum()) for mask in trained.values()]
         for (index, mask), values in zip(trained.items(), top[mine].split(sizes)):
             rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
-        return {"entropy_threshold": every[top].min().item() if top.any() else math.nan}
+        return {"entropy_threshold": every[top].min() if top.any() else torch.tensor(math.nan)}
 
     def _apply_entropy_coef(self, applied: float) -> None:
         """Set the entropy coefficient of the next step; with 0, the head computes no entropy gradient."""
@@ -407,9 +402,10 @@ class Learner:
         for row, measured in self._with_ratio(rows):
             if self.loss.distill_coeff:  # makes the teacher agree with the advantage
                 row[keys.REF_LOG_PROBS] = measured + row[keys.ADVANTAGE].flatten()
+            row[keys.LOSS_WEIGHT] = row[keys.ASSISTANT_MASK].float()
             sampled.append(row)
         with without_dropout(self.policy), self.autocast():
-            return torch.cat(self._by_row(sampled, self.loss.coefficients, weight=1.0))
+            return torch.cat(self._by_row(sampled, self.loss.coefficients))
 
     def _with_ratio(self, rows: Sequence[Row], log_ratio: float = 0.0) -> Iterator[tuple[dict[Key, Any], Tensor]]:
         """Yield (row copy, policy log-probs ``[T_i]``), with old log-probs such that every token has this log-ratio."""
@@ -445,12 +441,16 @@ class Learner:
         rank = "" if self.ranks.leads else f".rank_{self.ranks.rank}"
         path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}{rank}.pt"
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
-        torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
-        bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         others = "" if self.ranks.size == 1 else " and in the files of the other ranks in that folder"
+        where = f"is in {path}{others}"
+        try:
+            torch.save({"batch": batch.to_dict(), "metrics": metrics}, path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises both
+            where = f"could not be saved to {path} ({first_line(error).rstrip('.')})"
+        bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
         raise NonFiniteStep(
             f"The loss or gradient of optimizer step {self.optimizer_steps} is NaN or infinite ({bad}); this step "
-            f"changed no weight, and its batch is in {path}{others}. Try a smaller optimizer.lr or "
+            f"changed no weight, and its batch {where}. Try a smaller optimizer.lr or "
             "train.precision=fp32."
         )
 
@@ -632,30 +632,21 @@ class Learner:
         finally:
             self.settings = trained
 
-    def _by_row(
-        self,
-        rows: Sequence[Row],
-        measure: Callable[[TensorDictBase], Tensor],
-        *width: int,
-        weight: float | None = None,
-    ) -> list[Tensor]:
+    def _by_row(self, rows: Sequence[Row], measure: Callable[[TensorDictBase], Tensor], *width: int) -> list[Tensor]:
         """Apply ``measure`` (to ``[N, T, *width]``) to padded batches; return ``[T_i, *width]`` per row, on the CPU."""
         rows, positions = list(rows), range(len(rows))
         micros = self._cut(rows, positions, self.settings.scoring_tokens)
         lengths = [row[keys.FULL_TOKENS].shape[-1] for row in rows]
-        return self._whole(self._local(rows, micros, measure, weight), positions, lengths, *width)
+        return self._whole(self._local(rows, micros, measure), positions, lengths, *width)
 
     def _local(
         self,
         rows: Sequence[Row],
         micros: Sequence[tuple[list[int], bool]],
         measure: Callable[[TensorDictBase], Tensor],
-        weight: float | None = None,
     ) -> dict[int, Tensor]:
         """Apply ``measure`` to this rank's micro-batches; return {row index: values ``[T_i, ...]``} on the CPU."""
-        chosen = [[rows[index] for index in micro] for micro, _ in micros]
-        weights = [None if weight is None else [weight] * len(micro) for micro in chosen]
-        values = [measure(self.padded(*one)) for one in zip(chosen, weights)]  # fetched at the end
+        values = [measure(self.padded([rows[index] for index in micro])) for micro, _ in micros]  # fetched at the end
         return {
             index: row_values[: rows[index][keys.FULL_TOKENS].shape[-1]].clone()
             for (micro, real), batch in zip(micros, values)
@@ -683,11 +674,10 @@ class Learner:
         config, decoder, head = model.config.get_text_config(), model.get_decoder(), model.get_output_embeddings()
         tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
         matrices = [weight for weight in decoder.parameters() if weight.dim() == 2 and id(weight) not in tables]
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return ModelShape(
             trainable_weights=sum(weight.numel() for weight in matrices if weight.requires_grad),
             frozen_weights=sum(weight.numel() for weight in matrices if not weight.requires_grad),
-            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+            attention_width=config.num_hidden_layers * config.num_attention_heads * head_width(config),
             head_weights=head.weight.numel(),
             head_trainable=head.weight.requires_grad,
         )
@@ -698,14 +688,6 @@ class Learner:
             return contextlib.nullcontext()
         # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
-
-
-class Totals(NamedTuple):
-    """Losses and mean diagnostics of an optimizer step, on the device; ``threshold`` is a metric, or empty."""
-
-    losses: dict[str, Tensor]
-    means: dict[str, Tensor]
-    threshold: dict[str, float]
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:

@@ -20,15 +20,14 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.lora import adapter_pack, packed_weights, weight_slices
 from sota_grpo.policy.sharding import gather
-from sota_grpo.policy.weight_pack import WeightPack
+from sota_grpo.policy.weight_pack import StatePack, WeightPack
 from sota_grpo.rl.collate import OPTIONAL
+from sota_grpo.rl.planner import LearnerSettings, Planner, Share
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.checkpoint import Shards, ShardWriter
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings, Planner, Share
 from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
-from sota_grpo.workers.packing import StatePack
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -104,7 +103,7 @@ class LearnerWorker:
 
     def written(self) -> Future[tuple[str, str]]:
         """Return a future of (file name, SHA-256) of the file that the last :meth:`begin_save` writes."""
-        return self._writer.written()
+        return self._writer.written
 
     @_on_thread
     def weights(
@@ -138,12 +137,12 @@ class LearnerWorker:
 
     def ping(self) -> float:
         """Return the seconds without progress (a forward pass, a tensor) of the running call or write; 0 if idle."""
-        return max(self._thread.silent_s(), self._writer.silent_s())
+        return max(self._thread.silent_s(), self._writer.thread.silent_s())
 
     def close(self) -> None:
         """Let the threads end after the queued calls and writes; do not wait."""
         self._thread.close()
-        self._writer.close()
+        self._writer.thread.close()
 
 
 _PACK_BYTES = 256 << 20  # size of the slices in which rank 0 packs weights
@@ -278,13 +277,12 @@ class RemoteLearner:
                 self._die(index, str(error), error)
         self._ready = True
 
-    def poll(self) -> None:
-        """Raise LearnerDied if a rank died or made no progress for ``silence_s``; call this while waiting elsewhere."""
-        self._look(self._pings)
+    def poll(self, pings: _Pings | None = None) -> None:
+        """Kill all ranks and raise LearnerDied if one died or made no progress for ``silence_s``.
 
-    def _look(self, pings: _Pings) -> None:
-        """Kill all ranks if one died or made no progress for ``silence_s``."""
-        mute, answered = pings.look()
+        Call this while waiting elsewhere. ``pings``: those of one wait; None: those of all calls from elsewhere.
+        """
+        mute, answered = (pings or self._pings).look()
         for index, answer in answered.items():
             if error := answer.exception():
                 self._die(index, str(error), error)
@@ -360,7 +358,7 @@ class RemoteLearner:
 
     def export_hf(self, folder: Path) -> None:
         """Save model (LoRA merged) and tokenizer in Hugging Face format to ``folder`` on the machine of rank 0."""
-        self._call("export_hf", str(folder))
+        self._call("export_hf", str(folder.absolute()))  # a rank may have another working directory
 
     def close(self) -> None:
         """Kill all rank processes without waiting for running calls; idempotent."""
@@ -395,7 +393,7 @@ class RemoteLearner:
         while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
-            self._look(pings)
+            self.poll(pings)
 
     def _die(self, index: int, what: str, cause: BaseException | None = None) -> NoReturn:
         """Kill all ranks and raise LearnerDied; other threads then raise the same first failure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,7 +17,7 @@ from typing import IO, Any
 
 from sota_grpo.config import IN_FILES, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
-from sota_grpo.config.spelling import flat
+from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import drop_leftovers, file_reference, write_text
 from sota_grpo.recording.machine import starts_of, this_start
@@ -25,7 +26,9 @@ from sota_grpo.recording.run_files import (
     CONFIG_FILE,
     FAILURE_FILE,
     LOCK_FILE,
+    METRICS_FILE,
     OWN_FOLDERS,
+    ROLLOUTS_FILE,
     RUN_FILE,
     is_held,
     read_config,
@@ -115,6 +118,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     Attributes:
         resumed: the directory already has a run.
+        has_ended: that run has ended, after all steps requested then or at its target, so it had a checkpoint.
         finished: that run has ended, after all steps requested now, or at an accuracy that meets the target set now.
         reached: step, accuracy and target of that run, if it reached its target; else None.
         shorter: number of steps requested of that run before, if more are requested now; else None.
@@ -132,11 +136,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         record = read_record(path)
         self.path = path
         self.resumed = record is not None
+        self.has_ended = bool((record or {}).get("finished"))
         self.reached: dict[str, float] | None = (record or {}).get("reached")
         is_done = record is not None and record.get("num_steps", 0) >= num_steps
         if self.reached is not None:
             is_done = target is not None and self.reached["accuracy"] >= target
-        self.finished = is_done and bool((record or {}).get("finished"))
+        self.finished = is_done and self.has_ended
         before = num_steps if record is None else int(record.get("num_steps", num_steps))
         self.shorter = before if before < num_steps else None
         self._row: dict[str, Any] = {"signature": digest, "num_steps": num_steps}
@@ -197,8 +202,8 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     stretches its learning-rate schedule. If another run is continued, ``run_dir`` is deleted, if it has nothing but
     ``.hydra``. ``config`` has all options, and digests of the Python inputs.
 
-    RunRefused: the directory is in use, already has a run, or has none that can be continued. UserError: the directory,
-    its config or the engine cannot be used.
+    RunRefused: the directory is in use, already has a run or files of another program, or has no run that can be
+    continued. UserError: the directory, its config or the engine cannot be used.
     """
     digest, passed = signature(config), config.get("passed")
     target = config.get("eval", {}).get("target")
@@ -207,7 +212,7 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
     if resume == "auto" and not (run_dir / RUN_FILE).exists():
         path, lock = _newest_sibling(run_dir, digest, num_steps) or (run_dir, None)
     elif resume not in (None, "auto"):
-        path = Path(resume)
+        path = Path(resume).expanduser()
         _require_run(path, resume)
     lock = lock or _lock(path)
     if lock is None:
@@ -227,9 +232,11 @@ def require_free(run_dir: Path, resume: str | None) -> None:
     if is_held(run_dir):
         raise RunRefused(_is_busy(run_dir))
     if resume not in (None, "auto"):
-        _require_run(Path(resume), resume)
+        _require_run(Path(resume).expanduser(), resume)
     elif resume is None and read_record(run_dir) is not None:
         raise RunRefused(_holds_a_run(run_dir))
+    elif resume is None and (sentence := _foreign(run_dir)) is not None:
+        raise RunRefused(sentence)
 
 
 def _require_run(path: Path, resume: str) -> None:
@@ -245,11 +252,23 @@ def _holds_a_run(path: Path) -> str:
     return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
 
 
+def _foreign(path: Path) -> str | None:
+    """Return why ``path``, which has no run, is not used: a new run would begin its logs at step 0, and delete some."""
+    own = [path / name for name in (METRICS_FILE, ROLLOUTS_FILE) if _size(path / name)]
+    own += sorted((path / CHECKPOINTS).glob("checkpoint_*.pt"))
+    if not own:
+        return None
+    return (
+        f"{path} has {own[0].relative_to(path)}, but no {RUN_FILE}, so it may be of another program; move it away "
+        f"or {_ELSEWHERE}."
+    )
+
+
 def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
     """Return why this command cannot use the locked directory ``path``; None if it can."""
     record = read_record(path)
     if record is None:
-        return None
+        return _foreign(path)
     if resume is None:
         return _holds_a_run(path)
     before = read_config(path)
@@ -257,7 +276,9 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
     as_long = {**config, "train": {**config.get("train", {}), **length}}
     if record.get("signature") != digest and record.get("signature") != signature(as_long):
         old, new = map(_counted, (before, config))
-        names = [name for name, value in new.items() if name in old and old[name] != value]
+        names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+        mappings = tuple(f"{name}." for name, _, _ in walk())  # of other options, an older run may lack some
+        names = [name for name in names if (name in old and name in new) or name.startswith(mappings)]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         differs = ", ".join(names[:3]) + more if names else "the content of a file, a Python input or the engine"
         if not before:
@@ -273,6 +294,14 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
             "train.total_dialog_turns of a resumed run can be raised, not lowered."
         )
     return None
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _newest_sibling(run_dir: Path, digest: str, num_steps: int) -> tuple[Path, IO[bytes]] | None:
@@ -333,6 +362,11 @@ def _lock(path: Path) -> IO[bytes] | None:
         file.close()
         return None
     except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise UserError(
+                f"The file system of {path} locks no files ({error.strerror}), so a second process could not be kept "
+                "away from the run; mount it with flock, or set hydra.run.dir."
+            ) from error
         raise unwritable(path, error) from error
 
 

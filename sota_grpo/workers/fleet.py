@@ -10,7 +10,7 @@ import math
 import selectors
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,9 +60,6 @@ class Task:
     future: asyncio.Future[Any]
     workers_lost: int = 0
     progress: int = 0
-
-    def __lt__(self, other: Task) -> bool:
-        return self.number < other.number
 
 
 @dataclass(eq=False)
@@ -163,8 +160,7 @@ class Fleet:
         shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; the workers must have
             methods of these names.
 
-    >>> from sota_grpo.workers.base import WorkerSpec, starter
-    >>> from sota_grpo.workers.processes import ThreadLauncher
+    >>> from sota_grpo.workers.base import ThreadLauncher, WorkerSpec, starter
     >>> spec = WorkerSpec("sota_grpo.rewards.grading:RewardWorker", {"score": len, "term_names": ("length",)})
     >>> fleet = Fleet("reward", starter(ThreadLauncher(), "reward", spec), 2, capacity=4)
     >>> fleet.wait_ready()
@@ -205,7 +201,7 @@ class Fleet:
         self._shares_devices = shares_devices
         self._slots = [Slot(role, index, Start(start_silence_s, 0.0)) for index in range(count)]
         self._numbers = itertools.count()
-        self._queue: list[Task] = []
+        self._queue: list[tuple[int, Task]] = []  # a heap: number, task
         # _lines[n]: ready slots with n < capacity tasks; the slot that has waited longest is first.
         self._lines: list[dict[Slot, None]] = [{} for _ in range(capacity)]
         self._broadcasts: list[Broadcast] = []  # pending
@@ -249,11 +245,12 @@ class Fleet:
             TaskLost, WorkerDied: ``max_attempts`` workers died or hung with the task, or the fleet has ended.
             Exception: raised by the worker's method.
         """
-        self._require_open()
+        if self._dead is not None:
+            raise self._dead
         if not self._awake.is_set():
             self._end_sleep()
         task = Task(next(self._numbers), args, self._loop.create_future())
-        heapq.heappush(self._queue, task)
+        heapq.heappush(self._queue, (task.number, task))
         self._dispatch()
         return await task.future
 
@@ -312,10 +309,6 @@ class Fleet:
             self.poll()
         return future.result()
 
-    def _require_open(self) -> None:
-        if self._dead is not None or self._stop.is_set():
-            raise self._dead or self._closed()
-
     def _closed(self) -> WorkerDied:
         return WorkerDied(f"the {self._role} fleet was closed")
 
@@ -358,7 +351,7 @@ class Fleet:
         if self._dead is not None:
             return
         self._dead = cause
-        tasks = [*self._queue, *(task for slot in self._slots for task in slot.tasks.values())]
+        tasks = [*(task for _, task in self._queue), *(task for slot in self._slots for task in slot.tasks.values())]
         self._queue = []
         for slot in self._slots:
             slot.tasks = {}
@@ -367,7 +360,8 @@ class Fleet:
                 slot.worker.kill()
         if not self._ready.done():
             self._ready.set_exception(cause)
-        for future in [broadcast.future for broadcast in self._broadcasts] + [task.future for task in sorted(tasks)]:
+        tasks.sort(key=lambda task: task.number)
+        for future in [broadcast.future for broadcast in self._broadcasts] + [task.future for task in tasks]:
             if not future.done():
                 future.set_exception(cause)
 
@@ -531,7 +525,7 @@ class Fleet:
         for task in tasks:
             task.workers_lost += 1
             if task.workers_lost < self._max_attempts:
-                heapq.heappush(self._queue, task)
+                heapq.heappush(self._queue, (task.number, task))
             else:
                 failed.append(task)
         again = len(tasks) - len(failed)
@@ -566,16 +560,28 @@ class Fleet:
 
     def _dispatch(self) -> None:
         while not self._stop.is_set() and self._queue and (line := next(filter(None, self._lines), None)):
-            task, slot = heapq.heappop(self._queue), next(iter(line))
+            (_, task), slot = heapq.heappop(self._queue), next(iter(line))
             slot.tasks[task.number] = task
             self._offer(slot)
             slot.life.create_task(self._while_ready(slot, self._run, task))
 
     async def _run(self, slot: Slot, task: Task) -> None:
-        """Run a task on the slot's worker and set its result."""
+        """Run a task on the slot's worker and set its result; past the deadline fail it and raise _Unfit instead."""
         answer = self._call(slot, "run", *task.args)
-        if self._task_deadline_s is not None:
-            await self._in_time(slot, task, answer, self._task_deadline_s)
+        limit_s, parts = self._task_deadline_s, self._progress
+        due_s = self._loop.time() + (limit_s or 0.0)
+        while limit_s is not None and not answer.done():
+            left_s = due_s - self._loop.time()
+            await asyncio.wait([answer], timeout=left_s if parts is None else min(left_s, limit_s / 8))
+            now_s = self._loop.time()
+            if parts is not None and (done := parts(*task.args)) != task.progress:
+                task.progress, due_s = done, now_s + limit_s
+            if not answer.done() and now_s >= due_s:
+                what = "a task" if parts is None else "a part of a task"
+                late = TaskOverdue(f"{slot.who} did not finish {what} within {limit_s:g} s", task.progress)
+                del slot.tasks[task.number]
+                task.future.set_exception(late)
+                raise _Unfit(str(late))
         try:
             result, error = await answer, None
         except WorkerDied:
@@ -590,29 +596,12 @@ class Fleet:
         else:
             task.future.set_exception(error)
 
-    async def _in_time(self, slot: Slot, task: Task, answer: asyncio.Future[Any], deadline_s: float) -> None:
-        """Wait for the answer; if the deadline passes, fail the task and raise _Unfit, which replaces the worker."""
-        due_s = self._loop.time() + deadline_s
-        while not answer.done():
-            left_s = due_s - self._loop.time()
-            await asyncio.wait([answer], timeout=left_s if self._progress is None else min(left_s, deadline_s / 8))
-            now_s = self._loop.time()
-            if self._progress is not None and (done := self._progress(*task.args)) != task.progress:
-                task.progress, due_s = done, now_s + deadline_s
-            if not answer.done() and now_s >= due_s:
-                what = (
-                    f"{slot.who} did not finish {'a task' if self._progress is None else 'a part of a task'} within "
-                    f"{deadline_s:g} s"
-                )
-                del slot.tasks[task.number]
-                task.future.set_exception(TaskOverdue(what, task.progress))
-                raise _Unfit(what)
-
     # Broadcasts
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> dict[str, Any]:
         """Call every ready worker, and for a sticky broadcast every starting worker before its first task."""
-        self._require_open()
+        if self._dead is not None or self._stop.is_set():
+            raise self._dead or self._closed()
         broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
         self._broadcasts.append(broadcast)
         for slot in self._slots:
@@ -699,11 +688,3 @@ async def _settle(future: Future[Result], coroutine: Coroutine[Any, Any, Result]
         future.set_result(await coroutine)
     except BaseException as error:  # raised where the result is read
         future.set_exception(error)
-
-
-def worker_metrics(fleets: Sequence[Fleet]) -> dict[str, int]:
-    """Return ``workers/restarts`` and ``workers/requeued``, the sums of these attributes of all fleets."""
-    return {
-        "workers/restarts": sum(fleet.restarts for fleet in fleets),
-        "workers/requeued": sum(fleet.requeued for fleet in fleets),
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import os
@@ -14,11 +13,11 @@ import signal
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -58,32 +57,27 @@ _SOCKET_BYTES = len("/ray/session_2026-11-26_14-32-10_123456_4194304/sockets/pla
 _NO_IDLE_WORKERS = {"enable_worker_prestart": False, "prestart_worker_first_driver": False}
 
 
+@dataclass(frozen=True)
 class Shared:
     """An argument that is a Ray object reference; the worker receives the referenced value."""
 
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
+    reference: Any
 
 
-class _Hole(int):
-    """Placeholder for the shared value with this index in pickled arguments."""
-
-
-def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], list[Any]]:
-    """Return (pickled arguments, their out-of-band buffers, object references of shared arguments)."""
-    references = [arg.reference for arg in args if isinstance(arg, Shared)]
-    holes = map(_Hole, itertools.count())
-    values = tuple(next(holes) if isinstance(arg, Shared) else arg for arg in args)
+def pack(args: Sequence[Any]) -> tuple[bytes, list[np.ndarray], dict[int, Any]]:
+    """Return (pickled arguments, their out-of-band buffers, object references of shared arguments by position)."""
+    shared = {position: arg.reference for position, arg in enumerate(args) if isinstance(arg, Shared)}
     buffers: list[pickle.PickleBuffer] = []
+    values = [None if position in shared else arg for position, arg in enumerate(args)]
     body = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
-    return body, [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers], references
+    return body, [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers], shared
 
 
-def _unpack(body: bytes, buffers: list[np.ndarray], references: list[Any]) -> tuple[Any, ...]:
+def _unpack(body: bytes, buffers: list[np.ndarray], shared: dict[int, Any]) -> tuple[Any, ...]:
     import ray
 
     args = pickle.loads(body, buffers=buffers)
-    return tuple(ray.get(references[arg]) if isinstance(arg, _Hole) else arg for arg in args)
+    return tuple(ray.get(shared[position]) if position in shared else arg for position, arg in enumerate(args))
 
 
 class HostActor:
@@ -175,23 +169,18 @@ class RayWorker:
                 wait([process], _GONE_S)
             os.close(process)
 
-    def _locate(self, location: Location) -> None:
-        """Store the actor's pid, and on the same machine a pidfd."""
-        with self._lock:
-            if self.pid is not None or self._calls.dead is not None:
-                return
-            self.pid, machine = location
-            if machine == machine_id() and hasattr(os, "pidfd_open"):
-                with suppress(ProcessLookupError):
-                    self._process = os.pidfd_open(self.pid)
-
     def _answered(self, number: int, answer: Future[tuple[Location, bool, Any]]) -> None:
         from ray.exceptions import RayTaskError
 
         error = answer.exception()
         if error is None:
-            location, succeeded, value = answer.result()
-            self._locate(location)
+            (pid, machine), succeeded, value = answer.result()
+            with self._lock:
+                if self.pid is None and self._calls.dead is None:
+                    self.pid = pid
+                    if machine == machine_id() and hasattr(os, "pidfd_open"):
+                        with suppress(ProcessLookupError):
+                            self._process = os.pidfd_open(pid)
             self._calls.resolve(number, succeeded, value)
         elif isinstance(error, RayTaskError):  # the result cannot be pickled
             self._calls.resolve(number, False, error.cause or error)
@@ -237,20 +226,15 @@ def each_node(address: str, task: Callable[..., Any], *args: Any, deadline_s: fl
         for node in (node for node in ray.nodes() if node["Alive"]):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             calls[remote.options(scheduling_strategy=there).remote(*args)] = node["NodeManagerAddress"]
-        answers, waiting = [], list(calls)
-        until = time.monotonic() + deadline_s
-        while waiting:
-            ended, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, until - time.monotonic()))
-            if not ended:
-                late = TimeoutError(f"no answer within {deadline_s:g} s")
-                answers += [(calls[call], late) for call in waiting]
-                break
-            (done,) = ended
+        ended, late = ray.wait(list(calls), num_returns=len(calls), timeout=deadline_s)
+        silence = TimeoutError(f"no answer within {deadline_s:g} s")
+        answers: list[tuple[str, Any]] = [(calls[call], silence) for call in late]
+        for call in ended:
             try:
-                answer = ray.get(done)
+                answer = ray.get(call)
             except Exception as error:  # raised by the task or by Ray
                 answer = error
-            answers.append((calls[done], answer))
+            answers.append((calls[call], answer))
         return sorted(answers, key=lambda answer: answer[0])
     finally:
         if owned:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from sota_grpo import keys
-from sota_grpo.policy.causal import FrozenReference, support_of
+from sota_grpo.policy.causal import FrozenReference
 from sota_grpo.policy.load import DType, load_model
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
@@ -175,8 +175,8 @@ class ReferenceService:
             {key: value[:end] for key, value in row.items()}
             for row, end in zip(RowTable.of(rows).rows(*_READ[:4]), ends.tolist())
         ]
-        if (support := support_of(rows)) is not None:
-            for row, end, ids, counts in zip(cut, ends.tolist(), *support):
+        if (of_rows := rows.get(keys.SUPPORT_IDS, None)) is not None:
+            for row, end, ids, counts in zip(cut, ends.tolist(), of_rows, rows.get(keys.SUPPORT_COUNTS)):
                 row |= {keys.SUPPORT_IDS: ids[: int(counts.sum())], keys.SUPPORT_COUNTS: counts[:end]}
         count = min(self._num_workers, len(cut))  # every n-th row: equal slices even if rows are sorted by length
         answers = [self.fleet.submit(RowTable.of(cut[first::count])) for first in range(count)]

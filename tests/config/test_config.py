@@ -164,6 +164,14 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("train.keep_best=eval/accuracy eval.mode=off eval.every=2", "needs evaluations during training"),
         ("train.keep_best=reward eval.every=2", "use train.keep_best=eval/accuracy"),
     ],
+    "no_value_has_an_interpolation": [
+        (r"'env.system_prompt=Write \${answer}.'", "env.system_prompt has '${', which a saved config cannot hold"),
+    ],
+    "no_text_is_empty_in_place_of_null": [
+        ("model.name=", "model.name is an empty text; give a value, or model.name=null"),
+        ("env.dataset=gsm8k env.dataset_path=", "env.dataset_path=null"),
+        ("policy.kl_coef=0.1 ref_model.name=", "ref_model.name=null"),
+    ],
     "a_size_chooses_a_model_that_has_no_name": [("model.size=3B", "leave it at 1.5B, or add model.name=null")],
     "every_transform_and_sampler_is_in_a_file": [
         ("env.transforms=[Mine]", "Mine, which is no FILE.py:NAME"),
@@ -184,7 +192,7 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("env.tools=t.py:f", "use env.max_steps=4"),
         ("env.tools=t env.max_steps=2", "is no FILE.py:NAME"),
         ("'env.mixture={a: {}}' env.environment=e.py:E env.max_steps=2", "give it to the task whose rows it reads, as"),
-        ("env.tools=t.py:f env.environment=e.py:E env.max_steps=2", "make the functions methods of the environment"),
+        ("env.tools=t.py:f env.environment=e.py:E env.max_steps=2", "make the functions its methods"),
         ("env.environment=e.py:E env.max_steps=2 env.reasoning=true", "env.reasoning=true answers every response"),
     ],
     "arguments_are_passed_on_by_name": [
@@ -260,6 +268,9 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("inference_model.top_k=2000", "at most 1024"),
         ("seed=18446744073709551616", "at most 1.84467e+19"),
         ("inference_model.temperature=0", "above 0"),
+        ("optimizer.eps=0", "optimizer.eps=0.0 must be above 0"),
+        ("reward.success_above=nan", "reward.success_above=nan must be a finite number"),
+        ("env.dataset=math reward.wrong=-inf", "reward.wrong=-inf must be a finite number"),
     ],
     "batches_are_made_of_whole_groups": [
         ("env.repeats=3", "env.repeats=3"),

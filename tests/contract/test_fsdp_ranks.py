@@ -23,13 +23,12 @@ from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.recording.metrics import declared
-from sota_grpo.rl.collate import row_prompts
+from sota_grpo.rl.planner import row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 from sota_grpo.training.learner import Learner, NonFiniteStep
 from sota_grpo.training.remote_learner import LearnerDied, RemoteLearner
-from sota_grpo.workers.base import WorkerSpec
-from sota_grpo.workers.processes import ProcessLauncher, ProcessWorker
+from sota_grpo.workers.base import ProcessLauncher, ProcessWorker, WorkerSpec
 from tests.forked import ForkLauncher
 from tests.rank_rigs import build_learner, learner_settings, passes_of, ragged_rows
 from tests.unit.test_token_tree import rows_of_agents

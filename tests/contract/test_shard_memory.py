@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.shards import save, started
 from sota_grpo.training.checkpoint import CheckpointStore
-from sota_grpo.workers.processes import ProcessLauncher
+from sota_grpo.workers.base import ProcessLauncher
 
 
 @pytest.mark.slow

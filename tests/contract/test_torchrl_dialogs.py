@@ -23,10 +23,10 @@ from sota_grpo import keys
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import DialogRows, GSM8KEnv, PromptStream, TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.table import row_list
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import think_again
 from sota_grpo.workers.instances import InstanceLost

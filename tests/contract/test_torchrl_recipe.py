@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,16 @@ from torchrl.envs import UnsqueezeTransform
 from torchrl.envs.llm import GSM8KEnv as TorchRLGSM8KEnv
 from torchrl.objectives.llm import DAPO, CISPOLoss, MCAdvantage
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
+from torchrl.trainers.algorithms.grpo import GRPOTrainer
 from transformers import Qwen2ForCausalLM
 
 from sota_grpo import envs, keys
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import complete_rows
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.source.collector import PromptGroupCollector
 from tests.contract.test_torchrl_env import make_policy
 from tests.engine_rigs import tiny_model
 from tests.unit.test_envs import char_tokenizer
@@ -95,3 +100,20 @@ def test_the_recipe_learns_with_each_combination(
         learner = make_policy(model, generate=False, pad_output=True)
         loss(learner)(batch.clone()).mean(reduce=True).backward()
         assert model.lm_head.weight.grad.isfinite().all(), name
+
+
+def test_the_trainer_of_torchrl_takes_our_collector_and_loss(model: Qwen2ForCausalLM, tmp_path: Any) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(NUM_ENVS), sampler=SamplerWithoutReplacement(), batch_size=NUM_ENVS,
+        transform=GroupAdvantage(),
+    )  # fmt: skip
+    env, sampling = our_env(tmp_path), Sampling(max_tokens=4)
+    engine = TransformersEngine(copy.deepcopy(model), eos_token_ids=[1], pad_token_id=0)
+    frames = {"dialog_turns_per_batch": NUM_ENVS, "total_dialog_turns": 2 * NUM_ENVS}
+    trainer = GRPOTrainer(
+        collector=PromptGroupCollector(env, engine, sampling=sampling, replay_buffer=buffer, **frames),
+        total_frames=2 * NUM_ENVS, loss_module=GRPOLoss(model), replay_buffer=buffer, progress_bar=False,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0), empty_replay_buffer_on_weight_update=True,
+    )  # fmt: skip
+    trainer.train()
+    assert len(trainer._log_dict["grad_norm"]) == 2

@@ -36,7 +36,7 @@ from scripts.preset_table import TRL
 from sota_grpo import keys
 from sota_grpo.config import Config, kl_is_unbiased
 from sota_grpo.config.spelling import NOT_HERE, THEIRS, walk
-from sota_grpo.functional import adapted_entropy_coef, surrogates, top_entropy_tokens
+from sota_grpo.functional import adapted_entropy_coef, loss_terms, top_entropy_tokens
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from tests.builders import ModelActor, generator, random_rows, tiny_model, tiny_tokenizer
@@ -76,7 +76,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
         arguments["top_entropy_quantile"] = ours.top_entropy_quantile
     if ours.entropy_target is not None:
         arguments |= {"use_adaptive_entropy": True, "entropy_target": ours.entropy_target}
-    surrogate = signature(getattr(surrogates, f"{ours.objective}_surrogate", surrogates.sapo_surrogate)).parameters
+    surrogate = signature(getattr(loss_terms, f"{ours.objective}_surrogate", loss_terms.sapo_surrogate)).parameters
     return arguments | {name: surrogate[of].default for name, of in _OWN_LOSSES.get(ours.objective, {}).items()}
 
 

@@ -26,7 +26,7 @@ from sota_grpo.config import Config
 from sota_grpo.config.mixture import longest_response
 from sota_grpo.config.spelling import with_options
 from sota_grpo.functional import decoupled_rewards, group_advantages, importance_weights
-from sota_grpo.functional.divergences import raw_weights
+from sota_grpo.functional.loss_terms import raw_weights
 from sota_grpo.migration.verl import ACTOR, Facts, verl_options
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from tests.builders import TableActor, generator, random_rows

@@ -19,8 +19,7 @@ import torch
 
 from sota_grpo.engines import Engine, EngineOptions, make_engine
 from sota_grpo.engines.transformers_engine import sampled_probs
-from sota_grpo.engines.vllm_engine import PROVIDER
-from sota_grpo.engines.vllm_shortcuts import shorten
+from sota_grpo.engines.vllm_engine import PROVIDER, shorten
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import packed_weights

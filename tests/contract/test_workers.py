@@ -21,9 +21,17 @@ import numpy as np
 import psutil
 import pytest
 
-from sota_grpo.workers.base import IDLE_METHOD, ConstructionFailed, Launcher, Worker, WorkerDied, starter
+from sota_grpo.workers.base import (
+    IDLE_METHOD,
+    ConstructionFailed,
+    Launcher,
+    ProcessLauncher,
+    ThreadLauncher,
+    Worker,
+    WorkerDied,
+    starter,
+)
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.process_rigs import newest
 from tests.worker_rigs import spec
 
@@ -248,7 +256,7 @@ def test_a_worker_of_a_process_may_print_to_a_lost_terminal_and_its_exit_code_is
     """And it is on its main thread. A reward function that prints must not fail once the run's stderr is gone."""
     reader, lost = os.pipe()
     os.close(reader)
-    monkeypatch.setattr("sota_grpo.workers.processes._STDERR", lost)
+    monkeypatch.setattr("sota_grpo.workers.base._STDERR", lost)
     worker = places["process"].start()
     for _ in range(3):
         assert worker.call("speak", "x" * 9_000).result(WAIT_S) == "x" * 9_000
@@ -349,8 +357,7 @@ def command(pid: int) -> str:
 
 
 PROCESS_DRIVER = """
-from sota_grpo.workers.processes import ProcessLauncher
-from sota_grpo.workers.base import IDLE_METHOD
+from sota_grpo.workers.base import IDLE_METHOD, ProcessLauncher
 launcher = ProcessLauncher()
 placements = [{}, {}]
 """

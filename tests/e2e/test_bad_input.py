@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -150,6 +151,18 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RunFailed, match="restore one from a backup"):
         train(composed("grpo_cpu", *longer, "train.total_dialog_turns=96"), run_dir)
+
+
+def test_a_finished_run_without_its_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
+    """It would lose its metrics, its rollouts and its exported model."""
+    run_dir, options = tmp_path / "run", (*QUICK, "optimizer.schedule=constant", "train.total_dialog_turns=32")
+    assert train(composed("grpo_cpu", *options), run_dir) == 2
+    shutil.rmtree(run_dir / "checkpoints")
+    before, longer = metrics(run_dir), ("train.resume=auto", "train.total_dialog_turns=48")
+    with pytest.raises(UserError, match=r"is finished, but has no checkpoint .*; restore one, or start another run"):
+        train(composed("grpo_cpu", *options, *longer), run_dir)
+    assert metrics(run_dir) == before
+    assert json.loads((run_dir / "run.json").read_text())["finished"]
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:

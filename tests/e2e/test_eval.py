@@ -114,7 +114,7 @@ def test_ifevals_own_file_needs_no_training_data(tmp_path: Path) -> None:
         (["tiny", "--out", "nowhere/at/all.json"], "--out nowhere/at/all.json cannot be written"),
         (["tiny", "--responses", "nowhere/at/all.jsonl"], "--responses nowhere/at/all.jsonl cannot be written"),
         (["tiny", "--out", "a.json", "--responses", "./a.json"], "--out and --responses both write a.json; give two"),
-        (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml cannot be read"),
+        (["tiny", "--against", "pyproject.toml"], "--against pyproject.toml is not a result"),
         (["tiny", "--k", "-1"], "is not a whole number, 0 or more"),
         (["tiny", "--temperature", "0"], "is not a temperature above 0"),
     ],

@@ -89,7 +89,7 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path: Path, grpo, signalled
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     rollouts = [(path / "rollouts.jsonl").read_text() for path in (run_dir, whole)]
     assert rollouts[0] == rollouts[1]
-    stored = [[content(read_step(path)) for path in stored_steps(each)] for each in (run_dir, whole)]
+    stored = [[content(read_step(path)) for path in stored_steps(each).values()] for each in (run_dir, whole)]
     assert len(stored[0]) == 6
     assert stored[0] == stored[1]
 

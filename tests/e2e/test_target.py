@@ -6,16 +6,20 @@ One with workers: tests/e2e/test_replay.py.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint
 from sota_grpo.cli import step
-from sota_grpo.errors import UserError
-from sota_grpo.run import launch
+from sota_grpo.errors import RunFailed, UserError
+from sota_grpo.run import app, launch
 from sota_grpo.run.app import train
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.runs import RunDir
@@ -116,6 +120,26 @@ def test_without_the_evaluation_before_training_the_first_is_after_some_steps(
     assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == [2]
 
 
+def test_an_interrupt_in_the_last_evaluation_is_not_forgotten(
+    tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run ends as it would have, but the sweep or the loop that it is in does not go on."""
+    scoring(0.1, 0.2, 0.3, 0.4, 0.5)
+    measure = Evaluator.measure
+
+    def interrupted(evaluator: Evaluator, target: float | None = None) -> dict[str, float]:
+        if evaluator.rollouts.engine.version == 4:
+            signal.raise_signal(signal.SIGINT)
+        return measure(evaluator, target)
+
+    config = composed("grpo_cpu", *OPTIONS, "eval.every=3")
+    assert launch(config, tmp_path / "before") is False
+    monkeypatch.setattr(Evaluator, "measure", interrupted)
+    assert launch(config, tmp_path / "run") is True
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+    assert "train.resume=auto continues the run" not in caplog.text
+
+
 def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None]) -> None:
     options = ("train.keep_best=eval/accuracy", "train.keep_checkpoints=1", "train.checkpoint_frequency=1")
     scoring(0.1, 0.5, 0.3, 0.5, 0.2)
@@ -152,6 +176,43 @@ def test_a_metric_that_one_evaluation_lacks_keeps_the_best(tmp_path: Path, scori
 
 def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path, scoring: Callable[..., None]) -> None:
     scoring(0.1)
-    with pytest.raises(UserError, match=r"keep_best=eval/acuracy is no metric .* use one of eval/accuracy, eval/st"):
-        run(tmp_path, "train.keep_best=eval/acuracy")
+    with pytest.raises(UserError, match=r"keep_best=eval/acuracy is no metric .* use one of eval/accuracy, eval/fi"):
+        run(tmp_path, "train.keep_best=eval/acuracy", "eval.target=0.5")
     assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_steps_before_a_metric_that_is_not_measured_are_saved(tmp_path: Path, scoring: Callable[..., None]) -> None:
+    scoring(0.1, 0.2, 0.3)
+    with pytest.raises(UserError, match=r"keep_best=eval/avg_at_k is no metric"):
+        run(tmp_path, "train.keep_best=eval/avg_at_k", "eval.mode=after", "eval.every=2")
+    assert checkpoints(tmp_path) == [2]
+    scoring(0.1, 0.2, 0.3, 0.4, 0.5)
+    assert run(tmp_path, "train.keep_best=eval/accuracy", "eval.mode=after", "eval.every=2", "train.resume=auto") == 4
+
+
+def test_a_subset_need_not_have_the_metric_of_the_best(
+    tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the accuracy of a task of which the first quarter of the problems has none."""
+    scoring(0.1, 0.2, 0.3, 0.4, 0.5)
+    measure = Evaluator.measure
+
+    def of_tasks(evaluator: Evaluator, target: float | None = None) -> dict[str, float]:
+        found = measure(evaluator, target)
+        return found | ({"eval/task/rare": found["eval/accuracy"]} if found["eval/num_samples"] == 8 else {})
+
+    monkeypatch.setattr(Evaluator, "measure", of_tasks)
+    assert run(tmp_path, "train.keep_best=eval/task/rare", "eval.target=0.65") == 4
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 4
+
+
+def test_a_full_disk_at_the_name_of_the_best_is_one_sentence(
+    tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    scoring(0.1)
+    monkeypatch.setattr(app, "write_json", full)
+    with pytest.raises(RunFailed, match=r"best\.json cannot be written .No space left on device.*train\.resume=auto"):
+        run(tmp_path, "train.keep_best=eval/accuracy")

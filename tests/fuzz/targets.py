@@ -27,7 +27,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.report import report_json
 from sota_grpo.report.data import read_runs
 from sota_grpo.rewards.extract import extract_answer
-from sota_grpo.rewards.grading import guarded_score
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example
 from sota_grpo.sweeps import as_text, read_sweep
@@ -116,7 +116,8 @@ def check_table(drawn: tuple[str, bytes, str | None]) -> None:
         for example in [*task.train, *task.heldout]:
             for message in task.messages(example):
                 assert isinstance(message["content"], str)
-            score = guarded_score(task.score, task.term_weights, str(task.gold_response(example)), example)
+            pair = (str(task.gold_response(example)), example)
+            (score,) = guarded_scores(task.score, task.term_weights, [pair])
             assert score.error is None
 
 
@@ -220,7 +221,7 @@ def check_instructions(drawn: tuple[list[tuple[Any, Any]], list[Any], str]) -> N
     ids, kwargs = [name for name, _ in instructions], [values for _, values in instructions]
     task = IFEvalTask()
     example = task.read_row({"prompt": "?", "instruction_id_list": ids, "kwargs": kwargs + more}, "a row")
-    assert guarded_score(task.score, task.term_weights, response, example).error is None
+    assert guarded_scores(task.score, task.term_weights, [(response, example)])[0].error is None
 
 
 _FORMULA = one_of_words(

@@ -105,9 +105,9 @@ def compile_layers(shape: str, number: int) -> None:
     config = CONFIG_MAPPING[family](**{**sizes, "num_hidden_layers": number, "vocab_size": 64})
     blocks, length = [], 0
     for count in RESPONSES:
-        end = length + PROMPT
-        blocks.append(Block(length, end, (Run(end, count, PROMPT),)))
-        length = end + count * PROMPT
+        end, stop = length + PROMPT, length + (1 + count) * PROMPT
+        blocks.append(Block(length, end, stop, (Run(end, count, PROMPT),)))
+        length = stop
     tables = attention_tables(blocks, length)
     options = decoder_layer.compile_options()
     decoder_layer.compile_options = lambda: {**options, "dynamic": False}  # so that the code names its sizes

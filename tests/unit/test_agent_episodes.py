@@ -18,10 +18,10 @@ from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.envs.agents import AgentEngine, Agents
 from sota_grpo.envs.gateway import Gateway
 from sota_grpo.envs.prompts import PromptSource
-from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import CausalPolicy, end_token_ids
 from sota_grpo.policy.load import load_model, load_tokenizer
-from sota_grpo.rl.collate import drawn_entries, group_table, micro_batches, pad_rows
+from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
+from sota_grpo.rl.planner import micro_batches
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.workers.instances import Answer, Opened

@@ -168,6 +168,36 @@ def test_beside_finished_and_other_runs_auto_finds_the_one_to_continue(
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 2
 
 
+def test_an_interrupt_after_the_last_step_is_raised_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a loop over seeds would go on."""
+
+    def launch(config: Any, run_dir: Path, inputs: Any) -> bool:
+        inputs.run_dir = run_dir
+        return True
+
+    monkeypatch.setattr(api, "launch", launch)
+    with pytest.raises(KeyboardInterrupt, match=r"the run is finished; sota_grpo\.Result\('.*run'\) has its metrics"):
+        trained(tmp_path / "run")
+
+
+def test_a_run_may_be_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+
+    def launch(config: Any, run_dir: Path, inputs: Any) -> bool:
+        started.append(run_dir)
+        (run_dir / "metrics.jsonl").parent.mkdir()
+        (run_dir / "metrics.jsonl").touch()
+        inputs.run_dir = run_dir
+        return False
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "launch", launch)
+    assert sota_grpo.train("grpo_cpu", run_dir="~/run").run_dir == tmp_path / "run"
+    assert started == [tmp_path / "run"]
+    assert sota_grpo.Result("~/run").run_dir == tmp_path / "run"
+
+
 def test_a_directory_of_its_own_for_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(datetime):
         @classmethod

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -36,7 +37,7 @@ from sota_grpo.engines import EngineOptions, resolve_engine_name
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.log_probs import multiplies_bf16
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, FrozenReference
-from sota_grpo.policy.load import load_model
+from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.recording import sinks
 from sota_grpo.workers.base import WorkerSpec
@@ -250,6 +251,14 @@ def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) 
         resolve_engine_name("vllm", device="cpu")
     gpus(0)
     assert resolve_engine_name("vllm", device="cpu") == resolve_engine_name("auto", device="cpu") == "vllm"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1])
+def test_engines_get_a_seed_that_numpy_takes(seed: int, tmp_path: Path) -> None:
+    """vLLM's processes call `numpy.random.seed`."""
+    config = composed("grpo_cpu", f"seed={seed}")
+    options = sampling.engine_options(config, "vllm", "cpu", load_tokenizer("tiny"), tmp_path)
+    np.random.RandomState(options.seed)
 
 
 def test_an_unknown_attention_is_a_sentence() -> None:

@@ -14,7 +14,7 @@ from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, padded_
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load
 from sota_grpo.policy.load import architecture_from
-from sota_grpo.rl.collate import groups_by_prompt, row_prompts
+from sota_grpo.rl.planner import groups_by_prompt, row_prompts
 
 SMALL = Case(tokens=140, prompt=20, response=10, group=4)
 

@@ -10,7 +10,7 @@ import pytest
 
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.evaluation import check
-from sota_grpo.cli import check as command
+from sota_grpo.cli import configs as command
 from sota_grpo.errors import UserError
 from sota_grpo.training.gate import CHECKS
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.cli import main
-from sota_grpo.cli import score as score_command
+from sota_grpo.cli import responses as score_command
 from sota_grpo.rewards.grading import LocalGrader
 
 

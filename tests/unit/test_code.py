@@ -20,7 +20,7 @@ from sota_grpo.config import Config
 from sota_grpo.errors import UserError
 from sota_grpo.rewards import sandbox
 from sota_grpo.rewards.extract import last_code_block
-from sota_grpo.rewards.grading import guarded_score
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rewards.sandbox import BwrapRunner, FusionRunner, Limits, Ran, make_runner, run_tests, why_no_bwrap
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.code import CodeTask
@@ -239,9 +239,10 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     example = task.read_row({"tests": "assert f(1) == 2"}, "here")
     for say in (Say({}, 500), Say({"status": "SandboxError"}), Say([1]), Say({}, 302)):
         fusion.others["/run_code"] = lambda body, say=say: say
-        score = guarded_score(task.score, ["tests"], "```\nx = 1\n```", example)
+        (score,) = guarded_scores(task.score, ["tests"], [("```\nx = 1\n```", example)])
         assert score.error.startswith("OSError: the sandbox server http://127.0.0.1")
-    assert "OSError" in guarded_score(CodeTask(sandbox=NOWHERE).score, ["tests"], "```\n\n```", example).error
+    (score,) = guarded_scores(CodeTask(sandbox=NOWHERE).score, ["tests"], [("```\n\n```", example)])
+    assert "OSError" in score.error
 
 
 def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(

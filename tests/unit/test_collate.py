@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.rl.collate import groups_by_prompt, micro_batches, pad_rows, row_prompts, set_loss_weights, unpad_rows
+from sota_grpo.rl.collate import pad_rows, set_loss_weights, unpad_rows
+from sota_grpo.rl.planner import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.table import row_list
 from tests.builders import generator, random_row, random_rows
 

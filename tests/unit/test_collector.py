@@ -15,11 +15,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
+from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
 from sota_grpo.engines.stepping import Task
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rewards.grading import Grader, LocalGrader
@@ -28,7 +30,6 @@ from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from tests.training_rigs import make_scripted
 
@@ -107,6 +108,15 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
         make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
     with pytest.raises(ValueError, match="call start"):
         make_collector(max_policy_age=1).next_batch()
+    env = small_env()
+    several = TaskEnv(env.task, tokenizer(), num_envs=4, repeats=4, max_steps=2)
+    with pytest.raises(TypeError, match="The policy is a Linear, but a PromptGroupCollector samples with an engine"):
+        PromptGroupCollector(env, MODEL, sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
+    with pytest.raises(ValueError, match=r"several turns \(max_steps\), but ScriptedEngine samples single ones"):
+        PromptGroupCollector(several, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
+    scaled = TransformedEnv(env, RewardScaling(0.0, 9.0, in_keys=[keys.REWARD]))
+    with pytest.raises(ValueError, match=r"its transforms would have no effect; pass env\.base_env"):
+        PromptGroupCollector(scaled, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
     with pytest.raises(RuntimeError, match="replay_buffer="):
         make_collector().start()
     with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):
@@ -156,6 +166,18 @@ def test_weights_are_taken_in_each_form_of_torchrl() -> None:
     for options in ({}, {"worker_ids": 1}, {"model_id": "critic"}):
         with pytest.raises(ValueError):
             collector.update_policy_weights_(**options)
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_an_advantage_is_compared_with_the_whole_batch(has_buffer: bool, group_size: int | None) -> None:
+    """Also where groups are added to the buffer one by one."""
+    transform = GroupAdvantage("batch_mean", "batch_std", group_size=group_size)
+    buffer = GroupReplayBuffer(4, 4, transform=transform) if has_buffer else None
+    rows = make_collector(replay_buffer=buffer, postproc=None if has_buffer else transform).next_batch()
+    rewards = rows[keys.REWARD].flatten()
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    torch.testing.assert_close(rows[keys.ADVANTAGE].flatten(), expected)
 
 
 def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> None:

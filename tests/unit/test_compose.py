@@ -50,18 +50,20 @@ def test_what_a_config_names_here_it_names_anywhere(tmp_path: Path, monkeypatch:
         (tmp_path / name).touch()
     overrides = [
         "model.name=model",
+        "ref_model.name=model",
         "env.dataset_path=train.jsonl",
         "env.eval_path=org/table",
         "reward.path=./reward.py",
     ]
     config = compose("grpo_cpu", overrides)
-    embedded = compose("grpo_cpu", ["model.name=tiny"])
+    embedded = compose("grpo_cpu", ["model.name=tiny", "ref_model.name=tiny"])
     monkeypatch.chdir(tmp_path)
     anchor_paths(config)
     anchor_paths(embedded)
     assert (config.model.name, config.env.dataset_path) == (str(tmp_path / "model"), str(tmp_path / "train.jsonl"))
     assert (config.env.eval_path, config.reward.path) == ("org/table", str(tmp_path / "reward.py"))
-    assert embedded.model.name == "tiny"
+    assert config.ref_model.name == config.model.name
+    assert (embedded.model.name, embedded.ref_model.name) == ("tiny", "tiny")
 
 
 def test_a_run_that_was_moved_finds_what_was_passed_to_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
+from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
@@ -29,16 +30,15 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import finish_rows, pad_rows, prompt_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from sota_grpo.workers.rollout import FleetEngine
 from tests.training_rigs import collector_of
 from tests.unit.tiny_models import VOCAB, make_model

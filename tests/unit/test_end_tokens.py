@@ -17,7 +17,7 @@ from sota_grpo.assembly.sampling import engine_options
 from sota_grpo.config import Config
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.errors import UserError
-from sota_grpo.policy.end_tokens import end_of_turn, end_token_ids, response_text
+from sota_grpo.policy.causal import end_of_turn, end_token_ids, response_text
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample

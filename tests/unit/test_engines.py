@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,9 +19,16 @@ from transformers import DynamicCache
 
 import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name
-from sota_grpo.engines.decode_attention import use_decode_attention
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine, sampled_probs, uniforms
+from sota_grpo.engines.stepping import Flight
+from sota_grpo.engines.transformers_engine import (
+    Batch,
+    GroupDecoder,
+    TransformersEngine,
+    sampled_probs,
+    uniforms,
+    use_decode_attention,
+)
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
@@ -221,7 +228,7 @@ def test_an_abandoned_stream_frees_its_memory():
         next(stream)
         if engine._running:
             break
-    (decoder,) = [weakref.ref(decoder) for _, decoder in engine._running]
+    (decoder,) = map(weakref.ref, engine._running)
     del stream
     engine.advance()
     assert decoder() is None
@@ -234,14 +241,16 @@ def test_a_dropped_group_leaves_the_batch_and_the_others_stay(shared: bool):
     ends, pad = torch.tensor([EOS]), PAD
     expected = generate(hf_engine(model), requests, sampling)[101]
     assert use_decode_attention(model)
-    decoder = GroupDecoder(model, requests, sampling, [12, 12], ends, pad, shared=shared)
+    flights = {ticket: Flight(request, 12, sampling, Future()) for ticket, request in enumerate(requests)}
+    batch = Batch(sampling, num_rows=8, flights=flights)
+    decoder = GroupDecoder(model, batch, ends, pad, shared=shared)
     for _ in range(4):
         decoder.step(0)
     decoder.drop(0)
     ended = [decoder.step(0) for _ in range(8)]
     assert decoder.num_rows == 4
     assert ended == [[]] * 7 + [[1]]
-    assert not decoder.active
+    assert decoder.num_open == 0
     kept = decoder.output(1)
     assert [s.token_ids.tolist() for s in kept.samples] == [s.token_ids.tolist() for s in expected.samples]
 
@@ -426,4 +435,4 @@ def test_what_waits_is_decoded_together_once_it_is_no_less_than_what_runs():
     for number, request in enumerate(requests[8:], start=1):
         add(engine, [request], sampling)
         step(engine)
-        assert [decoder.num_rows for _, decoder in engine._running] == ([8] if number < 8 else [8, 8])
+        assert [decoder.num_rows for decoder in engine._running] == ([8] if number < 8 else [8, 8])

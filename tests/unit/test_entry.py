@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 import sota_grpo.run.app
 from sota_grpo.assembly import sampling
+from sota_grpo.assembly.python_inputs import PythonInputs
 from sota_grpo.config import Config, num_steps
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.policy.load import load_tokenizer
@@ -66,6 +67,17 @@ def test_overrides_may_be_on_both_sides_of_an_option(command, tmp_path: Path) ->
     assert read_json(tmp_path / "sweep" / SWEEP_FILE)["complete"]
     assert command(train, "mode=sync", mode="async") == 0
     assert actual[-1].mode == "sync"
+
+
+def test_a_directory_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra does not read a value that begins with ``~``."""
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = ["hydra.run.dir=~/runs/a", "train.resume=~/b", "env.system_prompt='~/c'", "hydra.run.dir=d/~/e"]
+    assert entry.below_home(arguments) == [
+        "hydra.run.dir=/home/me/runs/a",
+        "train.resume=/home/me/b",
+        *arguments[2:],
+    ]
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
@@ -148,6 +160,22 @@ def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.Cap
     output = capsys.readouterr()
     assert f"grpo.py: interrupted; {kept if how == 'at once' else CONTINUES}.\n" in output.err
     assert "1 run, 1 stopped" in output.out
+
+
+def test_an_interrupt_after_the_last_step_of_a_run_ends_the_sweep_too(command, capsys: pytest.CaptureFixture) -> None:
+    """The run is evaluated, exported and finished; as the only run of a command it has succeeded."""
+    calls = []
+
+    def train(config: Config, run_dir: Path, inputs: PythonInputs, **_: object) -> int:
+        calls.append(run_dir)
+        inputs.stopped = True
+        return num_steps(config)
+
+    assert command(train, "--multirun", "seed=1,2") == 130
+    assert len(calls) == 1
+    kept = "finished runs are kept, train.resume=auto resumes the others"
+    assert f"grpo.py: interrupted; {kept}.\n" in capsys.readouterr().err
+    assert command(train, "seed=3") == 0
 
 
 @pytest.mark.parametrize("saved", [False, True])

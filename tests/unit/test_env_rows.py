@@ -11,7 +11,7 @@ from tensordict import lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.envs import PromptStream, complete_rows
-from sota_grpo.recording.step_rows import rollout_rows
+from sota_grpo.recording.run_log import rollout_rows
 from sota_grpo.rl.collate import drawn_entries, finish_rows, group_table, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, Sample, Score
 from sota_grpo.rl.table import RowTable

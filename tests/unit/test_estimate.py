@@ -18,14 +18,14 @@ from sota_grpo.assembly import estimate as estimating
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.estimate import GIB, Estimate, Machine, RunMemory, estimate, with_micro_batches
 from sota_grpo.assembly.sampling import task_of
-from sota_grpo.cli import estimate as command
+from sota_grpo.cli import configs as command
 from sota_grpo.config import Config, num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, load_tokenizer, resolve_model_path
 from sota_grpo.policy.model_sizes import architecture_of
-from sota_grpo.rl.collate import micro_batches
+from sota_grpo.rl.planner import micro_batches
 from sota_grpo.run.app import as_planned
 from sota_grpo.run.entry import CONFIG_DIR
 from sota_grpo.tasks.toolbox import load

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from sota_grpo.engines.stepping import Streams
+from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.training.evaluate import (
     MISSED,

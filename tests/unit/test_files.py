@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
 
 from sota_grpo.engines import EngineOptions
-from sota_grpo.files import atomic_file, atomic_folder, drop_leftovers
+from sota_grpo.errors import UserError
+from sota_grpo.files import atomic_file, atomic_folder, drop_leftovers, system_errors
+from sota_grpo.migration.export import _new_folder
+from sota_grpo.policy.load import load_tokenizer, save_hf
+from tests.unit.tiny_models import make_model
 
 
 def write(path: Path, text: str, *, durable: bool, fails: bool) -> None:
@@ -80,6 +85,22 @@ def test_killed_at_any_rename_a_folder_has_its_old_or_its_new_content(
         assert [one.name for one in killed.iterdir()] == ["model"]
         contents.append((killed / "model" / "new").exists())
     assert contents == [False, True, True]
+
+
+def test_a_full_disk_under_a_tokenizer_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tokenizers and safetensors, which are written in Rust, raise errors of their own."""
+    tokenizer = load_tokenizer("tiny")
+    monkeypatch.setattr(tokenizer, "save_pretrained", lambda _: tokenizer.backend_tokenizer.save("/dev/full"))
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        save_hf(make_model(), tokenizer, tmp_path / "hf")
+    assert failed.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="No space left on device"), _new_folder(tmp_path / "adapter", tmp_path) as out:
+        tokenizer.save_pretrained(out)
+    with pytest.raises(ValueError, match="of the program"), system_errors():
+        raise ValueError("of the program")
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ MISTAKES = {
     "value": (["optimizer.lr=-1"], "optimizer.lr=-1.0 must be above 0."),
     "model": (["model.name=HERE/no_model"], "no_model is not a folder with a config.json; give the folder of"),
     "data": (["env.dataset=gsm8k", "env.dataset_path=HERE/no.jsonl"], "correct env.dataset_path or env.eval_path"),
-    "reward file": (["reward.path=HERE/no.py"], "there is no reward file "),
+    "reward file": (["reward.path=HERE/no.py"], "there is no file "),
     "run to resume": (["train.resume=HERE/no_run"], "no_run: there is no run in "),
     "taken directory": (["hydra.run.dir=HERE/taken"], "taken already holds a run; continue it with train.resume=auto"),
     "hub model, no GPU": (["model.name=some/model", "device=auto"], "to train a tiny model."),
@@ -67,7 +67,7 @@ def test_a_launcher_of_ranks_is_refused_with_the_option(command: str, tmp_path: 
     assert not (tmp_path / "run").exists()
     if command == "grpo.py":
         alone = typed(*arguments, "reward.path=no.py", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        assert "there is no reward file" in alone.stderr
+        assert "there is no file" in alone.stderr
 
 
 def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -> None:

@@ -21,9 +21,17 @@ from typing import Any
 import psutil
 import pytest
 
-from sota_grpo.workers.base import IDLE_METHOD, Activity, Worker, WorkerDied, descendants, starter
+from sota_grpo.workers.base import (
+    IDLE_METHOD,
+    Activity,
+    ProcessLauncher,
+    ThreadLauncher,
+    Worker,
+    WorkerDied,
+    descendants,
+    starter,
+)
 from sota_grpo.workers.fleet import Fleet, PatientLoop
-from sota_grpo.workers.processes import ProcessLauncher, ThreadLauncher
 from tests.process_rigs import newest, wait_for
 from tests.worker_rigs import spec
 

@@ -1,4 +1,4 @@
-"""Invariants and hand-computed numbers of sota_grpo.functional.divergences."""
+"""Invariants and hand-computed numbers of KL, correction weights and entropy control, and of the gate's estimates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sota_grpo.functional import (
     off_policy_tokens,
     top_entropy_tokens,
 )
-from sota_grpo.functional.divergences import mean_ratio, temperature_slope
+from sota_grpo.training.gate import mean_ratio, temperature_slope
 
 # levels and modes of a correction
 WAYS = list(product(("token", "sequence", "geometric"), ("truncate", "mask", "reject")))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sota_grpo.functional import loss_weights, row_weights
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
-from sota_grpo.functional.micro_batches import EVEN_ENOUGH, PromptGroup, balanced_shares, fill, rank_shares
+from sota_grpo.rl.planner import EVEN_ENOUGH, PromptGroup, balanced_shares, fill, rank_shares
 
 AGGREGATIONS = ("token", "sequence", "constant")
 SHAPE = ModelShape(440_000_000, 0, 28 * 2048, 155_000_000)
@@ -85,7 +85,7 @@ def lengths_by_row(pieces: list[PromptGroup]) -> dict[int, tuple[int, int]]:
 
 def weight(batch: list[PromptGroup], slots_per_token: int) -> float:
     longest = max(piece.prompt + max(piece.responses) for piece in batch)
-    return max(sum(piece.tokens for piece in batch), len(rows_of(batch)) * longest / slots_per_token)
+    return max(sum(piece.size[0] for piece in batch), len(rows_of(batch)) * longest / slots_per_token)
 
 
 @pytest.mark.parametrize("slots_per_token", [1, 4, 64])
@@ -108,7 +108,7 @@ def test_a_group_within_the_budget_is_never_cut() -> None:
         groups = random_groups(8)
         pieces = [piece for batch in fill(groups, token_budget=3000) for piece in batch]
         for group in groups:
-            whole = group.tokens <= 3000
+            whole = group.size[0] <= 3000
             assert whole == any(sorted(piece.rows) == sorted(group.rows) for piece in pieces)
 
 
@@ -116,16 +116,16 @@ def test_two_micro_batches_would_never_fit_into_one() -> None:
     """What first fit promises, so that more than half of the budget is used on average."""
     for _ in range(10):
         batches = fill(random_groups(10, typical=100), token_budget=4000)
-        tokens = [sum(piece.tokens for piece in batch) for batch in batches]
+        tokens = [sum(piece.size[0] for piece in batch) for batch in batches]
         assert all(a + b > 4000 for a, b in itertools.combinations(tokens, 2))
 
 
 def test_a_group_above_the_budget_is_cut_evenly_into_the_fewest_parts() -> None:
     """Prompt 1,024 and 8 responses of 1,024 in 8,192: 5,120 twice, not 8,192 and 2,048."""
     (group,) = groups = [PromptGroup(tuple(range(8)), 1024, (1024,) * 8)]
-    assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=8192)] == [5120, 5120]
-    assert [sum(piece.tokens for piece in batch) for batch in fill(groups, token_budget=4096)] == [4096, 4096, 3072]
-    assert fill(groups, token_budget=group.tokens) == [[group]]
+    assert [sum(piece.size[0] for piece in batch) for batch in fill(groups, token_budget=8192)] == [5120, 5120]
+    assert [sum(piece.size[0] for piece in batch) for batch in fill(groups, token_budget=4096)] == [4096, 4096, 3072]
+    assert fill(groups, token_budget=group.size[0]) == [[group]]
     for _ in range(10):
         (group,) = random_groups(1, size=12)
         batches = fill([group], token_budget=2000)
@@ -137,7 +137,7 @@ def test_even_parts_never_make_more_micro_batches_than_full_ones() -> None:
     """Four groups of 9,216 tokens in 8,192: full parts leave 4 x 2,048, one micro-batch more; even ones would be 8."""
     groups = [PromptGroup(tuple(range(8 * i, 8 * i + 8)), 1024, (1024,) * 8) for i in range(4)]
     batches = fill(groups, token_budget=8192)
-    assert [sum(piece.tokens for piece in batch) for batch in batches] == [8192] * 5
+    assert [sum(piece.size[0] for piece in batch) for batch in batches] == [8192] * 5
 
 
 def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:
@@ -183,12 +183,12 @@ def test_groups_stay_whole_where_they_balance() -> None:
 def test_one_group_is_cut_for_its_ranks() -> None:
     """Four equal responses behind one prompt, four ranks: one response each, the prompt four times."""
     shares = rank_shares([PromptGroup((0, 1, 2, 3), 10, (100,) * 4)], 4, cost)
-    assert [[piece.tokens for piece in share] for share in shares] == [[110]] * 4
+    assert [[piece.size[0] for piece in share] for share in shares] == [[110]] * 4
 
 
 def test_of_a_group_that_is_cut_the_longest_rows_that_fit_go() -> None:
     """Prompt 1 and responses of 1, 2, 5 and 5 are 14 tokens, a half 7.5 as the prompt counts twice: 1 + 5 + 1 fit."""
-    shares = rank_shares([PromptGroup((0, 1, 2, 3), 1, (1, 2, 5, 5))], 2, lambda group: group.tokens)
+    shares = rank_shares([PromptGroup((0, 1, 2, 3), 1, (1, 2, 5, 5))], 2, lambda group: group.size[0])
     assert sorted([sorted(piece.responses) for piece in share] for share in shares) == [[[1, 5]], [[2, 5]]]
 
 

@@ -1,4 +1,4 @@
-"""Laws of sota_grpo.functional.sampling_support: values and gradients by hand; estimates have no bias."""
+"""Laws of sota_grpo.functional.log_probs.support_log_probs: values and gradients by hand; estimates have no bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants and hand-computed numbers of sota_grpo.functional.surrogates."""
+"""Invariants and hand-computed numbers of the surrogates in sota_grpo.functional.loss_terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sota_grpo.functional import (
     sequence_log_ratio,
     vespo_surrogate,
 )
-from sota_grpo.functional.surrogates import capped_tokens, of_terms
+from sota_grpo.functional.loss_terms import capped_tokens, of_terms
 
 ROWS, TOKENS = 6, 9
 

@@ -17,11 +17,11 @@ import torch
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional.advantages import Baseline, Scale
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.loss_terms import SURROGATES
 from sota_grpo.policy.causal import FrozenReference
 from sota_grpo.policy.load import load_model
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.collate import groups_by_prompt, row_prompts
+from sota_grpo.rl.planner import groups_by_prompt, row_prompts
 from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
@@ -36,7 +36,6 @@ from sota_grpo.training.gate import (
     graded_rows,
     pushed_weights_landed,
     run_gate,
-    sampled_tokens,
 )
 from sota_grpo.training.gate import (
     TrainingComponents as Components,
@@ -199,7 +198,7 @@ def test_the_side_that_half_precision_moves_too_far_is_reported(precision: str, 
         keys.LOG_PROBS, [row[keys.LOG_PROBS] - 0.3 * row[keys.ASSISTANT_MASK] for row in components.rows]
     )
     single = make_components(tmp_path, engine_dtype=torch.bfloat16).learner.measured(components.rows)[0]
-    mask = sampled_tokens(components.rows)
+    mask = components.rows.flat(keys.ASSISTANT_MASK)
     engine = float((single - components.rows.flat(keys.LOG_PROBS))[mask].abs().mean())
     trainer = float((components.learner.measured(components.rows)[0] - single)[mask].abs().mean())
     assert (trainer == 0) == (precision == "fp32")
@@ -432,7 +431,7 @@ def test_no_forward_exceeds_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert failed(components) == []
     # several rows at once only where the split is compared, and there no more tokens than the two longest could have
-    together = [sum(group.tokens for group in groups_by_prompt(row_prompts(rows))) for rows in seen if len(rows) > 1]
+    together = [sum(group.size[0] for group in groups_by_prompt(row_prompts(rows))) for rows in seen if len(rows) > 1]
     longest = max(row[keys.FULL_TOKENS].shape[-1] for row in components.rows)
     assert 0 < max(together) <= 2 * longest
     assert sum(map(len, seen)) - len(seen) < len(components.rows)

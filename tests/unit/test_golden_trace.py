@@ -20,8 +20,8 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.training.learner import Learner
-from sota_grpo.training.planner import LearnerSettings
 from tests.unit.tiny_models import VOCAB, make_model
 
 STEPS, ROWS = 10, 8

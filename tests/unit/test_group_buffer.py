@@ -107,6 +107,18 @@ def test_without_a_collector_iterating_ends_with_the_last_whole_batch() -> None:
         buffer.sample()
 
 
+@pytest.mark.parametrize("version", [None, "0a5e"])
+def test_rows_without_a_number_of_their_policy_are_first_in_first_out(version: str | None) -> None:
+    """As those of TorchRL's environments, whose versions may be texts."""
+    buffer = GroupReplayBuffer(3, 1, as_table=True)
+    for group_id in (5, 3, 4):
+        row = {keys.GROUP_ID: torch.tensor(group_id)} | ({} if version is None else {keys.POLICY_VERSION: version})
+        buffer.extend(RowTable.of([row, row]))
+    assert [ids(buffer.sample()) for _ in range(3)] == [[5, 5], [3, 3], [4, 4]]
+    with pytest.raises(KeyError, match="the rows have no group_id"):
+        buffer.extend(RowTable.of([{keys.POLICY_VERSION: torch.tensor(1)}]))
+
+
 class BestGroups(RandomSampler):
     """Chooses the groups of the highest reward, by what a storage of TorchRL gives."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, compose, load_config, needs_consent
-from sota_grpo.assembly.sampling import CACHE_FILE, judged_task, make_grader, task_of
+from sota_grpo.assembly.sampling import CACHE_FILE, judged_task, task_of
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
@@ -405,7 +405,7 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
 
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
-    with pytest.raises(UserError, match=r"rejects the API key; set .* SOTA_GRPO_JUDGE_KEY"):
+    with pytest.raises(UserError, match=r"rejects the key; set SOTA_GRPO_JUDGE_KEY"):
         JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
     client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
     client.connect()
@@ -637,7 +637,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def judged(config: Config, run_dir: Path | None = None):
-    return judged_task(config, task_of(config), lambda task: make_grader(config, task), run_dir)
+    return judged_task(config, task_of(config), run_dir)
 
 
 def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ from benchmarks.laws.adapter import Adapter
 from benchmarks.laws.adapters import NAMES, load, ours
 from benchmarks.laws.laws import FAILS, HOLDS, LAWS, REFUSES
 from sota_grpo import keys
-from sota_grpo.functional import divergences
-from sota_grpo.functional.surrogates import SURROGATES
+from sota_grpo.functional.loss_terms import KL_ESTIMATORS, SURROGATES
 from sota_grpo.rl import objectives, transforms
 from sota_grpo.rl.objectives import GRPOLoss, LossTokens
 
@@ -46,7 +45,7 @@ def surrogate(name: str, loss: Callable[..., Tensor]) -> Plant:
 
 def estimator(name: str, kl: Callable[[Tensor], Tensor]) -> Plant:
     """Of d = log p - log p_ref."""
-    return lambda patch: patch.setitem(divergences.KL_ESTIMATORS, name, lambda log_prob, ref: kl(log_prob - ref))
+    return lambda patch: patch.setitem(KL_ESTIMATORS, name, lambda log_prob, ref: kl(log_prob - ref))
 
 
 def reduction(reduce: Callable[[Tensor, LossTokens], Tensor]) -> Plant:

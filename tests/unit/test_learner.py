@@ -23,13 +23,13 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.rl.collate import pad_rows, row_prompts, set_loss_weights
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings, learning_rate_factor, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import SHARE, TRIMMED_EVERY, Learner, NonFiniteStep
-from sota_grpo.training.planner import LearnerSettings, learning_rate_factor
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
@@ -407,6 +407,13 @@ def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Pa
     assert largest_gap(before, weights(learner)) == 0
     dumped = torch.load(tmp_path / "non_finite_step_0.pt", weights_only=True)
     assert torch.isnan(dumped["batch"]["advantage"]).any()
+
+
+def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_step_stops(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path / "gone"), make_rows(4)
+    rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
+    with pytest.raises(NonFiniteStep, match=r"is NaN or infinite .* its batch could not be saved to .*gone"):
+        learner.update(lazy_stack(rows))
 
 
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])

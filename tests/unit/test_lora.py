@@ -141,6 +141,11 @@ def test_an_adapter_is_on_the_layers_that_are_named():
     assert on == {"q_proj", "v_proj"}
 
 
+def test_an_adapter_is_on_one_layer_at_least():
+    with pytest.raises(UserError, match=r"target_modules=\[\] names no layer; use some of q_proj, .*, or null for all"):
+        add_lora(make_model(), r=2, alpha=2, target_modules=[])
+
+
 @pytest.mark.parametrize("name", ["query", "lm_head"])
 def test_a_layer_that_can_have_no_adapter_is_named_with_those_that_can(name):
     with pytest.raises(UserError, match=rf"_modules has {name}, which cannot .*; use some of q_proj, k_proj, v_proj"):

@@ -306,10 +306,18 @@ def test_the_card_counts_responses_and_shows_the_reward() -> None:
     assert "| `reward.name` | ['near', 'brief'] |" in card
 
 
+def test_the_sequences_of_an_engine_are_those_that_were_chosen() -> None:
+    for overrides, count in (((), 128), (("inference_model.max_num_seqs=512",), 512)):
+        options, report = verl_options(config_of(*overrides), FACTS)
+        assert options["actor_rollout_ref.rollout.max_num_seqs"] == count
+    assert "inference_model.max_num_seqs" not in report.unsupported()
+
+
 def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from sota_grpo.tasks.arithmetic import ArithmeticTask\n\nclass Mine(ArithmeticTask):\n    pass\n")
-    config = composed("grpo_cpu", f"env.dataset={file}:Mine", "model.name=/home/me/secret/model")
+    models = ("model.name=/home/me/secret/model", "ref_model.name=/home/me/secret/teacher")
+    config = composed("grpo_cpu", f"env.dataset={file}:Mine", *models)
     card = model_card(config, 1, [])
     assert str(tmp_path) not in card
     assert "/home/me" not in card
@@ -323,6 +331,10 @@ def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
         ("env.environment", "mcp+https://tools.internal/mcp", "mcp+http://HOST"),
         ("env.environment", "mcp:python /home/me/server.py", "mcp:COMMAND"),
         ("env.environment", "/home/me/guess.py:Guess", "guess.py:Guess"),
+        ("env.agent", "/home/me/agent.py:run", "agent.py:run"),
+        ("env.agent", "python /home/me/agent.py --key abc", "COMMAND"),
+        ("env.agent", "/home/me/agent --key abc", "COMMAND"),
+        ("env.agent", "sessions", "sessions"),
         ("reward.judge.rubric", "/home/me/rubric.md", "rubric.md"),
         ("reward.judge.rubric", "/10 for a joke, 0/10 else", "/10 for a joke, 0/10 else"),
     ],

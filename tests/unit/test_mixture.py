@@ -25,16 +25,16 @@ from sota_grpo.config.spelling import flat, overrides_of
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptStream, TaskEnv
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import UserError
 from sota_grpo.migration.export import published
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import METRICS, declared
-from sota_grpo.recording.step_rows import batch_metrics
+from sota_grpo.recording.run_log import batch_metrics
 from sota_grpo.rewards.grading import LocalGrader, guarded_scores
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sampling, Score, total_reward
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.task import scorer_of
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.mixture import MixedExamples, MixtureTask, position_in_rounds, task_of_draw

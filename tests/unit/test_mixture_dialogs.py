@@ -25,11 +25,11 @@ from sota_grpo.config.mixture import longest_response, mean_responses_per_step, 
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.mixture import MixtureTask
 from tests.forked import ForkLauncher

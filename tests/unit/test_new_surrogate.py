@@ -20,7 +20,7 @@ from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import ConfigError, validate
 from sota_grpo.errors import UserError
-from sota_grpo.functional.surrogates import SURROGATES, Surrogate
+from sota_grpo.functional.loss_terms import SURROGATES, Surrogate
 from sota_grpo.migration.verl import Facts, verl_options
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.custom_objectives import surrogate

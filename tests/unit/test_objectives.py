@@ -16,11 +16,12 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from sota_grpo import keys
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
-from sota_grpo.functional.surrogates import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
+from sota_grpo.functional.loss_terms import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.rl.collate import micro_batches, pad_rows, set_loss_weights
+from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.planner import micro_batches
 from tests.builders import TableActor, generator, random_row, random_rows
 from tests.config.test_config import ALGORITHMS, composed
 from tests.contract.peers import loss_of

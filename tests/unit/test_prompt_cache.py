@@ -8,8 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sota_grpo.engines.decode_attention import RepeatedPrompts, SharedPrompts, attend, use_decode_attention
-from sota_grpo.engines.transformers_engine import TransformersEngine, draw
+from sota_grpo.engines.transformers_engine import (
+    RepeatedPrompts,
+    SharedPrompts,
+    TransformersEngine,
+    attend,
+    draw,
+    use_decode_attention,
+)
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import largest_gap
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model
@@ -100,7 +106,7 @@ def test_groups_of_one_token_continue_when_the_others_have_ended():
 
 def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     """At 16 tokens a pass: the nine tokens before the last of the longest alone, then 3 x 5, then 2 x 3."""
-    monkeypatch.setattr("sota_grpo.engines.decode_attention.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("sota_grpo.engines.transformers_engine.PREFILL_TOKENS", 16)
     model, plain = both("qwen2")
     assert use_decode_attention(model)
     shapes = []

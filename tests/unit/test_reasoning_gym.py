@@ -18,7 +18,7 @@ import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.migration.verl import example_columns, example_of
-from sota_grpo.rewards.grading import guarded_score
+from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rl.records import SUBTASK, Example
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks import make_scorer, make_task
@@ -116,7 +116,7 @@ def test_scorers_survive_hostile_answers(what: str) -> None:
     right = {"0", "0.0", *re.findall(r"\d+", HOSTILE[what])}  # -1e-99999 is 0, and a number in it may be the answer
     for name in ALLOWED:
         for example, answer in zip(examples(name), (HOSTILE[what], HOSTILE[what] + odd), strict=True):
-            score = guarded_score(TASK.score, ["correct"], f"<answer>{answer}</answer>", example)
+            (score,) = guarded_scores(TASK.score, ["correct"], [(f"<answer>{answer}</answer>", example)])
             assert score.error is None, (name, SEED)
             assert 0 <= score.terms["correct"] <= 1, (name, SEED)
             assert not score.success or example.answer in right, (name, SEED)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import random
 import re
 from datetime import UTC, datetime
@@ -21,6 +23,7 @@ from sota_grpo.recording.metrics import METRICS, declared, reduce_updates, term_
 from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, described, pick, setup_logging
 from sota_grpo.recording.sinks import CopySink
+from sota_grpo.text import ConsoleHandler
 
 
 def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
@@ -148,7 +151,7 @@ def test_sinks_get_what_was_written_and_how_the_run_ended(tmp_path):
 @pytest.mark.parametrize("make", [RunLog, setup_logging])
 def test_a_directory_that_cannot_be_written_is_one_sentence(make, tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(UserError, match=r"Cannot write .*taken.*hydra\.run\.dir=PATH\.$") as caught:
+    with pytest.raises(UserError, match=r"taken.* cannot be written .*hydra\.run\.dir=PATH\.$") as caught:
         make(tmp_path / "taken" / "run")
     assert "\n" not in str(caught.value)
     for name in ("metrics.jsonl", "training.log"):
@@ -178,6 +181,39 @@ def test_a_second_run_of_a_process_replaces_the_log_of_the_first_alone(tmp_path,
     assert re.findall(r" (\d)$", capsys.readouterr().err, re.M) == ["1", "2"]
     assert (tmp_path / "first" / "training.log").read_text() == ""
     assert re.findall(r" (\d)$", (tmp_path / "training.log").read_text(encoding="utf-8"), re.M) == ["1", "2"]
+
+
+def test_a_log_on_a_full_disk_is_one_warning_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("sota_grpo")
+    monkeypatch.setattr(logging.root, "handlers", [ConsoleHandler()])
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    (tmp_path / "training.log").symlink_to("/dev/full")
+    setup_logging(tmp_path)
+    for text in ("one", "two"):
+        logger.info(text)
+    warning = f"{tmp_path / 'training.log'} cannot be written (No space left on device); records are missing there."
+    assert capsys.readouterr().err.splitlines() == [warning, "one", "two"]
+    setup_logging(tmp_path / "next").close()  # what is left of the first cannot be written either
+
+
+def test_a_disk_that_is_full_when_a_run_is_resumed_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, **_: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with RunLog(tmp_path) as log:
+        for step in (0, 1):
+            log.write_step(step, {"reward": 0.5})
+        monkeypatch.setattr(run_log, "atomic_file", full)
+        with pytest.raises(
+            RunFailed, match=r"metrics.jsonl cannot be written .No space left on device.*train\.resume=auto"
+        ):
+            log.rewind(1)
+    assert [row["step"] for row in rows_of(tmp_path / METRICS_FILE)] == [0, 1]
 
 
 def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path: Path) -> None:

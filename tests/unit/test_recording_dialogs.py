@@ -13,8 +13,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
-from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
-from sota_grpo.recording.step_rows import dialog_of, rollout_rows
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog, dialog_of, rollout_rows
 from sota_grpo.report.groups import dialog_columns, scan
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample

@@ -15,9 +15,8 @@ from sota_grpo.policy.causal import CausalPolicy, FrozenReference
 from sota_grpo.policy.load import save_hf
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import ReferenceKL
-from sota_grpo.workers.base import WorkerSpec, starter
+from sota_grpo.workers.base import ThreadLauncher, WorkerSpec, starter
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.reference import ReferenceService, ReferenceWorker, reference_worker
 from tests.builders import generator, random_rows
 from tests.unit.tiny_models import make_model, make_rows, make_tokenizer

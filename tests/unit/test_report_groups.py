@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sota_grpo.functional.divergences import kl_k1, kl_k2, kl_k3
+from sota_grpo.functional.loss_terms import kl_k1, kl_k2, kl_k3
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.report import data as module

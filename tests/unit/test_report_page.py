@@ -157,10 +157,10 @@ def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path, monkey
     report = TrainingReport(tmp_path)
     for step in range(200):
         now = max(now, 10.0 * step)
-        report.checkpoint()
+        report.write(last=False)
     assert all(0.3 * count <= 0.005 * (began + 0.3) for count, began in enumerate(written, 1))
     assert len(written) > 20
-    report.finish()
+    report.write()
     assert written[-1] >= 1990
 
 
@@ -168,10 +168,10 @@ def test_before_the_first_line_of_metrics_and_where_none_is_wanted_there_is_no_p
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / METRICS_FILE).touch()
-    assert TrainingReport(tmp_path).finish() == 0
+    assert TrainingReport(tmp_path).write() == 0
     assert os.listdir(tmp_path) == [METRICS_FILE]
     assert not caplog.records
-    TrainingReport(write_run(tmp_path), enabled=False).finish()
+    TrainingReport(write_run(tmp_path), enabled=False).write()
     assert "report.html" not in os.listdir(tmp_path)
 
 

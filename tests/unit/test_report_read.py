@@ -138,7 +138,7 @@ def test_numbers_that_json_lacks_end_no_report(tmp_path: Path) -> None:
         ("metrics.jsonl", "{broken\n", "Line 1 of .* is not a JSON object with a step"),
         ("rollouts.jsonl", "{broken\n", "The groups of .*: Line 1 of .* is not a JSON object with a step"),
         ("config.yaml", "a: [1", "is not a valid config; remove the file"),
-        ("config.yaml", "algorithm: 3", "the value of algorithm is not a section of options"),
+        ("config.yaml", "algorithm: 3", "algorithm is no section of options"),
     ],
 )
 def test_what_is_wrong_is_said_on_the_page_and_by_the_command(
@@ -223,7 +223,7 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
     """It fills up in the middle of the page: its beginning has been written."""
     run_dir = write_run(tmp_path / "run")
     report = TrainingReport(run_dir)
-    report.finish()
+    report.write()
     before = (run_dir / "report.html").read_bytes()
     files = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
     write = Path.write_text
@@ -235,8 +235,8 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert report.finish() > 0
-    assert report.finish() == 0
+    assert report.write() > 0
+    assert report.write() == 0
     assert (run_dir / "report.html").read_bytes() == before
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
     (message,) = [one.getMessage() for one in caplog.records]

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.functions import TRL, VERL, load_functions
-from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_score, guarded_scores
+from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_scores
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks.procedural import CalculatorTask
 from sota_grpo.tasks.questions import GSM8KTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
@@ -153,7 +153,7 @@ def trl(completions, level, **kwargs):
     for _ in range(30):
         example = example_of(level=rng.randint(0, 3))
         pairs = [(rng.choice(["4", "44", "444", "four"]), example) for _ in range(rng.randint(1, 6))]
-        alone = [guarded_score(task.score, task.term_weights, *pair) for pair in pairs]
+        alone = [score for pair in pairs for score in guarded_scores(task.score, task.term_weights, [pair])]
         together = guarded_scores(task.score, task.term_weights, pairs)
         for one, other in zip(alone, together, strict=True):
             assert one == other, SEED
@@ -467,8 +467,8 @@ def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path, text: str, sente
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    assert f"there is no reward file {tmp_path}/a.py; correct reward.path" in refusal(tmp_path / "a.py", None, ["f"])
-    assert "there is no reward file" in refusal(tmp_path, None, ["f"]), "a folder"
+    assert f"there is no file {tmp_path}/a.py; correct reward.path" in refusal(tmp_path / "a.py", None, ["f"])
+    assert "there is no file" in refusal(tmp_path, None, ["f"]), "a folder"
 
 
 @pytest.mark.parametrize(

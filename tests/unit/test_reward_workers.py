@@ -19,12 +19,12 @@ import pytest
 
 from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
+from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.loop import run
 from sota_grpo.rewards.grading import GradingPool, grading_pool
 from sota_grpo.rl.records import Example, GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.rollouts import Rollouts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions

@@ -98,6 +98,14 @@ def test_equality_is_exact_and_needs_two_numbers() -> None:
         ("#### 3 or \\boxed{2}", "any", "2"),
         ("#### 3\nso 4", "any", "3"),
         ("it is 4", "any", "4"),
+        ("#### Step 1: Add\n2 + 2 = 4\n\n#### Step 2: Conclude\nSo it is 4.", "any", "4"),
+        ("#### 1. Add\n2 + 2 = 4\n##### **2. Conclude**\nSo it is 4.", "any", "4"),
+        ("#### 4\n\n#### Explanation\n2 + 2", "any", "4"),
+        ("#### The final answer:\n4 eggs, of 6", "any", "6"),
+        ("#### 4 eggs\nof 6", "any", "4 eggs"),
+        ("#### The answer is 4\nof 6", "any", "The answer is 4"),
+        ("4\n#### Step 2", "any", "Step 2"),
+        ("#### Step 2\nSo it is 4.", "hash", "Step 2"),
     ],
 )
 def test_answers_are_found(text: str, answer_format: str, answer: str | None) -> None:
@@ -155,7 +163,8 @@ def test_an_unknown_format_is_named() -> None:
 
 HOSTILE = [
     "\\boxed{", "{", "}", "\\", "1", "1,", "12,", "1,111", ",111", "1/", "-", "$-", " ", "\n", ".1", "1e", "a1",
-    "<answer>", "</answer>", "####", "<think>", "</think>", "<", "\\boxed ", "\\frac{1}{",
+    "<answer>", "</answer>", "####", "#### Step 1 a", "#### Step 1\n", "<think>", "</think>", "<", "\\boxed ",
+    "\\frac{1}{",
     "\\boxed{1},", "\\boxed{1} and ", "\\boxed{\\boxed{", "$", "$x$", "$x$,", "$$", "\\$", "$ ", "\\(", "\\[x\\]",
     "\\[", "answer", "answer is ", "answer is 5 or", "answer:", "x ", "\\x",
 ]  # fmt: skip

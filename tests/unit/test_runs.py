@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sota_grpo.errors import UserError
+from sota_grpo.training import runs
 from sota_grpo.training.runs import (
     CHECKPOINTS,
     FILES,
@@ -21,6 +23,7 @@ from sota_grpo.training.runs import (
     drop_empty,
     open_run,
     read_record,
+    require_free,
     signature,
 )
 
@@ -104,6 +107,20 @@ def test_a_fresh_command_starts_in_its_own_directory(tmp_path: Path) -> None:
     assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
     with pytest.raises(UserError, match="already holds a run"):
         opened(run_dir, None)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "checkpoints/checkpoint_001000.pt"])
+def test_a_directory_with_files_of_another_program_is_refused(name: str, resume: str | None, tmp_path: Path) -> None:
+    """A new run begins its logs at step 0, and deletes checkpoints of later steps."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"step": 7, "loss": 0.5}\n')
+    with pytest.raises(RunRefused, match=rf"has {name}, but no run\.json.*choose another hydra\.run\.dir"):
+        opened(tmp_path, resume)
+    path.write_text("")  # left by a start that failed
+    if name.endswith(".jsonl"):
+        opened(tmp_path, resume).close()
 
 
 def test_a_failure_file_that_cannot_be_deleted_is_a_sentence(tmp_path: Path) -> None:
@@ -204,6 +221,19 @@ def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path) -
 # --- a run by its name ------------------------------------------------------------------------------------------------
 
 
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre mounted without `flock`."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(runs.fcntl, "flock", flock)
+    with pytest.raises(
+        UserError, match=r"locks no files \(Function not implemented\).*mount it with flock, or set hydra"
+    ):
+        opened(tmp_path / "run", None)
+
+
 def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path) -> None:
     fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
     with pytest.raises(UserError, match="there is no run in"):
@@ -214,6 +244,15 @@ def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path) -> Non
         opened(fresh, str(old), OTHER)
     with opened(fresh, str(old)) as place:
         assert (place.path, place.resumed) == (old, True)
+
+
+def test_a_run_may_be_named_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves the ``~`` of OPTION=~/.. alone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started(tmp_path / "runs" / "a")
+    require_free(tmp_path / "fresh", "~/runs/a")
+    with opened(tmp_path / "fresh", "~/runs/a") as place:
+        assert place.path == tmp_path / "runs" / "a"
 
 
 def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(tmp_path: Path) -> None:
@@ -323,6 +362,9 @@ def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
         opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
     with pytest.raises(RunRefused, match="Different: the content of a file, a Python input or the engine"):
         opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
+    mixture = with_option("env", "mixture", {"a": {"weight": 1}})
+    with pytest.raises(RunRefused, match=r"Different: env\.mixture\.a\.weight\. Give"):
+        opened(run_dir, "auto", mixture)
     (run_dir / "config.yaml").unlink()
     with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing or empty; choose another"):
         opened(run_dir, "auto", OTHER)

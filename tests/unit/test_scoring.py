@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
-from sota_grpo.recording.step_rows import rollout_rows
-from sota_grpo.rewards.grading import WrongTerms, failed_score, guarded_score, guarded_scores
+from sota_grpo import keys
+from sota_grpo.recording.run_log import rollout_rows
+from sota_grpo.rewards.grading import WrongTerms, failed_score, guarded_scores
 from sota_grpo.rl.records import LARGEST, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_scores
@@ -31,14 +32,14 @@ def raising(error: BaseException) -> Callable[[str, Example], Score]:
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), TimedOut("late"), GeneratorExit("g")], ids=repr)
 def test_whatever_a_grader_raises_costs_its_response(error: BaseException) -> None:
-    actual = guarded_score(raising(error), ["right"], "4", EXAMPLE)
+    (actual,) = guarded_scores(raising(error), ["right"], [("4", EXAMPLE)])
     assert actual.terms == {"right": 0.0}
     assert actual.error == f"{type(error).__name__}: {error}"
 
 
 def test_ctrl_c_is_the_users() -> None:
     with pytest.raises(KeyboardInterrupt):
-        guarded_score(raising(KeyboardInterrupt()), ["right"], "4", EXAMPLE)
+        guarded_scores(raising(KeyboardInterrupt()), ["right"], [("4", EXAMPLE)])
 
 
 @pytest.mark.parametrize(
@@ -56,24 +57,25 @@ def test_ctrl_c_is_the_users() -> None:
     ids=range(8),
 )
 def test_whatever_a_grader_returns_costs_its_response(returned: Any) -> None:
-    actual = guarded_score(lambda response, example: returned, ["right"], "4", EXAMPLE)
+    (actual,) = guarded_scores(lambda response, example: returned, ["right"], [("4", EXAMPLE)])
     assert actual.error is not None
     assert actual.terms == {"right": 0.0}
     assert not actual.success
 
 
 def test_the_largest_float32_is_a_reward() -> None:
-    rows = lazy_stack([TensorDict({})])
-    write_scores(rows, [guarded_score(lambda *_: Score({"a": LARGEST}, True), ["a"], "", EXAMPLE)], {"a": 1.0})
-    assert rows["next", "reward"].isfinite().all()
+    rows = RowTable(1, {})
+    write_scores(rows, guarded_scores(lambda *_: Score({"a": LARGEST}, True), ["a"], [("", EXAMPLE)]), {"a": 1.0})
+    assert rows.get(keys.REWARD).isfinite().all()
 
 
 def test_terms_that_the_task_does_not_name_end_the_run() -> None:
     grader = lambda response, example: Score({"left": 1.0}, True)  # noqa: E731
+    with pytest.raises(WrongTerms, match="left"):
+        guarded_scores(grader, ["right"], [("4", EXAMPLE)])
     grader.score_group = lambda pairs: [grader("", EXAMPLE)] * len(pairs)  # type: ignore[attr-defined]
-    for scores in (guarded_score, guarded_scores):
-        with pytest.raises(WrongTerms, match="left"):
-            scores(grader, ["right"], *([[("4", EXAMPLE)]] if scores is guarded_scores else ["4", EXAMPLE]))  # type: ignore[operator]
+    with pytest.raises(WrongTerms, match="left"):
+        guarded_scores(grader, ["right"], [("4", EXAMPLE)])
 
 
 def test_an_error_is_one_line_that_drives_no_terminal() -> None:
@@ -98,9 +100,9 @@ def test_a_row_to_which_no_term_applies_is_logged_without_terms() -> None:
             "next": {"truncated": False, "policy_version": 0},
         }
     )
-    rows = lazy_stack([row])
+    rows = RowTable.of([row])
     write_scores(rows, [Score({"a": None}, False, info={"x": 1})], {"a": 1.0})
-    (plain,) = rollout_rows(RowTable.of(rows), Tokenizer())
+    (plain,) = rollout_rows(rows, Tokenizer())
     assert plain["reward_terms"] == {}
     assert plain["reward"] == 0.0
     assert plain["reward_info"].pop("error").startswith("NoReward: no term of the reward applies")

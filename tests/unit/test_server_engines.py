@@ -21,7 +21,7 @@ from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.errors import UserError
 from sota_grpo.files import _LEFTOVER as LEFTOVER
 from sota_grpo.http import HttpClient, ServerError
-from sota_grpo.policy.weight_pack import Checksum, WeightPack
+from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling, sample_seed
 from tests.engine_rigs import add, step
 from tests.process_rigs import wait_for
@@ -42,7 +42,15 @@ class Rigs:
         running = fake if fake.url else self._stack.enter_context(fake.running())
         kind = ServerEngine if isinstance(fake, FakeVLLM) else SGLangEngine
         options = EngineOptions("model", eos_token_ids=[3, 1], **overrides)
-        engine = kind(HttpClient(running.url, api_key=key), options, shapes=SHAPES, tied={"head": "embed"})
+        engine = kind(
+            HttpClient(running.url, api_key=key),
+            options,
+            shapes=SHAPES,
+            tied={"head": "embed"},
+            process=None,
+            weight_folder=WeightFolder(SHAPES, None),
+            can_sleep=False,
+        )
         self._stack.callback(engine.close)
         return engine
 

@@ -24,13 +24,12 @@ from sota_grpo.functional.flops import ModelShape
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.policy.weight_pack import WeightPack
-from sota_grpo.rl.collate import groups_by_prompt, micro_batches, row_prompts
+from sota_grpo.policy.weight_pack import StatePack, WeightPack
+from sota_grpo.rl.planner import groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.training import remote_learner
 from sota_grpo.training.remote_learner import LearnerDied, LearnerWorker, RemoteLearner, travelling
 from sota_grpo.workers.base import IDLE_METHOD, WorkerDied
-from sota_grpo.workers.packing import StatePack
 from tests.rank_rigs import build_learner, learner_settings, passes_of, ragged_rows
 from tests.unit.tiny_models import VOCAB, make_model
 
@@ -48,7 +47,7 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
     shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
     for micro, real in itertools.chain(*parts):
         longest = max(rows[index][keys.FULL_TOKENS].shape[0] for index in micro)
-        packed = sum(group.tokens for group in groups_by_prompt(row_prompts(rows), micro))
+        packed = sum(group.size[0] for group in groups_by_prompt(row_prompts(rows), micro))
         assert (packed if shared else len(micro) * longest) <= 30
         assert real or (len(micro), longest) == (1, shortest)
     alone = passes_of(policy, settings, None).step_planner().micro_batches(range(count), prompts, 30)
@@ -175,6 +174,16 @@ class Rank:
 def facade(*ranks: Rank, **changes: float) -> RemoteLearner:
     options = {"silence_s": 0.4, "start_silence_s": 1.0, "grace_s": 0.2, **changes}
     return RemoteLearner(ranks, learner_settings(), **options)
+
+
+def test_a_model_goes_to_the_folder_of_the_driver_and_not_to_that_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of a running Ray cluster works where `ray start` was called."""
+    monkeypatch.chdir(tmp_path)
+    rank = Rank(0, export_hf=lambda: None)
+    facade(rank).export_hf(Path("run/hf"))
+    assert ("export_hf", str(tmp_path / "run" / "hf")) in rank.calls
 
 
 def failing(error: Exception) -> Any:

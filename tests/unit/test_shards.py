@@ -25,10 +25,10 @@ from sota_grpo.policy import optimizers
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import Piece, StoredTensor, TensorFileError, in_memory, stored_tensors, write_tensors
+from sota_grpo.policy.weight_pack import filled
 from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, Shards, ShardWriter
 from sota_grpo.training.remote_learner import LearnerWorker
 from sota_grpo.workers.base import WorkerDied, WorkerThread
-from sota_grpo.workers.packing import filled
 from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
@@ -65,7 +65,7 @@ def test_any_rows_of_a_tensor_come_back_from_however_many_files(tmp_path: Path) 
         stored = stored_tensors(split(tmp_path / str(number), whole, cuts))
         assert stored.keys() == whole.keys()
         for name, value in whole.items():
-            assert torch.equal(stored[name].read(), value)
+            assert torch.equal(stored[name].block(()), value)
             start, stop = sorted(torch.randint(0, len(value) + 1, (2,)).tolist())
             assert torch.equal(stored[name].block((slice(start, stop),)), value[start:stop])
 
@@ -97,7 +97,7 @@ def test_slices_of_files_that_do_not_record_the_whole_shape_are_joined(tmp_path:
     paths = [tmp_path / f"rank_0000{rank}.safetensors" for rank in range(2)]
     for rank, path in enumerate(paths):
         write_tensors(path, {"w": Piece(torch.float32, (3, 2), (3 * rank, 0))}, [torch.full((3, 2), float(rank))])
-    assert stored_tensors(paths)["w"].read()[:, 0].tolist() == [0.0] * 3 + [1.0] * 3
+    assert stored_tensors(paths)["w"].block(())[:, 0].tolist() == [0.0] * 3 + [1.0] * 3
 
 
 def with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
@@ -157,10 +157,10 @@ def saved(store: CheckpointStore, step: int, value: float = 1.0) -> Path:
     """A checkpoint of one rank in a process of its own."""
     writer = ShardWriter(Ranks())
     state = {"model": {"w": torch.full((4, 2), value)}, "betas": (0.9, 0.99), 3: [torch.tensor(step), torch.empty(0)]}
-    shards = Shards(store.folder(step), lambda: dict([writer.written().result()]))
+    shards = Shards(store.folder(step), lambda: dict([writer.written.result()]))
     rest = writer.begin(shards.folder, state)
     path = store.save(step, {"learner": rest}, shards)
-    writer.close()
+    writer.thread.close()
     return path
 
 
@@ -176,7 +176,7 @@ def test_a_state_in_parts_comes_back_and_old_ones_go_with_their_folders(tmp_path
     assert actual is not None
     learner = actual[1]["learner"]
     assert isinstance(learner["model"]["w"], StoredTensor)
-    assert torch.equal(learner["model"]["w"].read(), torch.full((4, 2), 3.0))
+    assert torch.equal(learner["model"]["w"].block(()), torch.full((4, 2), 3.0))
     assert learner["betas"] == (0.9, 0.99)
     assert (int(in_memory(learner[3][0])), learner[3][1].numel()) == (3, 0)
     assert names(tmp_path) == ["checkpoint_000002", "checkpoint_000002/", "checkpoint_000003", "checkpoint_000003/"]
@@ -191,10 +191,10 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_
     half = store.folder(1)
     half.mkdir()
     (half / "rank_00000.safetensors").write_bytes(b"half")
-    assert float(CheckpointStore.load(path)["learner"]["model"]["w"].read()[0, 0]) == 1.0
+    assert float(CheckpointStore.load(path)["learner"]["model"]["w"].block(())[0, 0]) == 1.0
     saved(store, 1, 2.0)
     assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
-    assert float(CheckpointStore.load(path)["learner"]["model"]["w"].read()[0, 0]) == 2.0
+    assert float(CheckpointStore.load(path)["learner"]["model"]["w"].block(())[0, 0]) == 2.0
 
 
 def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,8 @@ def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatc
     writer = ShardWriter(Ranks())
     folder = CheckpointStore(tmp_path).folder(1)
     rest = writer.begin(folder, learner.state_dict(lambda own: own))
-    name, _ = writer.written().result()
-    writer.close()
+    name, _ = writer.written.result()
+    writer.thread.close()
     other.load_state_dict(filled(rest, stored_tensors([folder / name])))
     assert other.update(rows)["grad_norm"] == learner.update(rows)["grad_norm"]
     assert all(
@@ -243,8 +243,8 @@ def test_the_shard_of_one_rank_is_not_taken_for_the_whole(tmp_path: Path, monkey
     writer = ShardWriter(Ranks())
     folder = CheckpointStore(tmp_path).folder(1)
     writer.begin(folder, {"w": torch.ones(4, 2)})
-    name, _ = writer.written().result(30)
-    writer.close()
+    name, _ = writer.written.result(30)
+    writer.thread.close()
     with pytest.raises(TensorFileError, match=r"the shape \[2, 2\], but by rank_00000.* it has \[4, 2\]"):
         stored_tensors([folder / name])
 
@@ -265,7 +265,7 @@ def test_a_name_whose_sync_fails_keeps_its_parts(tmp_path: Path, monkeypatch: py
     assert [path.name for _, path in store.paths()] == ["checkpoint_000002.pt", "checkpoint_000001.pt"]
     step, state = store.latest() or (0, {})
     assert step == 2
-    assert torch.equal(state["learner"]["model"]["w"].read(), torch.full((4, 2), 2.0))
+    assert torch.equal(state["learner"]["model"]["w"].block(()), torch.full((4, 2), 2.0))
 
 
 def damage(path: Path) -> None:
@@ -293,12 +293,12 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(
 def test_the_name_of_a_tensor_cannot_forge_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     saved(store, 1)
-    writer, shards = ShardWriter(Ranks()), Shards(store.folder(2), lambda: dict([writer.written().result()]))
+    writer, shards = ShardWriter(Ranks()), Shards(store.folder(2), lambda: dict([writer.written.result()]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sota_grpo.training.checkpoint.local_shard", lambda tensor, ranks: (tensor, (1, 0)))
         rest = writer.begin(shards.folder, {"x\n2026-01-01 ERROR sota_grpo: forged": torch.ones(4, 2)})
         store.save(2, {"learner": rest}, shards)
-    writer.close()
+    writer.thread.close()
     with caplog.at_level(logging.WARNING):
         assert store.latest(["learner"])[0] == 1
     (record,) = caplog.records
@@ -343,12 +343,12 @@ def test_a_step_waits_until_the_copy_is_made_and_not_until_it_is_written(
     writer.wait_copied()
     assert len(progress) == 1  # the only copy
     weight.fill_(2.0)
-    assert not writer.written().done()
+    assert not writer.written.done()
     go_on.set()
-    name, _ = writer.written().result(30)
+    name, _ = writer.written.result(30)
     assert torch.equal(load_file(tmp_path / "a" / name)["w"], torch.ones(3))
     assert len(progress) == 3  # then the header and the only tensor
-    writer.close()
+    writer.thread.close()
 
 
 def test_a_copy_that_fails_lets_training_continue_and_is_reported(
@@ -362,19 +362,19 @@ def test_a_copy_that_fails_lets_training_continue_and_is_reported(
     writer.begin(tmp_path / "a", {"w": torch.ones(3)})
     writer.wait_copied()
     with pytest.raises(MemoryError):
-        writer.written().result(30)
-    writer.close()
+        writer.written.result(30)
+    writer.thread.close()
 
 
 def test_an_evaluation_reads_the_weights_of_a_state_in_parts(tmp_path: Path) -> None:
     store, writer = CheckpointStore(tmp_path), ShardWriter(Ranks())
     trained, other = make_model(), make_model()
     weights = dict(CausalPolicy(trained, shared_prompt=False).scorer.named_parameters())
-    shards = Shards(store.folder(1), lambda: dict([writer.written().result()]))
+    shards = Shards(store.folder(1), lambda: dict([writer.written.result()]))
     rest = writer.begin(shards.folder, {"model": {name: value.detach() for name, value in weights.items()}})
     load_trained(store.save(1, {"learner": rest}, shards), other)
     assert all(torch.equal(one, two) for one, two in zip(other.state_dict().values(), trained.state_dict().values()))
-    writer.close()
+    writer.thread.close()
 
 
 def test_a_rank_that_does_not_see_the_run_directory_says_so(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from sota_grpo.policy.shared_prompt import (
     _FlashShared,
     pack,
     shared_attention,
-    similar_spans,
 )
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
@@ -287,7 +286,7 @@ def test_without_a_layout_the_model_is_what_it_was() -> None:
 
 def test_a_mistake_in_our_own_attention_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a keyword that the kernel of another torch does not know: it must not be taken for the model's."""
-    monkeypatch.setattr(shared_prompt, "_like_rows", lambda: None)
+    monkeypatch.setattr(shared_prompt, "_flash", lambda *inputs: None)
     with pytest.raises(TypeError):
         CausalPolicy(make_model("qwen2"))
 
@@ -303,7 +302,7 @@ def test_what_is_not_known_is_refused() -> None:
 
 def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
     """However many queries read them: 2,048 keys, and 64 responses of 1,024 tokens."""
-    block = Block(0, 2048, (Run(2048, 64, 1024),))
+    block = Block(0, 2048, 2048 + 64 * 1024, (Run(2048, 64, 1024),))
     tables = shared_prompt.attention_tables([block], block.stop)
     assert 2048 < tables.sizes[3] - 2 <= 8 * 2048
     pieces = [row for row in tables.split()[2].tolist() if row[1] <= 2048]
@@ -320,14 +319,13 @@ def test_spans_of_similar_lengths_are_attended_as_each_alone() -> None:
         for length in sorted(responses):
             runs.append(Run(end, 1, length))
             end += length
-        blocks.append(Block(start, prompt_end, tuple(runs)))
-    batches = similar_spans(blocks)
-    places = torch.cat([batch.positions[batch.real] for batch in batches])
-    assert sorted(places.tolist()) == list(range(end)), "every token is in one span"
-    assert len(batches) < len({length for row in lengths for length in row}) / 2
+        blocks.append(Block(start, prompt_end, end, tuple(runs)))
     one = torch.ones(1, 1, dtype=torch.bool)
     layout = pack(one.long(), one, one)
     layout.blocks = tuple(blocks)
+    places = torch.cat([batch.positions[batch.real] for batch in layout.spans])
+    assert sorted(places.tolist()) == list(range(end)), "every token is in one span"
+    assert len(layout.spans) < len({length for row in lengths for length in row}) / 2
     heads = [torch.randn(1, end, count, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for count in (4, 2, 2)]
     weights, results = torch.randn(1, 4, end, 8, dtype=torch.float64), []
     for attend in (lambda: _FlashShared.apply(*heads, layout, 0.3), lambda: by_span(*heads, blocks, 0.3)):

@@ -21,16 +21,16 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import TurnTokens
+from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.metrics import declared
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
-from sota_grpo.source.admission import Group, Refill, zero_advantage_rows
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, zero_advantage_rows
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.rollouts import Prompt, Rollouts
+from sota_grpo.source.replay_buffer import Group, Refill
 from sota_grpo.stopping import Interrupted
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.checkpoint import CheckpointStore

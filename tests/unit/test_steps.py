@@ -19,8 +19,7 @@ from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording import stored_steps as stored_steps_module
 from sota_grpo.recording.metrics import declared
 from sota_grpo.recording.progress import ZeroAdvantageWatch
-from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from sota_grpo.recording.step_rows import batch_metrics, rollout_rows
+from sota_grpo.recording.run_log import ROLLOUT_FIELDS, batch_metrics, rollout_rows
 from sota_grpo.recording.stored_steps import (
     STEPS_FOLDER,
     Origin,
@@ -29,10 +28,10 @@ from sota_grpo.recording.stored_steps import (
     drop_steps,
     read_step,
     save_step,
-    step_of,
     stored_steps,
     text_pieces,
 )
+from sota_grpo.rl.records import TASK
 from sota_grpo.rl.table import RowTable
 
 ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))
@@ -130,7 +129,7 @@ def test_steps_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
     torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.5f3a.tmp"
     torn.write_bytes(b"half")
     drop_steps(tmp_path, 2)
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [0]
+    assert list(stored_steps(tmp_path)) == [0]
     assert not torn.exists()
 
 
@@ -148,9 +147,9 @@ def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
     size = save_step(tmp_path, make_stored(0)).stat().st_size
     for step in (1, 2, 3):
         save_step(tmp_path, make_stored(step), most_bytes=int(2.5 * size))
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 3]
+    assert list(stored_steps(tmp_path)) == [0, 3]
     save_step(tmp_path, make_stored(4), most_bytes=1)  # however large
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 4]
+    assert list(stored_steps(tmp_path)) == [0, 4]
 
 
 def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_the_first_step_and_those_after_a_checkpoint_are_stored(tmp_path: Path) 
     seconds = [take(stored, 5), take(stored, 6)]
     stored.after_checkpoint()
     seconds += [take(stored, 7), take(stored, 8)]
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [5, 7]
+    assert list(stored_steps(tmp_path)) == [5, 7]
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
     off = StoredSteps(SimpleNamespace(), learner, tmp_path / "off", Letters(), device="cpu", enabled=False)
@@ -219,7 +218,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
         take(stored, step)
         now_s[0] = max(now_s[0], began_s + 100.0)
         stored.after_checkpoint()
-    assert [step_of(path) for path in stored_steps(tmp_path)] == [0, 14, 27]
+    assert list(stored_steps(tmp_path)) == [0, 14, 27]
     assert 3 * 40.0 / now_s[0] <= 0.04
 
 
@@ -313,6 +312,16 @@ def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:
     actual = batch_metrics(RowTable.of([row(3, 0, 0.0, 0.0, -1, False) for _ in range(2)]), version=5)
     assert actual["turns/mean"] == actual["turn_tokens/mean"] == 0
     assert all(map(math.isfinite, actual.values()))
+
+
+def test_rewards_whose_sum_float32_lacks_have_finite_metrics() -> None:
+    """As of functions that return -1e38 for an invalid response."""
+    rows = [row(3, number, reward, 0.0, 4, False) for number, reward in enumerate((3e38, 3e38, -3e38, 3e38))]
+    for entry in rows:
+        entry["extra"] = NonTensorData(json.dumps({TASK: "sums"}))
+    actual = batch_metrics(RowTable.of(rows), version=5)
+    assert actual["reward"] == actual["task/sums/reward"] == pytest.approx(1.5e38)
+    assert actual["reward/std"] == pytest.approx(3e38 * 3**0.5 / 2)
 
 
 def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.LogCaptureFixture) -> None:

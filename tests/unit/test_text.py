@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import unicodedata
 
-from sota_grpo.text import first_line, json_line, one_line, readable, sentence
+import pytest
+
+from sota_grpo.text import first_line, json_line, one_line, readable, say, sentence
 
 ODD = (
     *map(chr, (*range(0x20), *range(0x7F, 0xA0))),  # control characters
@@ -41,6 +44,14 @@ def test_nothing_gets_through_and_json_reads_back() -> None:
             assert len(line.splitlines()) == 1
             assert json.loads(line) == json.loads(json.dumps([text, {text: 1}]))
             assert not (html and set(line) & set("<>&"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r", "utf-8"])
+def test_a_character_that_the_console_lacks_is_escaped(encoding: str) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    say("Run directory: /caf\udce9 é 漢", stream)
+    written = stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert written == "Run directory: /caf\\udce9 " + ("é 漢" if encoding == "utf-8" else "\\xe9 \\u6f22") + "\n"
 
 
 def test_what_has_a_picture_is_left_alone() -> None:

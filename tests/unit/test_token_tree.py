@@ -18,7 +18,8 @@ from sota_grpo import keys
 from sota_grpo.envs.token_tree import TokenTree
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.sharding import Ranks
-from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, row_prompts
+from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
+from sota_grpo.rl.planner import row_prompts
 from sota_grpo.rl.records import Example, Sample, SamplingSupport
 from sota_grpo.rl.table import RowTable
 from sota_grpo.training.remote_learner import travelling

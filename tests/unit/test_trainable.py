@@ -19,8 +19,7 @@ from sota_grpo.config import Config
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.errors import UserError
 from sota_grpo.policy import load as module
-from sota_grpo.policy.causal import CausalPolicy
-from sota_grpo.policy.end_tokens import end_token_ids
+from sota_grpo.policy.causal import CausalPolicy, end_token_ids
 from sota_grpo.policy.load import (
     find_architecture,
     load_model,

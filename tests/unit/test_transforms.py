@@ -17,8 +17,9 @@ from sota_grpo import keys
 from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.errors import RunFailed
 from sota_grpo.functional.advantages import group_advantages
+from sota_grpo.rl.collate import set_loss_weights
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.rl.table import row_list
+from sota_grpo.rl.table import in_place, row_list
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL, RowTransform, write_scores
 from tests.builders import VOCAB, generator, random_row, random_rows
 from tests.training_rigs import make_env
@@ -53,7 +54,7 @@ def test_reward_is_the_weighted_sum_of_the_terms() -> None:
 def test_scores_that_are_written_again_keep_no_term_of_the_first() -> None:
     rows = lazy_stack([TensorDict({"group_id": torch.tensor(0)}) for _ in range(2)])
     for term in (1.0, None):
-        write_scores(rows, [Score({"f": term, "g": 2.0}, False)] * 2, {"f": 1.0, "g": 1.0})
+        in_place(write_scores)(rows, [Score({"f": term, "g": 2.0}, False)] * 2, {"f": 1.0, "g": 1.0})
     assert [sorted(row["next", "reward_terms"].keys()) for row in row_list(rows)] == [["g"], ["g"]]
 
 
@@ -166,6 +167,81 @@ def test_an_own_estimator_is_not_divided_where_only_a_kl_penalty_differs(scale: 
     torch.testing.assert_close(actual, rewards - rewards.mean(), rtol=1e-5, atol=1e-14)
 
 
+@pytest.mark.parametrize("kl_first", [False, True])
+def test_a_length_penalty_is_graded_whether_it_comes_before_or_after_the_kl(kl_first: bool) -> None:
+    """Lengths 6, 7, 10 and 12 of at most 10 are penalised by 0, 1/4, 1 and 1, divided by their own spread."""
+    rows = [random_row(generator(), 2, length, group_size=4) for length in (6, 7, 10, 12)]
+    for row in rows:
+        del row["advantage"], row["next", "ref_log_probs"]
+        row.set(keys.REWARD, torch.ones(1))
+        row.set(keys.LOG_PROBS, torch.where(row[keys.ASSISTANT_MASK], 1e-6 * torch.rand(1), 0.0))
+    reference = lambda padded: torch.zeros(padded[keys.FULL_TOKENS].shape)  # noqa: E731
+    kl = ReferenceKL(reference, in_reward_coeff=1.0, pad_token_id=0, token_budget=99)
+    order = (kl, OverlongPenalty(10, 4)) if kl_first else (OverlongPenalty(10, 4), kl)
+    batch = GroupAdvantage()(Compose(*order)(lazy_stack(rows)))
+    expected = advantage_loop([0.0, -0.25, -1.0, -1.0], [0] * 4)
+    assert batch["advantage"].flatten().tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_reward_of_the_users_own_is_divided_by_its_spread_though_another_has_a_kl_penalty() -> None:
+    batch = batch_of([1.0, 1.0], [0, 0], graded_reward=torch.ones(2, 1), shaped=torch.tensor([[3.0], [1.0]]))
+    actual = GroupAdvantage(in_keys=(("next", "shaped"), "group_id"))(batch)["advantage"].flatten().tolist()
+    assert actual == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-4)
+
+
+def test_an_own_estimator_reads_terms_with_an_own_reward() -> None:
+    batch = TensorDict({"next": {"mine": torch.zeros(2, 1), "reward_terms": {"a": torch.tensor([[1.0], [2.0]])}}}, [2])
+    batch["group_id"] = torch.zeros(2, dtype=torch.int64)
+    transform = GroupAdvantage(lambda terms: terms["a"], "none", in_keys=(("next", "mine"), "group_id"))
+    assert transform(batch)["advantage"].flatten().tolist() == [1.0, 2.0]
+
+
+def steps_of(turns: list[int], done: list[bool]) -> TensorDictBase:
+    """Steps of dialogs, as an environment of several turns gives them."""
+    rows = []
+    for index, (turn, ends) in enumerate(zip(turns, done, strict=True)):
+        row = random_row(generator(), 2, 3, index=index, group_size=len(turns)).exclude("advantage", keys.REF_LOG_PROBS)
+        rows.append(row.update({keys.TURN: torch.tensor(turn), "next": {"done": torch.tensor([ends])}}))
+    return lazy_stack(rows)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_a_step_that_ends_no_dialog_is_no_response_of_a_group(group_size: int | None) -> None:
+    transform = GroupAdvantage(group_size=group_size)
+    for compute in (transform, transform.inv):
+        with pytest.raises(ValueError, match=r"row 1 is one step of a dialog \(turn 0, done=False\); join the steps"):
+            compute(steps_of([0, 0], [True, False]))
+    assert transform(steps_of([2, 0], [True, True]))["advantage"].abs().min() > 0  # the last steps alone
+
+
+@pytest.mark.parametrize("kind", ["overlong", "kl"])
+def test_a_penalty_in_the_reward_is_of_whole_dialogs(kind: str) -> None:
+    """Of a dialog only the last step's reward counts, so a penalty on its earlier turns would be lost."""
+    reference = lambda padded: torch.zeros(padded[keys.FULL_TOKENS].shape)  # noqa: E731
+    sizes = {"pad_token_id": 0, "token_budget": 99}
+    transform = OverlongPenalty(4, 2) if kind == "overlong" else ReferenceKL(reference, in_reward_coeff=1.0, **sizes)
+    for steps in (steps_of([0, 0], [True, False]), steps_of([0, 1], [True, True])):
+        with pytest.raises(ValueError, match="row 1 is one step of a dialog"):
+            transform(steps)
+    transform(steps_of([0, 0], [True, True]))
+    ReferenceKL(reference, **sizes)(steps_of([0, 1], [False, True]))
+
+
+def test_masks_may_be_integers() -> None:
+    rows = [row.exclude("advantage", keys.REF_LOG_PROBS) for row in random_rows(generator(), 4, group_size=4)]
+    others = [row.clone().update({"masks": {"all_assistant_mask": row[keys.ASSISTANT_MASK].long()}}) for row in rows]
+    for transform in (
+        ReferenceKL(FakeReference(), in_reward_coeff=0.1, pad_token_id=0, token_budget=99),
+        OverlongPenalty(4, 4),
+        GroupAdvantage("length_weighted"),
+        lambda rows: set_loss_weights(rows, "sequence"),
+    ):
+        transform(lazy_stack(rows)), transform(lazy_stack(others))
+    for row, other in zip(rows, others, strict=True):
+        for key in (keys.REF_LOG_PROBS, keys.REWARD, keys.ADVANTAGE, keys.LOSS_WEIGHT):
+            assert torch.equal(row[key], other[key])
+
+
 def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
     """Weights 1 and -0.5 of ``right`` and ``long``; w (t - mean) / (std + eps) added by hand; one row has None."""
     right, long = [1.0, 0.0, 1.0, 0.0], [3.0, 1.0, None, 8.0]
@@ -228,7 +304,7 @@ def test_a_response_to_which_no_reward_function_applies_is_in_no_statistic() -> 
     rows = TensorDict({"group_id": torch.zeros(4, dtype=torch.int64)}, [4])
     terms = [{"f": 3.0, "g": None}, {"f": None, "g": None}, {"f": None, "g": 1.0}, {"f": None, "g": None}]
     rows = lazy_stack(list(rows.unbind(0)))
-    write_scores(rows, [Score(each, False) for each in terms], {"f": 1.0, "g": 1.0})
+    in_place(write_scores)(rows, [Score(each, False) for each in terms], {"f": 1.0, "g": 1.0})
     advantage = GroupAdvantage()(rows)["advantage"].flatten()
     torch.testing.assert_close(advantage, torch.tensor([0.7071, 0.0, -0.7071, 0.0]), atol=1e-4, rtol=0)
     assert rows["next", "reward_error"].flatten().tolist() == [False, True, False, True]
@@ -412,6 +488,12 @@ def test_terms_are_decoupled_by_the_weights_given_or_by_those_of_the_rows() -> N
     options = {"baseline": "none", "scale": "none", "decouple_terms": True}
     with pytest.raises(ValueError, match="pass term_weights"):
         GroupAdvantage(**options)(rows)
+    with pytest.raises(ValueError, match=r"the rows have no \('next', 'reward_terms'\)"):
+        GroupAdvantage(**options, term_weights={"wide": 2.0})(batch_of([1.0, 0.0], [0, 0]))
+    with_kl = batch_of([1.0, 0.0], [0, 0], reward_terms={"kl": torch.zeros(2, 1)})
+    with_kl.set(keys.GRADED_REWARD, with_kl[keys.REWARD])
+    with pytest.raises(ValueError, match="a KL penalty in the reward, which that would rescale; use kl_to_ref_coeff"):
+        GroupAdvantage(**options, term_weights={})(with_kl)
     first = GroupAdvantage(**options, term_weights={"wide": 2.0, "narrow": 3.0})(rows)["advantage"].flatten()
     half = math.sqrt(0.5)
     assert first.tolist() == pytest.approx([half * (2 - 3 + 1), half * (-2 + 3 - 1), 0.0, 0.0], abs=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +17,10 @@ from sota_grpo import keys
 from sota_grpo.assembly.compose import compose, needs_consent
 from sota_grpo.envs.agents import AgentEngine, Agents
 from sota_grpo.envs.gateway import Gateway, SessionQueue
-from sota_grpo.envs.prompts import PromptSource
+from sota_grpo.envs.prompts import Prompt, PromptSource, Rollouts
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import GroupOutput, GroupRequest, SampledText, Sampling
 from sota_grpo.rl.task import scorer_of
-from sota_grpo.source.rollouts import Prompt, Rollouts
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.agents import Agent, agent_spec
 from sota_grpo.tasks.wrappers import with_tools
@@ -235,6 +235,13 @@ def test_rows_of_agents_are_graded_by_their_rewards(run, file) -> None:
     assert graded.rows.get(keys.REWARD).flatten().tolist() == [0.5, 0.5]
     assert graded.rows.has(keys.PARENTS)
     assert [score.success for score in graded.scores] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "anthropic_agent"])
+def test_the_tool_of_an_example_answers_whatever_a_policy_writes(name: str) -> None:
+    members = runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}.py"))
+    assert [members["calculate"](one) for one in ("7 * 7", 84)] == ["49", "84"]
+    assert all(members["calculate"](one).startswith("error") for one in (None, ["7"], {"a": 1}, "7 ** 7", "7 +"))
 
 
 def test_what_an_agent_returns_besides_its_reward_is_information_of_its_score(run) -> None:

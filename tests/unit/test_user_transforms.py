@@ -21,8 +21,7 @@ from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
 from sota_grpo.rl.records import Example, Sample, Sampling, SamplingSupport, Score
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import GroupAdvantage, write_scores
-from sota_grpo.rl.user_transforms import UserTransforms
+from sota_grpo.rl.transforms import GroupAdvantage, UserTransforms, write_scores
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.runs import signature

@@ -18,9 +18,8 @@ from sota_grpo.errors import RunFailed
 from sota_grpo.policy.lora import adapter_pack, add_lora, packed_weights
 from sota_grpo.policy.weight_pack import Checksum, WeightPack
 from sota_grpo.source.weight_sync import EngineWeightSync
-from sota_grpo.workers.base import WorkerSpec
+from sota_grpo.workers.base import ThreadLauncher, WorkerSpec
 from sota_grpo.workers.fleet import Fleet
-from sota_grpo.workers.processes import ThreadLauncher
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker
 from tests.builders import generator
 from tests.engine_rigs import EOS, PAD, tiny_model

@@ -13,7 +13,7 @@ from benchmarks.laws.adapter import CISPO_CLIP, CLIP, Adapter, Rows
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.learning import make_loss
-from sota_grpo.functional import divergences
+from sota_grpo.functional import KL_ESTIMATORS
 from sota_grpo.rl.collate import set_loss_weights
 from sota_grpo.rl.transforms import GroupAdvantage
 
@@ -60,7 +60,7 @@ def make(folder: Path) -> Adapter:
         return GroupAdvantage()(rows)[keys.ADVANTAGE]
 
     def kl(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda log_prob, ref: divergences.KL_ESTIMATORS[name](log_prob, ref)
+        return lambda log_prob, ref: KL_ESTIMATORS[name](log_prob, ref)
 
     return Adapter(
         step,

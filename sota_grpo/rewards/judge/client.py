@@ -264,15 +264,10 @@ class JudgeClient:
         try:
             status, _, content = self._http.request("GET", "/v1/models", timeout_s=self._timeout_s)
         except ServerError as error:
-            raise UserError(
-                f"No judge answers at {self.url} ({str(error).rstrip('.')}); start it first, or correct "
-                "reward.judge.url."
-            ) from None
+            fault = f"No judge answers at {self.url} ({str(error).rstrip('.')})"
+            raise UserError(f"{fault}; start it first, or correct reward.judge.url.") from None
         if status in (401, 403):
-            raise UserError(
-                f"The judge at {self.url} rejects the API key; set the environment variable SOTA_GRPO_JUDGE_KEY to a "
-                "key that this server accepts."
-            )
+            raise UserError(f"The judge at {self.url} rejects the key; set SOTA_GRPO_JUDGE_KEY to one that it accepts.")
         if not self.endpoint.model:
             try:
                 model = str(json.loads(content)["data"][0]["id"])
@@ -488,7 +483,7 @@ class JudgedGrader:
     def __init__(self, grader: Grader, judge: JudgeClient, task: Task, rules: Mapping[str | None, Rules]) -> None:
         self.grader, self.judge, self._task, self._rules = grader, judge, task, rules
         self.term_weights = {**task.term_weights, **{rule.term: rule.weight for rule in rules.values()}}
-        self._failures = FailureLog()
+        self._failures, self.metrics = FailureLog(), judge.metrics
 
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """Return a future of one score per ``(response, example)`` pair, in order; RuntimeError if closed."""
@@ -534,10 +529,6 @@ class JudgedGrader:
         above = rules.success_above
         success = score.success if above is None else total_reward(terms, weights) > above
         return replace(score, terms=terms, info=info, success=success)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the ``judge/`` metrics of the time since the last call."""
-        return self.judge.metrics()
 
     def close(self) -> None:
         """Close the grader, then the judge; idempotent."""

@@ -209,9 +209,7 @@ def _read_chat(nonce: str, answer: Any) -> Verdict:
     choice = answer["choices"][0]
     text = choice["message"].get("content") or ""
     if choice.get("finish_reason") == "length":  # a cut line may end in another number
-        raise Unreadable(
-            "the judge's answer was cut at max_tokens; allow more with reward.judge.extra_body={max_tokens: 4096}"
-        )
+        raise Unreadable("the judge's answer was cut at max_tokens; use reward.judge.extra_body={max_tokens: 4096}")
     return Verdict(read_score(text, nonce), said=text)
 
 

@@ -271,9 +271,7 @@ class _Parser:
             elif not self.accept("&"):
                 break
         if self.kind != "end" or environment not in _MATRICES:
-            raise Incomparable(
-                f"the LaTeX environment {environment!r} is unknown, or its content up to \\end cannot be parsed"
-            )
+            raise Incomparable(f"the LaTeX environment {environment!r} is unknown, or its content cannot be parsed")
         self.take()
         cells = tuple(cell for row in rows for cell in row)
         if environment in _LINES or (len(cells) == 1 and environment == "array"):

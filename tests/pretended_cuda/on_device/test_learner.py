@@ -21,11 +21,11 @@ from sota_grpo.policy.lora import engine_weights
 from sota_grpo.policy.sharding import Ranks
 from sota_grpo.policy.tensor_files import stored_tensors
 from sota_grpo.rl.objectives import GRPOLoss
+from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.rl.transforms import ReferenceKL, reference_log_probs
 from sota_grpo.training.checkpoint import ShardWriter
 from sota_grpo.training.learner import Learner, NonFiniteStep
-from sota_grpo.training.planner import LearnerSettings
 from tests.pretended_cuda import kernels
 from tests.pretended_cuda.counters import host_traffic
 from tests.rank_rigs import ragged_rows, trained_adapter
@@ -197,11 +197,11 @@ def test_what_a_rank_writes_is_what_was_there_before_the_step_that_went_on(tmp_p
     before = {name: value.detach().cpu().clone() for name, value in learner.trainable.items()}
     writer.begin(tmp_path / "parts", learner.state_dict())
     learner.update(rows())
-    name, _ = writer.written().result(60)
+    name, _ = writer.written.result(60)
     stored = stored_tensors([tmp_path / "parts" / name])
-    assert all(torch.equal(stored[f"model.{name}"].read(), value) for name, value in before.items())
+    assert all(torch.equal(stored[f"model.{name}"].block(()), value) for name, value in before.items())
     assert not any(torch.equal(value.detach().cpu(), before[name]) for name, value in learner.trainable.items())
-    writer.close()
+    writer.thread.close()
 
 
 def test_an_optimizer_step_waits_once_and_skips_itself_where_it_is_not_finite(tmp_path: Path) -> None:

@@ -1,15 +1,4 @@
-"""``sota-grpo estimate``: estimate the memory and the number of steps of a run before it starts.
-
-It prints the devices of learner, engine and reference, the memory of each device in each phase of a step (with prompt
-and response of the largest size), and the number of steps. It needs no weights, and for common models no network::
-
-    sota-grpo estimate --config-name grpo_gsm8k
-    sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
-
-The exit code is 0 if the run fits. Otherwise it is 2, and the smallest change of options with which it fits (on
-``--gpus`` GPUs) is printed, if there is one. The learner's tensors are within 15 % on a CPU and 10 % on one GPU (tests
-measure both); engines and several GPUs have not been compared. The C library's heap is not counted.
-"""
+"""Commands that read a config, before a run: ``sota-grpo check`` and ``estimate``."""
 
 from __future__ import annotations
 
@@ -18,8 +7,10 @@ import json
 import os
 import socket
 import sys
+import time
 from contextlib import redirect_stdout
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -28,11 +19,19 @@ from sota_grpo.cli import above_zero, add_config, add_parser, config_of, whole
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.estimate import Estimate
+    from sota_grpo.training.gate import Check
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
-    """Add ``estimate`` and its options to the parser of ``sota-grpo``."""
-    parser = add_parser(commands, "estimate", "estimate memory and steps of a run before it starts", __doc__, run)
+    """Add ``check`` and ``estimate`` to the parser of ``sota-grpo``."""
+    summary = "run the start-up checks of a config, without training"
+    parser = add_parser(commands, "check", summary, check.__doc__, check)
+    add_config(parser)
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="folder for the engine's logs and gate.json")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+    summary = "estimate memory and steps of a run before it starts"
+    parser = add_parser(commands, "estimate", summary, estimate.__doc__, estimate)
     add_config(parser)
     add, size, gpus = parser.add_argument, above_zero("a number of GiB"), whole("a number of GPUs")
     add("--memory-gb", metavar="X", type=size, help="GiB per GPU (on a CPU: of the machine); default: this machine's")
@@ -42,8 +41,59 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("--json", action="store_true", help="print the estimate as JSON")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the estimate; return 0 if the run fits, else 2. ``HF_HUB_OFFLINE`` is set if the hub cannot be reached."""
+def check(options: argparse.Namespace) -> int:
+    """Run the start-up checks of training on any config, without training.
+
+    Model, engine, reference and task are built as for training, a few responses are sampled, and each check prints what
+    it measured. Files are written only to ``--run-dir``::
+
+        sota-grpo check --config-name grpo_cpu engine=transformers
+        sota-grpo check --config-name grpo_gsm8k model.name=./my-model env.dataset_path=train.jsonl
+
+    The exit code is 0 if no check failed and 1 if one did.
+    """
+    from sota_grpo.assembly.preflight import announce, preflight
+    from sota_grpo.recording.progress import Heartbeat
+    from sota_grpo.run.entry import quiet_console
+
+    config = config_of(options)
+    preflight(config)
+    quiet_console()
+    began, out = time.perf_counter(), sys.stdout
+
+    def show(check: Check) -> None:
+        if not options.json:
+            print(f"{check.outcome}  {check.name}: {check.sentence} ({check.seconds:.1f} s)", file=out, flush=True)
+
+    with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
+        announce(config)
+        from sota_grpo.assembly.evaluation import check
+
+        checks = check(config, run_dir=options.run_dir, on_check=show)
+    made = [one.passed for one in checks if one.passed is not None]
+    seconds = time.perf_counter() - began
+    if options.json:
+        rows = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
+        print(json.dumps({"passed": all(made), "seconds": seconds, "checks": rows}, indent=1))
+    else:
+        print(f"{sum(made)} of {len(made)} checks passed in {seconds:.1f} s")
+    return 0 if all(made) else 1
+
+
+def estimate(options: argparse.Namespace) -> int:
+    """Estimate the memory and the number of steps of a run before it starts.
+
+    It prints the devices of learner, engine and reference, the memory of each device in each phase of a step (with
+    prompt and response of the largest size), and the number of steps. It needs no weights, and for common models no
+    network::
+
+        sota-grpo estimate --config-name grpo_gsm8k
+        sota-grpo estimate hardware=eight_gpus mode=async model.name=Qwen/Qwen2.5-7B-Instruct --gpus 8 --memory-gb 80
+
+    The exit code is 0 if the run fits. Otherwise it is 2, and the smallest change of options with which it fits (on
+    ``--gpus`` GPUs) is printed, if there is one. The learner's tensors are within 15 % on a CPU and 10 % on one GPU
+    (tests measure both); engines and several GPUs have not been compared. The C library's heap is not counted.
+    """
     from sota_grpo.config.validators import validate
 
     config = config_of(options)
