@@ -22,20 +22,16 @@ _GIT_S = 5.0  # time limit of git, for slow disks
 _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CUDA to read them
 
 
+@lru_cache(maxsize=1)
 def this_start() -> dict[str, Any]:
-    """Return command (:func:`without_secrets`), commits, versions and machine of this process, which are read once.
+    """Return command (:func:`without_secrets`), commits, versions and machine of this process; computed only once.
 
     ``commit`` is the commit of this package's source tree, ``working_tree`` that of the current folder (each absent if
-    unknown); ``-dirty`` is appended if tracked files differ. ``started`` is the time of this call.
+    unknown); ``-dirty`` is appended if tracked files differ. ``started`` is the time of the first call.
 
     >>> sorted(this_start().keys() - {"commit", "working_tree", "gpus"})
     ['command', 'cpus', 'host', 'started', 'versions']
     """
-    return {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | _this_process()
-
-
-@lru_cache(maxsize=1)
-def _this_process() -> dict[str, Any]:
     import torch
 
     package = Path(__file__).parents[1]
@@ -46,6 +42,7 @@ def _this_process() -> dict[str, Any]:
     models = sorted({value.strip() for name, _, value in lines if name == "Model"})
     count = torch.cuda.device_count()
     return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(without_secrets(sys.orig_argv)),
         **{name: commit for name, commit in commits.items() if commit},
         "versions": {"python": platform.python_version()} | installed_versions(_PACKAGES),
