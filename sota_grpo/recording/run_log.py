@@ -378,13 +378,13 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         begins = sampled[1:] & (~sampled[:-1] | jumps[1:])
     turns = begins.sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
-    numbers = {key: batch.get(key).flatten().float() for key in _NUMBERS}
+    numbers = {key: batch.get(key).flatten().double() for key in _NUMBERS}  # a sum may be too large for float32
     reward, success, truncated = numbers[keys.REWARD], numbers[keys.SUCCESS], numbers[keys.TRUNCATED]
     versions = numbers[keys.POLICY_VERSION]
     age = version - versions.where(versions != -1, version)  # -1: an agent that made no request
     values = {
-        "reward": _mean(reward),
-        "reward/std": std if (std := reward.std(correction=0)).isfinite() else reward.double().std(correction=0),
+        "reward": reward.mean(),
+        "reward/std": reward.std(correction=0),
         "success": success.mean(),
         "reward_errors": numbers[keys.REWARD_ERROR].sum(),
         "reward_timeouts": numbers[keys.REWARD_TIMEOUT].sum(),
@@ -422,15 +422,9 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     tasks = [metric_tasks(extra) for extra in extras]
     for task in sorted({task for names in tasks for task in names}):
         mask = torch.tensor([task in names for names in tasks])
-        means |= {f"task/{task}/{name}": float(_mean(column[mask])) for name, column in columns.items()}
+        means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
-
-
-def _mean(column: torch.Tensor) -> torch.Tensor:
-    """Return the mean; in float64 if the sum is too large for float32."""
-    mean = column.mean()
-    return mean if mean.isfinite() else column.double().mean()
 
 
 @lru_cache

@@ -66,7 +66,7 @@ class Task:
 class Slot:
     """One of the fleet's ``count`` worker slots: the current worker, its state and its tasks."""
 
-    role: str
+    name: str  # of its last worker
     index: int
     start: Start
     worker: Worker | None = None
@@ -78,10 +78,6 @@ class Slot:
     failed_starts: int = 0  # in a row
     has_run: bool = False
     line: dict[Slot, None] = field(default_factory=dict)  # entry of Fleet._lines that has this slot
-
-    @property
-    def who(self) -> str:
-        return f"{self.role} worker {self.index}" if self.worker is None else self.worker.name
 
 
 @dataclass(eq=False)
@@ -199,7 +195,7 @@ class Fleet:
         self._silence_s, self._start_silence_s = silence_s, start_silence_s
         self._max_attempts, self._max_start_failures = max_attempts, max_start_failures
         self._shares_devices = shares_devices
-        self._slots = [Slot(role, index, Start(start_silence_s, 0.0)) for index in range(count)]
+        self._slots = [Slot(f"{role}-{index}", index, Start(start_silence_s, 0.0)) for index in range(count)]
         self._numbers = itertools.count()
         self._queue: list[tuple[int, Task]] = []  # a heap: number, task
         # _lines[n]: ready slots with n < capacity tasks; the slot that has waited longest is first.
@@ -380,7 +376,9 @@ class Fleet:
                 if no_construction or slot.failed_starts >= self._max_start_failures:
                     self._retire(slot, error)
                     return
-                logger.warning("%s could not be started: %s. Another start is tried.", slot.who, str(error).rstrip("."))
+                logger.warning(
+                    "%s could not be started: %s. Another start is tried.", slot.name, str(error).rstrip(".")
+                )
                 self.restarts += 1
                 pause_s = min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S)
                 continue
@@ -408,6 +406,7 @@ class Fleet:
                     await self._awake.wait()
                     await asyncio.sleep(pause_s)
                     slot.worker = await self._on_thread(slot, self._start, slot.index)
+                    slot.name = slot.worker.name
                     calls = [*self._sticky.items(), ("ping", ())]
                     slot.owed = [self._call(slot, method, *args) for method, args in calls]
                 while slot.owed:
@@ -464,7 +463,7 @@ class Fleet:
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
         tries = f"{slot.failed_starts} start{'s' * (slot.failed_starts > 1)}"
-        what = f"{slot.who} is not started again after {tries} that failed; workers left: {left}. Last error: {error}"
+        what = f"{slot.name} is not started again after {tries} that failed; workers left: {left}. Last error: {error}"
         logger.error("%s", what)
         slot.state = "retired"
         slot.settled.set()
@@ -481,7 +480,7 @@ class Fleet:
         """Mark a worker ready for tasks, and call pending broadcasts on it that no other worker can answer."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         slot.settled.set()
-        logger.info("Worker %s is ready.", slot.who)
+        logger.info("Worker %s is ready.", slot.name)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
         slot.life.create_task(self._while_ready(slot, self._watch))
@@ -533,7 +532,7 @@ class Fleet:
         self.requeued += again
         logger.warning(
             "%s is replaced: %s. Tasks queued again: %d; given up: %d.",
-            slot.who,
+            slot.name,
             str(why).rstrip("."),
             again,
             len(failed),
@@ -544,7 +543,7 @@ class Fleet:
             self._conclude(broadcast, str(why))
         self._dispatch()
         for task in failed:
-            what = f"{task.workers_lost} {self._role} workers died or hung with it, the last was {slot.who}: {why}"
+            what = f"{task.workers_lost} {self._role} workers died or hung with it, the last was {slot.name}: {why}"
             lost = TaskLost(f"A task failed: {what}")
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
             task.future.set_exception(lost)
@@ -578,7 +577,7 @@ class Fleet:
                 task.progress, due_s = done, now_s + limit_s
             if not answer.done() and now_s >= due_s:
                 what = "a task" if parts is None else "a part of a task"
-                late = TaskOverdue(f"{slot.who} did not finish {what} within {limit_s:g} s", task.progress)
+                late = TaskOverdue(f"{slot.name} did not finish {what} within {limit_s:g} s", task.progress)
                 del slot.tasks[task.number]
                 task.future.set_exception(late)
                 raise _Unfit(str(late))
@@ -621,14 +620,14 @@ class Fleet:
         answer = self._call(slot, broadcast.method, *broadcast.args)
         await asyncio.wait([answer], timeout=broadcast.deadline_s)
         if not answer.done():
-            broadcast.late.append(slot.who)
+            broadcast.late.append(slot.name)
             raise _Unfit(f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
         error = answer.exception()
         if isinstance(error, WorkerDied):
             raise error
         broadcast.waiting.remove(slot.index)
         if error is None:
-            broadcast.answers[slot.index] = slot.who, answer.result()
+            broadcast.answers[slot.index] = slot.name, answer.result()
         else:
             broadcast.refusals.append(error)
         self._conclude(broadcast, "")

@@ -98,10 +98,7 @@ class HostActor:
     async def call(self, number: int, method: str, *packed: Any) -> tuple[Location, bool, Any]:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[bool, Any]] = loop.create_future()
-
-        def answer(*outcome: Any) -> None:
-            loop.call_soon_threadsafe(answered.set_result, outcome)
-
+        answer = lambda *outcome: loop.call_soon_threadsafe(answered.set_result, outcome)  # noqa: E731
         self._arrived[number] = partial(self._host.post, method, partial(_unpack, *packed), answer)
         while (post := self._arrived.pop(self._next_call, None)) is not None:
             self._next_call += 1
