@@ -2,17 +2,19 @@
 
 What runs, put together by :func:`sota_grpo.assembly.build.build`::
 
-    buffer = GroupReplayBuffer(..., transform=GroupAdvantage())   # a TorchRL ReplayBuffer: whole groups, oldest first
-    collector = PromptGroupCollector(env, engines, replay_buffer=buffer, max_policy_age=1,
+    buffer = GroupReplayBuffer(..., transform=GroupAdvantage())   # a TorchRL ReplayBuffer: whole groups, oldest first;
+                                                                  # sample() applies the transform
+    weight_sync = EngineWeightSync(...)                           # a TorchRL WeightSyncScheme
+    collector = PromptGroupCollector(env, engines, replay_buffer=buffer, max_policy_age=1, weight_sync=weight_sync,
                                      graded_transforms=[...])     # yours: env.transforms=[FILE.py:NAME]
     learner = Learner(policy, GRPOLoss(policy, ...), ...)         # a TorchRL LossModule; AdamW, micro-batches
     weight_sync.send(version=learner.version)                     # the first weights
-    collector.start()                                             # engines, graders and reference fill the buffer
-    for batch in buffer:                                          # sota_grpo/loop.py
+    collector.start()                                             # its thread puts graded groups into the buffer
+    for batch in buffer:                                          # the loop of sota_grpo/loop.py
         learner.update(batch)
-        collector.update_policy_weights_(version=learner.version)  # to every engine, while it generates
+        collector.update_policy_weights_(version=learner.version)  # to every engine, also in the middle of a response
 
-On one GPU sampling and training alternate, as in grpo.py, and there is no buffer.
+On one GPU the engine cannot sample while the learner trains: they alternate, as in grpo.py.
 """
 
 import os

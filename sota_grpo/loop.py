@@ -46,7 +46,8 @@ def run(
     """Run the training steps ``first_step`` to ``num_steps - 1``; return the steps completed, earlier ones included.
 
     Args:
-        batches: batches of complete groups within the age bound; StopIteration if they end before the last step.
+        batches: batches of complete groups within the age bound, from the collector (synchronous) or its replay buffer;
+            StopIteration if they end before the last step.
         before: called before each step with the step's number, to evaluate; returning False ends the loop.
         after: called after each step with the number of completed steps, to save; returning False ends the loop.
     """
@@ -55,7 +56,7 @@ def run(
             return step
         batch = next(batches)
         update = learner.update(batch)
-        collector.update_policy_weights_(version=learner.version)  # also frees the batch's slots
+        collector.update_policy_weights_(version=learner.version)  # to the engines; then new prompts are drawn
         log.write(step, batch, update, collector.metrics())
         if not after(step + 1):
             return step + 1

@@ -114,9 +114,10 @@ class PromptGroupCollector(BaseCollector):
             is extended batch by batch (iterating yields None), and its sampler decides how old rows become.
         postproc: transform of each batch; with a GroupReplayBuffer, use the buffer's ``transform`` instead.
         weight_sync: sends the learner's weights; without it, pass weights to :meth:`update_policy_weights_`.
-        graded_transforms: transforms of each graded group, before zero-advantage groups are discarded (in a run:
-            ``env.transforms``). A TorchRL ``Transform`` gets and returns a copy of the rows; any other callable, and
-            our own transforms, change a ``RowTable`` in place.
+        graded_transforms: transforms of each graded group, before zero-advantage groups are discarded and before the
+            advantages, such as one that changes ``("next", "reward")`` (in a run: ``env.transforms``). A TorchRL
+            ``Transform`` gets the group's rows as TensorDicts, and those that it returns are kept; any other callable,
+            and our own transforms, change a ``RowTable`` in place.
         group_transforms: the same for each group that is not discarded, before ``reference``.
         reference: maps a group's rows to a future of the rows with the reference's log-probs; None: no KL term.
         seed: sample ``i`` of group ``g`` is drawn with a seed derived from ``(seed, g, i)``.
@@ -181,7 +182,7 @@ class PromptGroupCollector(BaseCollector):
         if isinstance(env, TransformedEnv):
             raise ValueError(
                 f"The environment is a TransformedEnv, but a {type(self).__name__} does not step it, so its transforms "
-                "would have no effect; pass env.base_env, and the transforms as graded_transforms= or postproc=."
+                "would have no effect; pass env.base_env, and the transforms as graded_transforms=."
             )
         if isinstance(env, TaskEnv) and env.multi_turn and isinstance(policy, SteppingEngine):
             raise ValueError(
