@@ -10,7 +10,7 @@ from traceback import extract_tb
 from typing import NoReturn
 
 from sota_grpo.stopping import interrupt_once
-from sota_grpo.text import RED, first_line, readable, say
+from sota_grpo.text import RED, first_line, os_reason, readable, say
 
 CRASHED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -50,7 +50,7 @@ def writing(what: object, fix: str, kind: type[UserError] = UserError) -> Iterat
     try:
         yield
     except OSError as error:
-        reason = error.strerror or type(error).__name__
+        reason = os_reason(error)
         raise kind(f"{what} cannot be written ({reason}); {fix}.") from error
 
 

@@ -87,13 +87,14 @@ def system_errors() -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def drop_leftovers(folder: Path) -> None:
+def drop_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove temporary files and folders of killed atomic writes from ``folder``; no process may be writing there.
 
-    A folder that was moved away for a new one, which did not take its place, is moved back.
+    ``name``: only those of writes to this file or folder. A folder that was moved away for a new one, which did not
+    take its place, is moved back.
     """
     for leftover in folder.glob(".*"):
-        if match := _LEFTOVER.fullmatch(leftover.name):
+        if (match := _LEFTOVER.fullmatch(leftover.name)) and name in (None, match[1]):
             path = folder / match[1]
             if match[2] == "old" and not path.exists():
                 leftover.rename(path)

@@ -345,9 +345,16 @@ def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:
 def note_command(sweep_dir: Path, arguments: Sequence[str], *, complete: bool = False) -> None:
     """Save the options that identify a sweep, and whether the sweep is complete; UserError if that cannot be written.
 
-    Options that do not change its results, such as ``train.resume`` and ``logging.*``, are left out.
+    Options that do not change its results, such as ``train.resume`` and ``logging.*``, are left out. UserError also if
+    a sweep that did not choose ``hydra.sweep.dir`` begins where another sweep has begun, in the same second.
     """
+    is_named = any(argument.startswith("hydra.sweep.dir=") for argument in arguments)
     with writing(f"hydra.sweep.dir={sweep_dir}", "use another"):
+        try:
+            if not complete and not is_named:
+                (sweep_dir / SWEEP_FILE).touch(exist_ok=False)
+        except FileExistsError:
+            raise UserError(f"Another sweep has begun in {sweep_dir}; start this one again, a second later.") from None
         write_json(sweep_dir / SWEEP_FILE, {"command": _identity(arguments), "complete": complete})
 
 

@@ -49,6 +49,15 @@ def first_line(error: BaseException) -> str:
     return one_line(lines[0]) if lines else type(error).__name__
 
 
+def os_reason(error: OSError) -> str:
+    """Return the system's reason for an error, such as ``No space left on device``; without one its :func:`first_line`.
+
+    >>> os_reason(FileNotFoundError(2, "No such file", "a.txt")), os_reason(OSError("no Parquet file"))
+    ('No such file', 'no Parquet file')
+    """
+    return error.strerror or first_line(error)
+
+
 def sentence(error: BaseException) -> str:
     """Return ``TYPE: LINE`` of an exception, with the :func:`first_line` of its message; ``TYPE`` without a message."""
     kind, line = type(error).__name__, first_line(error)
@@ -146,7 +155,7 @@ class Output:
                 self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             self._stream.flush()
         except OSError as error:
-            cause = error.strerror or type(error).__name__
+            cause = os_reason(error)
             with suppress(OSError), open(os.devnull, "w") as null:
                 os.dup2(null.fileno(), self._stream.fileno())  # what is still buffered goes there, too
             # only now: the console's handler may write to this stream

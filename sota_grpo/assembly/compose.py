@@ -83,16 +83,17 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
 
 
 def below_home(overrides: Sequence[str]) -> list[str]:
-    """Expand the ``~`` of values that begin with ``~/``, which shells leave alone and Hydra does not read.
+    """Expand the ``~/`` of paths, which shells leave alone and Hydra does not read: of a value, a list or a sweep.
 
     >>> import os
-    >>> [text.replace(os.path.expanduser("~"), "HOME") for text in below_home(["env.eval_path=~/a.jsonl", "seed=1"])]
-    ['env.eval_path=HOME/a.jsonl', 'seed=1']
+    >>> below = below_home(["env.eval_path=~/a.jsonl", "env.transforms=[~/a.py:A,~/b.py:B]", "seed=1"])
+    >>> [text.replace(os.path.expanduser("~"), "HOME") for text in below]
+    ['env.eval_path=HOME/a.jsonl', 'env.transforms=[HOME/a.py:A,HOME/b.py:B]', 'seed=1']
     """
+    home = os.path.expanduser("~/")
     pairs = [override.partition("=") for override in overrides]
-    return [
-        name + mark + (os.path.expanduser(value) if value.startswith("~/") else value) for name, mark, value in pairs
-    ]
+    # not in a quoted text
+    return [name + mark + re.sub(r"^~/|(?<=[\[,])~/(?=[^'\"]*$)", lambda _: home, value) for name, mark, value in pairs]
 
 
 def require_names(overrides: Sequence[str]) -> None:

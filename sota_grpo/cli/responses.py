@@ -27,7 +27,7 @@ from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import TASKS, make_scorer
 from sota_grpo.tasks.dataset import DatasetError, text_of
-from sota_grpo.text import json_line, sentence
+from sota_grpo.text import json_line, os_reason, sentence
 
 if TYPE_CHECKING:
     from sota_grpo.assembly.evaluation import Target
@@ -179,7 +179,7 @@ def _read_result(name: str) -> dict[str, Any]:
         text = Path(name).read_bytes()
     except OSError as error:
         raise UserError(
-            f"--against {name} cannot be read ({error.strerror}); give a file that --out has written."
+            f"--against {name} cannot be read ({os_reason(error)}); give a file that --out has written."
         ) from error
     try:
         result = json.loads(text)
@@ -284,7 +284,7 @@ def _write(name: str | None, result: dict[str, Any]) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunFailed(f"--out {name} cannot be written ({error.strerror}); the result: {text}") from error
+        raise RunFailed(f"--out {name} cannot be written ({os_reason(error)}); the result: {text}") from error
 
 
 def score(options: argparse.Namespace) -> int:
@@ -414,7 +414,7 @@ def _lines_of(name: str) -> AbstractContextManager[TextIO]:
     try:
         return open(name, encoding=_ENCODING, errors=_ERRORS)
     except OSError as error:
-        raise UserError(f"--input {name} cannot be read ({error.strerror}); give another file.") from error
+        raise UserError(f"--input {name} cannot be read ({os_reason(error)}); give another file.") from error
 
 
 @contextmanager
@@ -447,7 +447,7 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
             nowhere = os.open(os.devnull, os.O_WRONLY)  # takes what is buffered: Python would try again at exit
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
-            reason = f"{target} cannot be written further ({error.strerror}); {holder} has the rows before."
+            reason = f"{target} cannot be written further ({os_reason(error)}); {holder} has the rows before."
             raise RunFailed(reason) from error
 
     def write(row: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.records import MAX_SUPPORT
 from sota_grpo.tasks import TASKS
 
+_LONGEST_S = 1e9  # from 9.2e9 s on, timers overflow
+
 
 def opt(
     default: Any,
@@ -74,6 +76,7 @@ class RayConfig:
         "server fails the run; also the limit for starting workers (servers: 600 or more) and for getting the "
         "cluster's resources",
         above=0,
+        high=_LONGEST_S,
     )
 
 
@@ -113,9 +116,11 @@ class EnvConfig:
     num_envs: int = opt(64, "responses generated concurrently, over all prompts; vLLM on a GPU: 256 or more", above=0)
     repeats: int = opt(8, "group size: responses per prompt", above=0)
     shuffle: bool = opt(True, "shuffle the prompts in every epoch, by the seed")
-    max_samples: int | None = opt(None, "train on this many examples, the first; null: on all", above=0)
+    max_samples: int | None = opt(None, "train on this many examples, the first; null: on all", above=0, high=10**9)
     num_heldout: int | None = opt(
-        None, "number of held-out examples if the task has no test split; null: 512, at most a tenth of a file"
+        None,
+        "number of held-out examples if the task has no test split; null: 512, at most a tenth of a file",
+        high=10**7,
     )
     answer_format: str | None = opt(
         None, "mark of the answer in a response; null: the task's", ("hash", "boxed", "tags", "last_number", "any")
@@ -151,7 +156,10 @@ class EnvConfig:
     )
     reward_workers: int = opt(1, "grader processes; 0: grade in the trainer, where a hanging grader hangs the run")
     timeout_s: float = opt(
-        60.0, "longest seconds of a grading or tool call, or of an agent; then its process is replaced", above=0
+        60.0,
+        "longest seconds of a grading or tool call, or of an agent; then its process is replaced",
+        above=0,
+        high=_LONGEST_S,
     )
 
 
@@ -382,7 +390,9 @@ class TrainConfig:
     sampler: str | None = opt(
         None, "mode=async: TorchRL sampler that chooses different groups for a batch, FILE.py:NAME; null: the oldest"
     )
-    grace_s: float = opt(25.0, "seconds after SIGTERM or SIGHUP until the unfinished step is abandoned")
+    grace_s: float = opt(
+        25.0, "seconds after SIGTERM or SIGHUP until the unfinished step is abandoned", high=_LONGEST_S
+    )
     checkpoint_frequency: int = opt(25, "training steps between checkpoints; 0: one at the end")
     keep_checkpoints: int = opt(3, "number of newest checkpoints that are kept", above=0)
     keep_best: str | None = opt(

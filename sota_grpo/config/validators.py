@@ -6,8 +6,10 @@ config. Every public generator function of this module, :mod:`.algorithm_rules` 
 
 from __future__ import annotations
 
+import json
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from inspect import isgeneratorfunction
 from typing import Any
@@ -68,11 +70,15 @@ def no_text_is_empty_in_place_of_null(config: Config) -> Iterator[str]:
             yield f"{name} is an empty text; give a value, or {name}=null, its default ({unset})."
 
 
-def no_value_has_an_interpolation(config: Config) -> Iterator[str]:
-    """Refuse ``${``, as an escaped ``\\${name}`` leaves it: a reader of the saved config would replace it."""
+_NOT_SAVED = re.compile("\\$\\{|[\x85\ud800-\udfff]")  # of these YAML reads the second as a space, refuses the last
+
+
+def every_value_can_be_saved(config: Config) -> Iterator[str]:
+    """Refuse ``${``, as an escaped ``\\${name}`` leaves it (a reader would replace it), and what YAML cannot hold."""
     for name, _, value in walk(config):
-        if "${" in str(value):
-            yield f"{name} has '${{', which a saved config cannot hold; write the text without it, for example '$ {{'."
+        if odd := _NOT_SAVED.search(json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)):
+            fix = "write the text without it, for example '$ {'" if odd[0] == "${" else "remove it"
+            yield f"{name} has {odd[0]!r}, which a saved config cannot hold; {fix}."
 
 
 _LIMITS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
@@ -116,7 +122,7 @@ def a_run_is_made_of_whole_steps(config: Config) -> Iterator[str]:
 
 
 def sampling_is_the_policys_own_distribution(config: Config) -> Iterator[str]:
-    """Refuse top_p, top_k or min_p if the engine does not report sampling supports; top_k=1; too high a temperature."""
+    """Refuse top_p, top_k or min_p if the engine reports no sampling supports; top_k=1; temperatures it cannot use."""
     sampling, name = config.inference_model, config.engine.name
     support = f"inference_model.top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
     if max_support(config) and name in ENGINES and not ENGINES[name].reports_support:
@@ -440,7 +446,7 @@ _MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
 _FIRST = (
-    no_value_has_an_interpolation,
+    every_value_can_be_saved,
     a_mixture_names_tasks_and_their_options,
 )  # before configs are made from entries
 _GENERATORS = [one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"]

@@ -195,6 +195,7 @@ class EngineSpec:
         reports_support: whether it returns each token's sampling support under top-k (transformers: top-p, min-p too).
         max_temperature: the highest sampling temperature; None: no limit.
         verl: name of the corresponding engine in verl; None: verl has none.
+        min_temperature: the lowest sampling temperature besides 0, below which the engine would sample at this one.
     """
 
     builder: str
@@ -205,6 +206,7 @@ class EngineSpec:
     reports_support: bool = False
     max_temperature: float | None = None
     verl: str | None = None
+    min_temperature: float = 0.0
 
 
 #: Engines by the value of ``engine.name=``. The built-in ones have presets in ``config/engine/``; packages add engines
@@ -213,12 +215,24 @@ ENGINES: Registry[EngineSpec] = Registry(
     "sota_grpo.engines",
     {
         "vllm": EngineSpec(
-            "vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, reports_support=True, max_temperature=2.0, verl="vllm"
+            "vllm_engine:VLLMEngine",
+            "vllm",
+            takes_kwargs=True,
+            reports_support=True,
+            max_temperature=2.0,
+            verl="vllm",
+            min_temperature=0.01,
         ),
         "transformers": EngineSpec("transformers_engine:transformers_engine", "transformers", reports_support=True),
         "scripted": EngineSpec("scripted:scripted_engine", "none"),
         "vllm_server": EngineSpec(
-            "server_engine:server_engine", "vllm", server=True, takes_kwargs=True, max_temperature=2.0, verl="vllm"
+            "server_engine:server_engine",
+            "vllm",
+            server=True,
+            takes_kwargs=True,
+            max_temperature=2.0,
+            verl="vllm",
+            min_temperature=0.01,
         ),
         "sglang_server": EngineSpec(
             "server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"
@@ -241,14 +255,21 @@ def temperature_fault(engine: str, temperature: float, option: str = "inference_
 
     >>> temperature_fault("vllm", 3.0)[:81]
     'inference_model.temperature=3.0 is above 2.0, the highest that engine=vllm allows'
-    >>> temperature_fault("auto", 3.0), temperature_fault("vllm", 2.0)
-    (None, None)
+    >>> temperature_fault("vllm", 0.001)[:83]
+    'inference_model.temperature=0.001 is below 0.01, the lowest that engine=vllm allows'
+    >>> temperature_fault("auto", 3.0), temperature_fault("vllm", 2.0), temperature_fault("vllm", 0.0)
+    (None, None, None)
     """
-    most = ENGINES[engine].max_temperature if engine in ENGINES else None
-    if most is None or temperature <= most:
+    if (spec := ENGINES.get(engine)) is None:
+        return None
+    if 0 < temperature < spec.min_temperature:
+        limit, reason = spec.min_temperature, "below {}, the lowest"
+    elif spec.max_temperature is not None and temperature > spec.max_temperature:
+        limit, reason = spec.max_temperature, "above {}, the highest"
+    else:
         return None
     return (
-        f"{option}={temperature} is above {most}, the highest that engine={engine} allows; use {most}, or "
+        f"{option}={temperature} is {reason.format(limit)} that engine={engine} allows; use {limit}, or "
         "engine=transformers."
     )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 _POLL_S = 0.1  # between two calls of ``poll``
 _IDLE_S = 0.005  # between two steps of an engine without work: another thread may have submitted some
+_MOST_BYTES, _INCOMPLETE = 4, "\ufffd"  # of a character in UTF-8; its text where bytes are missing
 _MARGIN = 8  # tokens before a stop string's own bytes, so that it never begins where a decoder begins
 
 
@@ -425,9 +426,21 @@ class StopStrings:
         self.window = max(len(text.encode()) for text in texts) + _MARGIN  # a token has a byte at least
 
     def _holds(self, ids: Sequence[int]) -> bool:
-        # without the clean-up of spaces, later tokens change decoded text only at an incomplete character
-        decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(text in decoded for text in self._texts)
+        # without the clean-up of spaces, later tokens change decoded text only at an incomplete character: decoders
+        # with byte fallback (Llama 2, Mistral 7B) then make no text of the run of bytes that it begins or ends
+        decoded = ""
+        for start in range(_MOST_BYTES):
+            for end in range(len(ids), max(start, len(ids) - _MOST_BYTES), -1):
+                decoded = self._tokenizer.decode(
+                    ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+                if any(text in decoded for text in self._texts):
+                    return True
+                if not decoded.endswith(_INCOMPLETE):
+                    break
+            if not decoded.startswith(_INCOMPLETE):
+                break
+        return False
 
     def is_complete(self, ids: Sequence[int]) -> bool:
         """Return whether the last ``window`` tokens contain a stop string; call it after every token, to miss none."""

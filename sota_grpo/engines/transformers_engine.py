@@ -689,7 +689,7 @@ class TransformersEngine(SteppingEngine):
         pad_token_id: fills unused cells; no output depends on it.
         max_model_len: context in tokens; None: the model's. At most its :func:`rotary_limit`.
         max_rows: most samples decoded at once; a request of more is decoded whole, alone.
-        device, dtype: those of the engine's copy; None: the model's.
+        device, dtype: those of the engine's copy; None: the model's. Buffers keep their dtype.
         copy_model: False: use ``model`` itself without a copy; only if nothing else uses it.
 
     UserError if the model keeps a state other than keys and values, or its config has no context length.
@@ -722,9 +722,13 @@ class TransformersEngine(SteppingEngine):
         self._waiting: deque[Batch] = deque()
         self._running: list[GroupDecoder] = []
         engine_model: Any = copy.deepcopy(model) if copy_model else model
+        buffers = dict(engine_model.named_buffers())
         self._model: Any = engine_model.to(device=device, dtype=dtype)
         engine_model.eval().requires_grad_(False)
         self.device = engine_model.device
+        for name, buffer in buffers.items():  # rounded rotary frequencies would shift far positions
+            owner, _, attribute = name.rpartition(".")
+            setattr(engine_model.get_submodule(owner), attribute, buffer.to(self.device))
         self._can_sleep = self.device.type != "cpu"
         self.weight_dtype = matrix_dtype(engine_model.state_dict().values())
         self._tied = tied_names(engine_model)

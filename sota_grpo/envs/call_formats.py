@@ -145,7 +145,8 @@ class MarkedCalls:
         text_seen = False
         call = re.escape(self.opening)
         if not self.opening and self.keys is not None:
-            call = rf'\{{\s*+"{re.escape(self.keys[0])}"\s*+:'
+            kind = r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?'  # Llama 3 writes it too
+            call = rf'\{{\s*+{kind}"{re.escape(self.keys[0])}"\s*+:'
         marks = "|".join(re.escape(mark) for pair in THINKING for mark in pair)
         begins = re.compile(f"(?P<call>{call})|{marks}")  # marks that change how the following text is parsed
         position = _after(text, self.thinks_until, 0) if self.thinks_until else 0

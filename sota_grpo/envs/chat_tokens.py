@@ -174,7 +174,8 @@ class TurnTokens:
     """Renders and tokenises the text between two policy turns with the chat template and ``template_kwargs``.
 
     Without a chat template, blank lines separate a reply from the turns around it, as in prompts. If the template
-    cannot render the role ``tool``, the role ``user`` replaces it, which is logged once.
+    renders the role ``tool`` only after tool calls (Gemma 4, gpt-oss), calls precede the replies; if it cannot render
+    that role at all, the role ``user`` replaces it, which is logged once.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -186,6 +187,7 @@ class TurnTokens:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._needs_calls = False  # whether the template renders the results of tools after calls only
         self._chat = ChatTokens(tokenizer, self._rendered)
         self._reply_ids = lru_cache(maxsize=1024)(self._tokenised)
         self._role_of = cache(self._supported)
@@ -231,13 +233,17 @@ class TurnTokens:
 
     def _supported(self, role: str) -> str:
         """Return ``role``; or ``user`` if the template does not render the content of a ``tool`` message."""
-        try:
-            of_tool = {"name": _EARLIER, "tool_call_id": call_id(0)} if role == "tool" else {}
-            if _PROBE in self._rendered([{"role": role, "content": _PROBE, **of_tool}]):
-                return role
-            reason = "it omits the content"
-        except Exception as error:  # a template is code from the model repository: it may raise anything
-            reason = sentence(error).rstrip(".")
+        probe = {"role": role, "content": _PROBE}
+        if role == "tool":
+            probe |= {"name": _EARLIER, "tool_call_id": call_id(0)}
+        for needs_calls in (False, True) if role == "tool" else (self._needs_calls,):
+            self._needs_calls = needs_calls
+            try:
+                if _PROBE in self._rendered([probe]):
+                    return role
+                reason = "it omits the content"
+            except Exception as error:  # a template is code from the model repository: it may raise anything
+                reason = sentence(error).rstrip(".")
         if role == "tool":
             logger.info("The chat template has no tool messages (%s): tool results are sent as user messages.", reason)
             return self._role_of("user")
@@ -249,11 +255,25 @@ class TurnTokens:
     def _rendered(self, replies: Messages) -> str:
         if not self._has_template:
             return "".join(f"\n\n{reply['content']}\n\n" for reply in replies)
-        before = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
-        text = self._tokenizer.apply_chat_template(
-            [*before, *replies], tokenize=False, add_generation_prompt=True, **self._template_kwargs
-        )
-        return text.partition(_EARLIER)[2]
+        before: list[dict[str, Any]] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
+        calls = []
+        for reply in replies if self._needs_calls else ():
+            if reply["role"] == "tool":
+                function = {"name": reply.get("name", "tool"), "arguments": {}}
+                calls.append({"type": "function", "id": reply["tool_call_id"], "function": function})
+        if calls:
+            before[1] |= {"content": "", "tool_calls": calls}
+        text = self._applied([*before, *replies], add_generation_prompt=True)
+        if not calls:
+            return text.partition(_EARLIER)[2]
+        turn = self._applied(before).rstrip()
+        if not text.startswith(turn):
+            raise ValueError("the results of tools change the text before them")
+        ends = map(self._tokenizer.convert_ids_to_tokens, end_token_ids(self._tokenizer))
+        return text[len(turn) - len(next(filter(turn.endswith, ends), "")) :]
+
+    def _applied(self, messages: Messages, **options: Any) -> str:
+        return self._tokenizer.apply_chat_template([*messages], tokenize=False, **options, **self._template_kwargs)
 
 
 def opened_thinking(prompt: str) -> str:

@@ -405,7 +405,8 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.router.add_post("/v1/chat/completions", self._handler(web, self._openai))
         app.router.add_post("/v1/messages", self._handler(web, self._anthropic))
-        app.router.add_get("/v1/models", self._handler(web, self._models))
+        for path in ("/v1/models", "/v1/models/{name:.+}"):
+            app.router.add_get(path, self._handler(web, self._models))
         app.router.add_post("/v1/sessions", self._handler(web, self._next_session))
         app.router.add_post("/v1/sessions/end", self._handler(web, self._end_session))
         self._stopping = asyncio.Event()
@@ -502,7 +503,9 @@ class Gateway:
         return {}
 
     async def _models(self, session: Session, body: Any, request: Any) -> Any:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}]}
+        name = request.match_info.get("name")  # any: requests may name any model
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}
+        return model if name else {"object": "list", "data": [model]}
 
     def _warn(self, session: Session, body: Mapping[str, Any]) -> None:
         """Warn, once per option, that a request's sampling option differs from the run's and has no effect."""

@@ -34,7 +34,7 @@ from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.policy.causal import end_token_ids
 from sota_grpo.rewards.functions import PICKLED, pickled
 from sota_grpo.rewards.grading import FailureLog, Grader, guarded_scores
-from sota_grpo.rl.collate import finish_rows, known_log_probs, prompt_rows, response_ids
+from sota_grpo.rl.collate import finish_rows, known_log_probs, prompt_rows, response_ids, without_padding
 from sota_grpo.rl.records import GroupRequest, Sample, SampledText, Score, sample_seed
 from sota_grpo.rl.table import RowTable, in_place
 from sota_grpo.rl.task import Scorer, Task
@@ -90,8 +90,8 @@ class TaskEnv(PromptSource, EnvBase):
     Raises:
         ValueError: ``num_envs`` is neither a multiple nor (with one turn) a divisor of ``repeats``; one of these or
             ``max_steps`` is below 1; ``max_steps`` is 1 with tools; tools and an environment are given; there are no
-            examples. In reset: a task of a mixture has another group size. In step: the dialog of a row is over, or
-            ``tokens.prompt`` is not what the environment returned.
+            examples. In reset: a task of a mixture has another group size, or the first reset is not of all rows. In
+            step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
         KeyError: in step, a row has neither ``tokens.response`` nor ``tokens.full``.
         UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.
 
@@ -189,6 +189,9 @@ class TaskEnv(PromptSource, EnvBase):
         chosen = [True] * num_envs if mask is None else mask.reshape(num_envs).tolist()
         if mask is None:  # all rows start together, with new prompts
             self._episodes = [max(self._episodes)] * num_envs
+        unknown = [index for index in range(num_envs) if not chosen[index] and self._dialogs[index] is None]
+        if unknown:
+            raise ValueError(f"row {unknown[0]} has no dialog yet; reset all rows before single ones.")
         indexes = [index for index, is_chosen in enumerate(chosen) if is_chosen]
         self._leave(indexes)
         begun = {index: self._begin(index) for index in indexes}
@@ -243,7 +246,7 @@ class TaskEnv(PromptSource, EnvBase):
                 f"tokens.prompt of row {index} is not the prompt that the environment returned; call step with the "
                 "tensordict of reset or of the last step, plus the responses."
             )
-        ids = response_ids(row).cpu()
+        ids = without_padding(row, response_ids(row)).cpu()
         sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int64), self._truncated(ids))
         return stepping.Task(dialog.follow(sample))
 
@@ -435,10 +438,11 @@ class DialogRows:
         return opened
 
     def _turn(self, opened: _OpenDialog, step: TensorDictBase, num_before: int) -> Sample:
-        ids = response_ids(step).cpu()
+        ids = without_padding(step, response_ids(step)).cpu()
         log_probs = step.get(("log_probs", "response"), None)
         if log_probs is None and (full := step.get(keys.LOG_PROBS, None)) is not None:
             log_probs = full[num_before:]
+        log_probs = None if log_probs is None else without_padding(step, log_probs)
         version = step.get(("next", "policy_version"), None)
         if log_probs is None:
             opened.has_log_probs, log_probs = False, torch.zeros(len(ids))

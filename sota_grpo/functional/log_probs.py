@@ -342,19 +342,21 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
     wide = hidden.new_zeros(4, len(hidden), 1, dtype=tiles.wide)
     scan = _Scan(wide[0].fill_(torch.finfo(tiles.wide).min), *wide[1:])
     others = torch.zeros_like(hidden, dtype=tiles.wide) if options.keeps_slopes else None
-    saved: list[Tensor] = []
-    for columns in tiles.columns:
+    num_tops = len(hidden) if options.keeps_tiles else 0
+    tops = hidden.new_empty(len(tiles.columns), num_tops, 1, dtype=tiles.wide)
+    saved = [tops] if options.keeps_tiles else []
+    for columns, top in zip(tiles.columns, tops):
         weight = tiles.weight[columns].to(hidden.dtype)
         whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
         for rows in tiles.rows:
             so_far = _Scan(*(column[rows] for column in scan))
             raw, last = tiles.raw(hidden[rows], weight, columns), so_far.top if others is None else so_far.top.clone()
             p = whole[rows] if whole is not None else tiles.narrow(raw) if others is not None else None
-            _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p)
+            _scan(tiles, raw, targets[rows], columns, so_far, options.with_entropy, p, top[rows] if saved else None)
             if others is not None and p is not None:
                 add_product(others[rows].mul_((last - so_far.top).exp2()), p, weight)
         if whole is not None:
-            saved += [whole, scan.top.clone()]
+            saved.append(whole)
     if others is not None:
         weight = tiles.weight[targets.squeeze(1)].to(hidden.dtype).to(tiles.wide)
         slopes = others.div_(scan.mass).addcmul_(scan.log_probs.expm1(), weight).mul_(-tiles.slope)
@@ -376,12 +378,22 @@ class _Scan(NamedTuple):
 
 
 def _scan(
-    tiles: LogitTiles, raw: Tensor, targets: Tensor, columns: slice, scan: _Scan, entropy: bool, weights: Tensor | None
+    tiles: LogitTiles,
+    raw: Tensor,
+    targets: Tensor,
+    columns: slice,
+    scan: _Scan,
+    entropy: bool,
+    weights: Tensor | None,
+    tops: Tensor | None,
 ) -> None:
-    """Add a tile to the sums ``scan``, in place; fill ``weights [r, c]`` with ``2^(z - top)``, 0 at the target."""
+    """Add a tile to the sums ``scan``, in place.
+
+    Fill ``weights [r, c]`` with ``2^(z - top)``, 0 at the target, and ``tops [r, 1]`` with ``top``; None: not needed.
+    """
     if tiles.kernels:
-        index = targets - columns.start
-        _kernels().scan(raw, index, *scan, factor=tiles.factor, with_entropy=entropy, weights=weights)
+        how = {"first": columns.start, "factor": tiles.factor, "with_entropy": entropy}
+        _kernels().scan(raw, targets, *scan, **how, weights=weights, tops=tops)
         return
     last, target, mass, moment = scan
     index, inside = tiles.find(targets, columns)
@@ -396,6 +408,8 @@ def _scan(
     last.copy_(top)
     if weights is not None:
         weights.copy_(p.scatter_(1, index, p.gather(1, index).masked_fill_(inside, 0)))
+    if tops is not None:
+        tops.copy_(top)
 
 
 def _kernels() -> ModuleType:
@@ -405,8 +419,10 @@ def _kernels() -> ModuleType:
     return tile_kernels
 
 
-def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``sum(g log_probs)`` by hidden and weight from each tile's ``2^(z - top)`` and ``top``.
+def _pull_saved(
+    tiles: LogitTiles, rows: _Rows, log_probs: Tensor, tops: Tensor, *saved: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``sum(g log_probs)`` by hidden and weight from each tile's ``top`` and ``2^(z - top)``.
 
     With ``s = -g 2^(top_tile - top) / mass`` a tile adds ``s (kept weight)`` and ``kept^T (s hidden)``. The target's
     ``g (1 - p)`` is added separately, ``1 - p`` from the log-prob, so that half precision does not round it away.
@@ -415,8 +431,8 @@ def _pull_saved(tiles: LogitTiles, rows: _Rows, log_probs: Tensor, *saved: Tenso
     grad_hidden, grad_weight = torch.zeros_like(hidden, dtype=tiles.wide), torch.empty_like(weight)
     direct = grad_weight.dtype == tiles.wide and hidden.is_cuda
     pulled = torch.empty_like(hidden)
-    scales = -g * (torch.stack(saved[1::2]) - rows.top).exp2() / rows.mass
-    for columns, whole, scale in zip(tiles.columns, saved[::2], scales):
+    scales = -g * (tops - rows.top).exp2() / rows.mass
+    for columns, whole, scale in zip(tiles.columns, saved, scales):
         tile_weight = weight[columns].to(hidden.dtype)
         torch.mul(scale, hidden, out=pulled)
         if hidden.is_cuda:
@@ -477,8 +493,8 @@ def _grad_logits(tiles: LogitTiles, rows: _Rows, weight: Tensor, columns: slice)
         start, by_zp = g + h * (rows.entropy - LN2 * rows.mass.log2()), -LN2 * h / rows.mass
     by_p = -start / rows.mass
     if tiles.kernels:
-        grad, column = tiles.narrow(raw), rows.targets - columns.start
-        _kernels().pull(raw, column, rows.top, by_p, by_zp, g, grad, factor=tiles.factor)
+        grad, at = tiles.narrow(raw), {"first": columns.start, "factor": tiles.factor}
+        _kernels().pull(raw, rows.targets, rows.top, by_p, by_zp, g, grad, **at)
         return grad
     z = tiles.minus(raw, rows.top)
     if by_zp is None:

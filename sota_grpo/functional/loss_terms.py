@@ -59,9 +59,9 @@ A row without trainable tokens counts only under ``constant``, whose divisor doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -343,9 +343,16 @@ def readers(term: str) -> str:
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
     """Call ``function`` with the ``terms`` that are its parameters (all if it has ``**kwargs``); return its result."""
-    accepted = signature(function).parameters
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in accepted.values())
-    return function(**{name: value for name, value in terms.items() if takes_any or name in accepted})
+    accepted = _parameters(function) if isinstance(function, Hashable) else _parameters.__wrapped__(function)
+    return function(**{name: value for name, value in terms.items() if accepted is None or name in accepted})
+
+
+@lru_cache
+def _parameters(function: Callable[..., Tensor]) -> frozenset[str] | None:
+    """Return the names of the parameters of ``function`` (cached); None if it has ``**kwargs``."""
+    parameters = signature(function).parameters
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -400,11 +407,10 @@ def _bounds(
     if not in_nats:
         clip_low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
         clip_high = math.log1p(clip_high)
-    constant = partial(log_ratio.new_full, ())
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     negative = advantage < 0
-    lower = constant(-clip_low).where(negative, constant(-math.inf))
-    upper = constant(highest).where(negative, constant(clip_high))
+    lower = log_ratio.new_full(negative.shape, -math.inf).masked_fill_(negative, -clip_low)
+    upper = log_ratio.new_full(negative.shape, clip_high).masked_fill_(negative, highest)
     return lower, upper
 
 

@@ -28,13 +28,14 @@ from sota_grpo.config import Config, model_name, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS, task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.errors import UserError
-from sota_grpo.files import atomic_folder, file_reference, system_errors
+from sota_grpo.files import atomic_folder, drop_leftovers, file_reference, system_errors
 from sota_grpo.migration.verl import VERSION as VERL_VERSION
 from sota_grpo.migration.verl import Facts, Report, verl_options, verl_rows, verl_script, write_parquet
 from sota_grpo.policy.load import TINY, DType, load_tokenizer, resolve_model_path, save_hf
 from sota_grpo.policy.smollm2 import HUB_NAME, SMOLLM2
 from sota_grpo.recording.machine import installed_versions
 from sota_grpo.recording.metrics import responses_trained
+from sota_grpo.recording.progress import percent
 from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rewards.sandbox import is_url
@@ -174,13 +175,14 @@ def script_name(run_dir: Path) -> str:
 def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
     """Yield a new folder that becomes ``out`` at the end; only an earlier export in RUN/export is replaced.
 
-    An empty folder is filled at the end, ``config.json`` last; what a killed export left there is removed.
+    An empty folder is filled at the end, ``config.json`` last; what a killed export to ``out`` left is removed.
     """
     is_ours = out.resolve().parent == run_dir.resolve() / "export"  # not the target of a link of that name
     leftovers = [*out.glob(f"{_PARTIAL}*")] if out.is_dir() else []
     if out.exists() and not is_ours and (not out.is_dir() or {*out.iterdir()} - {*leftovers}):
         raise UserError(f"--out {out} is not an empty folder; name a new one, or empty it.")
     try:
+        drop_leftovers(out.resolve().parent, out.resolve().name)
         if out.is_dir() and not is_ours:  # it may be the working directory or a mount, which nothing can replace
             for leftover in leftovers:
                 shutil.rmtree(leftover)
@@ -347,7 +349,7 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
     count = config.eval.avg_at_k
 
     def share(row: Mapping[str, Any], mean: str, error: str) -> str:
-        return f"{100 * row[mean]:.1f} ± {100 * row[error]:.1f} %" if row.get(mean) is not None else "-"
+        return percent(row.get(mean), row.get(error)).replace("+/-", "±")
 
     rewarded = any(row.get("eval/reward", row["eval/accuracy"]) != row["eval/accuracy"] for row in evaluations)
     columns = ["steps", "problems", "greedy", *([f"avg@{count}"] if count else []), *(["reward"] if rewarded else [])]
@@ -357,8 +359,8 @@ def _results(config: Config, evaluations: Sequence[Mapping[str, Any]]) -> list[s
         if count:
             cells.append(share(row, "eval/avg_at_k", "eval/avg_at_k_stderr"))
         if rewarded:
-            known = "eval/reward" in row
-            cells.append(f"{row['eval/reward']:.3g} ± {row['eval/reward_stderr']:.2g}" if known else "-")
+            reward, error = row.get("eval/reward"), row.get("eval/reward_stderr")
+            cells.append("-" if reward is None else f"{reward:.3g}" + ("" if error is None else f" ± {error:.2g}"))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

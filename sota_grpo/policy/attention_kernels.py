@@ -13,6 +13,7 @@ assign work to programs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -159,19 +160,6 @@ def _forward_tile(
 
 
 @triton.jit
-def _delta_tile(grad, out, delta, length, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Compute ``delta = sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
-    head, i = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
-    real = (i < length)[:, None] & (column < WIDTH)[None, :]
-    at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
-    product = tl.load(grad + at, mask=real, other=0.0).to(tl.float32) * tl.load(out + at, mask=real, other=0.0).to(
-        tl.float32
-    )
-    tl.store(delta + head * length + i, tl.sum(product, 1), mask=i < length)
-
-
-@triton.jit
 def _pull_query(
     total, query, key, value, grad, lse, delta, key_row, value_row, first, end, i, start, shift, window, factor, cap,
     OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -203,10 +191,11 @@ def _pull_query(
 
 @triton.jit
 def _by_query_tile(
-    query, key, value, grad, lse, delta, by_query, starts, tiles, query_row, key_row, value_row, length, window, factor,
-    cap, scale, GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr,
+    query, key, value, grad, out, lse, delta, by_query, starts, tiles, query_row, key_row, value_row, length, window,
+    factor, cap, scale, GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Also store ``delta = sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
     tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
     first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
     end = tl.load(tiles + 4 * tile + 1)
@@ -222,7 +211,8 @@ def _by_query_tile(
     at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
     pulls = tl.load(grad + at, mask=real, other=0.0)
     sums = tl.load(lse + head * length + i, mask=i < end, other=0.0)
-    means = tl.load(delta + head * length + i, mask=i < end, other=0.0)
+    means = tl.sum(pulls.to(tl.float32) * tl.load(out + at, mask=real, other=0.0).to(tl.float32), 1)
+    tl.store(delta + head * length + i, means, mask=i < end)
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -374,7 +364,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: S
     length, heads, width = query.shape
     out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
     window, factor, cap, compiled = scores.numbers()
-    blocks = _launch(query).forward
+    blocks = _launch(query.device, width).forward
     with on_device_of(query):
         _forward_tile[(len(tiles) * (TILE // blocks.queries), heads)](
             query, key, value, out, lse, starts, tiles, query.stride(0), key.stride(0), value.stride(0), length, window,
@@ -397,19 +387,15 @@ def backward(
     starts, query_tiles, key_tiles, joins = tables.split()
     length, heads, width = query.shape
     window, factor, cap, compiled = scores.numbers()
-    launch, rows = _launch(query), (query.stride(0), key.stride(0), value.stride(0))
+    launch, rows = _launch(query.device, width), (query.stride(0), key.stride(0), value.stride(0))
     delta = torch.empty_like(lse)
     by_query, by_key, by_value = (
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
     )
     key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
-    padded = _padded(width)
     with on_device_of(query):
-        _delta_tile[(triton.cdiv(length, 32), heads)](
-            grad, out, delta, length, WIDTH=width, PADDED=padded, ROWS=32, num_warps=4
-        )
         _by_query_tile[(len(query_tiles) * (TILE // launch.by_query.queries), heads)](
-            query, key, value, grad, lse, delta, by_query, starts, query_tiles, *rows, length, window, factor, cap,
+            query, key, value, grad, out, lse, delta, by_query, starts, query_tiles, *rows, length, window, factor, cap,
             scores.scale, **_constants(query, key, launch.by_query), **compiled,
         )  # fmt: skip
         _by_key_tile[(len(key_tiles) * (TILE // launch.by_key.keys), key.shape[1])](
@@ -441,8 +427,9 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))  # minimum width of a Triton product
 
 
-def _launch(query: Tensor) -> Launch:
-    if not query.is_cuda:  # Triton's interpreter
+@cache
+def _launch(device: torch.device, width: int) -> Launch:
+    if device.type != "cuda":  # Triton's interpreter
         return Launch(Blocks(32, 16, 4, 1), Blocks(16, 32, 4, 1), Blocks(16, 32, 4, 1))
-    properties: Any = torch.cuda.get_device_properties(query.device)  # Any: the type stubs lack an attribute
-    return launch_for(query.shape[2], properties.shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # Any: the type stubs lack an attribute
+    return launch_for(width, properties.shared_memory_per_block_optin)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,8 @@ class CausalPolicy(TensorDictModuleBase):
     [[0, 0, 1, 1], [0, 1, 1, 0]]
     """
 
+    copies_rows = True  # so that the loss does not
+
     def __init__(
         self,
         model: nn.Module,
@@ -142,7 +144,8 @@ class CausalPolicy(TensorDictModuleBase):
         an assistant token, padding is one or precedes a token of a tree, sampling supports do not match the tokens, or
         a row is longer than :func:`~sota_grpo.policy.model_sizes.rotary_limit`.
         """
-        device = next(self.parameters()).device
+        head: Any = base_model(self.model).get_output_embeddings()
+        device = head.weight.device
         longest = int(rows[self.in_keys[1]].sum(1).max()) if self._longest else 0
         if self._longest and longest > self._longest:
             raise ValueError(
@@ -182,11 +185,11 @@ class CausalPolicy(TensorDictModuleBase):
         joined = [layer for layer in decoder_layers(base_model(self.model)) if hasattr(layer, "joined")]
         return decoder_layer.HalfWeights(joined, dtype) if joined else nullcontext()
 
-    def layout(self, rows: TensorDictBase) -> Layout | None:
-        """Return the packed layout of the rows ``[N, T]``, on the CPU, or None.
+    def layout(self, rows: TensorDictBase | Mapping[Any, Tensor]) -> Layout | None:
+        """Return the packed layout of the rows ``[N, T]``, or of their entries, on the CPU; or None.
 
-        None if :attr:`shared_prompt` is False or padding precedes a token, also in a tree. Other errors are as in
-        :meth:`log_probs`, but the length of the rows is not checked.
+        None if :attr:`shared_prompt` is False, the model's attention has been changed since, or padding precedes a
+        token, also in a tree. Other errors are as in :meth:`log_probs`, but the length of the rows is not checked.
         """
         tokens, attention_mask, assistant_mask = (rows[key].cpu() for key in self.in_keys)
         attention_mask, assistant_mask = attention_mask.bool(), assistant_mask.bool()
@@ -199,7 +202,9 @@ class CausalPolicy(TensorDictModuleBase):
                 f"position {position} of row {row} is padding in all_attention_mask, but an assistant token in "
                 "all_assistant_mask; make the second False there"
             )
-        if not (self.shared_prompt and is_right_padded(attention_mask)):
+        text: Any = base_model(self.model).config.get_text_config()  # also that of models with the same config object
+        packs = self.shared_prompt and text._attn_implementation == SHARED_ATTENTION
+        if not (packs and is_right_padded(attention_mask)):
             return None
         parents = rows.get(keys.PARENTS, None)
         layout = pack(tokens, attention_mask, assistant_mask, None if parents is None else parents.cpu())
@@ -208,7 +213,7 @@ class CausalPolicy(TensorDictModuleBase):
         return layout
 
 
-def _support_sets(rows: TensorDictBase) -> SupportSets:
+def _support_sets(rows: Any) -> SupportSets:
     """Return the sampling supports of all assistant tokens, row after row, on the CPU."""
     tokens, mask = rows.get(keys.FULL_TOKENS).cpu(), rows.get(keys.ASSISTANT_MASK).cpu().bool()
     ids, counts = rows.get(keys.SUPPORT_IDS).cpu(), rows.get(keys.SUPPORT_COUNTS).cpu()
@@ -329,7 +334,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
     decoder: Any = model.get_decoder()
     tables = layout.tables if layout.tokens.device.type in KERNEL_DEVICES else None
     if tables is not None and (hidden := decoder_layer.hidden_in_blocks(decoder, layout, tables)) is not None:
-        return hidden[0]
+        return hidden.squeeze(0)
     no_mask = layout.tokens.new_ones((1, 1, 1, 1), dtype=torch.bool)  # so that transformers makes none
     output = decoder(
         input_ids=layout.tokens.unsqueeze(0),
@@ -339,7 +344,7 @@ def packed_hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
         layout=layout,
         tables=tables,
     )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state.squeeze(0)
 
 
 def padded_hidden(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class WeightFolder:
 
     Args:
         shapes: shapes of all weights that one push writes.
-        dtype: the server's dtype, to which weights are cast; None: keep all dtypes.
+        dtype: the server's dtype, see :func:`rounded`; None: keep all dtypes.
         base: folder that a server on another machine can read too; None: shared memory, or a temporary folder if there
             is too little (a warning is logged) or none.
 
@@ -171,7 +171,7 @@ class WeightFolder:
         tensors: dict[str, Tensor] = {}
         written: set[int] = set()
         for name, weight in weights.items():
-            tensor = weight.detach().to("cpu", self.dtype).contiguous()
+            tensor = rounded(weight, self.dtype).cpu().contiguous()
             # safetensors refuses tensors that share memory, and readers need a tied weight under both names
             tensors[name] = tensor.clone() if tensor.data_ptr() in written else tensor
             written.add(tensor.data_ptr())

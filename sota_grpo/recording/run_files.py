@@ -17,7 +17,7 @@ from typing import Any
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_json
-from sota_grpo.text import readable, sentence
+from sota_grpo.text import os_reason, readable, sentence
 from sota_grpo.untrusted import SMALL_BYTES, open_file, read_yaml, require_plain
 
 RUN_FILE = "run.json"  # written when training begins: config signature, number of steps, whether finished
@@ -186,7 +186,7 @@ def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """Return the UserError for a file or folder that cannot be read."""
-    return UserError(f"{path} cannot be read ({error.strerror or type(error).__name__}).")
+    return UserError(f"{path} cannot be read ({os_reason(error)}).")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ from sota_grpo.recording.stored_steps import StoredSteps, drop_steps
 from sota_grpo.rl.records import TASK, Example, metric_tasks
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.rl.task import Task
-from sota_grpo.text import ReadableFormatter, one_line, readable
+from sota_grpo.text import ReadableFormatter, one_line, os_reason, readable
 from sota_grpo.text import json_line as as_json
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class RunLog:
 
 def _unwritten(path: Path, error: OSError, or_else: str = "") -> RunFailed:
     return RunFailed(
-        f"{path} cannot be written ({error.strerror or type(error).__name__}); free disk space{or_else}, then continue "
+        f"{path} cannot be written ({os_reason(error)}); free disk space{or_else}, then continue "
         "from the last checkpoint with train.resume=auto."
     )
 
@@ -211,7 +211,7 @@ class _TrainingLog(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            reason = error.strerror or type(error).__name__
+            reason = os_reason(error)
             message = "%s cannot be written (%s); records are missing there."
             logging.getLogger("sota_grpo").warning(message, self.baseFilename, reason)
 

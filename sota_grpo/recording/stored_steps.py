@@ -26,6 +26,7 @@ from sota_grpo.errors import RunFailed, UserError, writing
 from sota_grpo.files import atomic_file, drop_leftovers
 from sota_grpo.recording.run_files import STEPS_FOLDER, unreadable
 from sota_grpo.rl.table import Key, RowTable
+from sota_grpo.text import os_reason
 from sota_grpo.untrusted import NO_TENSORS, open_file
 
 MOST_BYTES = 2 << 30  # of all stored steps; beyond it the oldest are deleted, except step 0
@@ -212,7 +213,7 @@ def read_step(path: str | os.PathLike[str]) -> StoredStep:
     try:
         file = open_file(path, most_bytes=2 * MOST_BYTES, levels=2)
     except OSError as error:
-        raise UserError(f"The stored step {path} cannot be read: {error.strerror}.") from error
+        raise UserError(f"The stored step {path} cannot be read: {os_reason(error)}.") from error
     try:
         with file:
             content = torch.load(file, map_location="cpu", weights_only=True)

@@ -25,7 +25,7 @@ from sota_grpo.recording.machine import SECRET
 from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
 from sota_grpo.report.data import RunData, charts, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import Groups, choose_groups
-from sota_grpo.text import sentence
+from sota_grpo.text import os_reason, sentence
 from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
 
 __all__ = ["TrainingReport", "write_report"]
@@ -101,7 +101,7 @@ def _plotly() -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); pip install --force-reinstall plotly.") from error
+        raise UserError(f"{path} cannot be read ({os_reason(error)}); pip install --force-reinstall plotly.") from error
 
 
 def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> str:

@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from sota_grpo.errors import UserError
 from sota_grpo.http import HttpClient, ServerError
+from sota_grpo.text import os_reason
 
 MAX_OUTPUT_BYTES = 1 << 20
 _BWRAP = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
@@ -198,7 +199,7 @@ def why_no_bwrap() -> str | None:
     try:
         ran = BwrapRunner(Limits(wall_s=30.0)).run(f"print({token!r})", "")
     except OSError as error:
-        return f"bubblewrap does not start ({error.strerror})"
+        return f"bubblewrap does not start ({os_reason(error)})"
     return None if ran == Ran(f"{token}\n", True) else "bubblewrap does not work here (user namespaces may be off)"
 
 

@@ -54,6 +54,7 @@ _PER_TOKEN: tuple[tuple[Key, float | bool], ...] = (
     (keys.SUPPORT_COUNTS, 0),
     (keys.SUPPORT_IDS, -1),  # padded to a separate width
 )
+NO_MASK = "a row has no tokens.full or no masks.all_assistant_mask, which complete_rows writes on TorchRL's rows."
 OPTIONAL = (keys.PARENTS, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)  # some rows of a batch may lack these
 _PER_ROW: tuple[Key, ...] = (keys.ADVANTAGE, keys.GROUP_ID, keys.SAMPLE_ID, keys.POLICY_VERSION)
 
@@ -164,11 +165,19 @@ def response_ids(row: TensorDictBase) -> Tensor:
     return full[..., row.get(keys.PROMPT_TOKENS).shape[-1] :]
 
 
+def without_padding(row: TensorDictBase, values: Tensor) -> Tensor:
+    """Return a response's ``values [R]`` without those of padding, which wrappers with ``pad_output=True`` write."""
+    real = row.get(keys.ATTENTION_MASK, None)
+    prompt = row.get(keys.PROMPT_TOKENS).shape[-1]
+    is_whole = real is not None and real.shape[-1] == prompt + len(values)  # not a mask of the prompt alone
+    return values[real[prompt:].bool()] if is_whole else values
+
+
 def complete_rows(rows: TensorDictBase) -> TensorDictBase:
     """Add, in place, the entries that rows of TorchRL's collector and LLM wrappers lack; return the rows.
 
-    Existing masks are overwritten; a first log-prob of 0 becomes NaN (:func:`known_log_probs`). KeyError if the rows
-    have neither ``tokens.response`` nor ``tokens.full``.
+    The attention mask of wrappers with ``pad_output=True`` is kept, other masks are overwritten; a first log-prob of 0
+    becomes NaN (:func:`known_log_probs`). KeyError if the rows have neither ``tokens.response`` nor ``tokens.full``.
 
     Use it as the collector's ``postproc``: :class:`GRPOLoss` and this module read ``log_probs.full`` and
     ``masks.all_assistant_mask``, but TorchRL's wrappers in tokens mode write ``log_probs.response`` and no such mask.
@@ -188,15 +197,17 @@ def complete_rows(rows: TensorDictBase) -> TensorDictBase:
             complete_rows(row)
         return rows
     prompt, response = rows.get(keys.PROMPT_TOKENS), response_ids(rows)
-    full = torch.cat([prompt, response], -1)
-    assistant = torch.zeros_like(full, dtype=torch.bool)
-    assistant[..., prompt.shape[-1] :] = True
+    full, real = torch.cat([prompt, response], -1), rows.get(keys.ATTENTION_MASK, None)
+    real = real.bool() if real is not None and real.shape == full.shape else torch.ones_like(full, dtype=torch.bool)
+    assistant = real.clone()
+    assistant[..., : prompt.shape[-1]] = False
     rows.set(keys.FULL_TOKENS, full)
-    rows.set(keys.ATTENTION_MASK, torch.ones_like(assistant))
+    rows.set(keys.ATTENTION_MASK, real)
     rows.set(keys.ASSISTANT_MASK, assistant)
     sampled = rows.get(("log_probs", "response"), None)
     if sampled is not None:
-        rows.set(keys.LOG_PROBS, torch.cat([sampled.new_zeros(prompt.shape), known_log_probs(sampled)], -1))
+        log_probs = torch.cat([sampled.new_zeros(prompt.shape), known_log_probs(sampled)], -1)
+        rows.set(keys.LOG_PROBS, torch.where(assistant, log_probs, 0.0))
     return rows
 
 
@@ -235,7 +246,10 @@ def set_loss_weights(
     >>> [round(1 / row["loss_weight"].max().item()) for row in set_loss_weights(rows, "sequence")]
     [6, 9, 3]
     """
-    lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
+    try:
+        lengths = torch.stack([known_tokens(row).sum() for row in rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS)])
+    except KeyError as error:
+        raise KeyError(NO_MASK) from error
     lengths = torch.where(graded_rows(rows), lengths, 0)
     if drop_truncated and (truncated := rows.get(keys.TRUNCATED)) is not None:
         lengths = torch.where(truncated.flatten(), 0, lengths)
@@ -275,11 +289,14 @@ def pad_rows(rows: Sequence[TensorDictBase] | Sequence[Row] | TensorDictBase, *,
     listed = row_list(rows)
     if not listed:
         raise ValueError("pad_rows got no rows; a batch needs at least one.")
-    padded = TensorDict(batch_size=[len(listed)])
-    for key, padding in ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN, *dict.fromkeys(_PER_ROW, 0).items()):
-        if (values := padded_entry(listed, key, padding)) is not None:
-            padded.set(key, values)
-    return padded
+    return TensorDict(padded_entries(listed, pad_token_id), batch_size=[len(listed)])
+
+
+def padded_entries(rows: Sequence[TensorDictBase] | Sequence[Row], pad_token_id: int) -> dict[Any, Tensor]:
+    """Return the entries of :func:`pad_rows` by key, for at least one row; for ValueError see there."""
+    paddings = ((keys.FULL_TOKENS, pad_token_id), *_PER_TOKEN, *dict.fromkeys(_PER_ROW, 0).items())
+    entries = {key: padded_entry(rows, key, padding) for key, padding in paddings}
+    return {key: values for key, values in entries.items() if values is not None}
 
 
 def padded_entry(
@@ -326,16 +343,28 @@ def _absent(key: Key, row: Row) -> Tensor | None:
     return torch.zeros(0 if key == keys.SUPPORT_IDS else len(mask), dtype=torch.int32)
 
 
+def require_plain(rows: Sequence[Row]) -> None:
+    """Raise ValueError for rows of which TorchRL's wrappers give other log-probs: of truncated sampling, and trees."""
+    kinds = {keys.SUPPORT_COUNTS: "were sampled by top-p, top-k or min-p", keys.PARENTS: "are trees of tokens"}
+    for key, what in kinds.items():
+        if any(row.get(key, None) is not None for row in rows):
+            raise ValueError(
+                f"The rows {what}, but TorchRL's wrappers compute log-probs over the whole vocabulary, of tokens in a "
+                "line; use a CausalPolicy (FrozenReference for a reference)."
+            )
+
+
 def unpad_rows(batch: TensorDictBase) -> TensorDictBase:
     """Undo :func:`pad_rows`: return a lazy stack of rows without the positions where ``all_attention_mask`` is False.
 
     Entries ``[N, T, ...]`` and support ids are cut, others only split. ``("tokens", "prompt")`` and
-    ``("tokens", "response")`` are dropped, because they are padded to other widths.
+    ``("tokens", "response")`` are dropped, because they are padded to other widths. KeyError without the mask.
     """
-    real = batch.get(keys.ATTENTION_MASK).bool()
+    if (real := batch.get(keys.ATTENTION_MASK, None)) is None:
+        raise KeyError("the batch has no masks.all_attention_mask, so its padding is unknown; write it to the rows.")
     rows = []
     others = batch.exclude(keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS, keys.SUPPORT_IDS)
-    for index, (mask, row) in enumerate(zip(real, others.unbind(0), strict=True)):
+    for index, (mask, row) in enumerate(zip(real.bool(), others.unbind(0), strict=True)):
         cut = row.clone(recurse=False)
         for key, value in row.items(include_nested=True, leaves_only=True):
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == mask.shape[0]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.errors import UserError
 from sota_grpo.files import error_line, file_reference, run_python
 from sota_grpo.functional.loss_terms import OPTIONS, SURROGATES, TENSORS, Surrogate, of_terms
-from sota_grpo.text import sentence
+from sota_grpo.text import os_reason, sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ def _parameters(option: str, path: Path, name: str) -> Signature:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise ObjectiveError(
-            f"{path} cannot be read ({error.strerror or error}); correct {option} (relative to {Path.cwd()})."
+            f"{path} cannot be read ({os_reason(error)}); correct {option} (relative to {Path.cwd()})."
         ) from error
     except (SyntaxError, ValueError) as error:
         raise ObjectiveError(f"{path} is not Python ({error}); correct the file.") from error

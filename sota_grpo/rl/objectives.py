@@ -27,7 +27,7 @@ from sota_grpo.functional.loss_terms import (
     raw_weights,
     sequence_log_ratio,
 )
-from sota_grpo.rl.collate import pad_rows, padded_entry, unpad_rows
+from sota_grpo.rl.collate import pad_rows, padded_entry, require_plain, unpad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 from sota_grpo.rl.table import row_list
 
@@ -130,7 +130,7 @@ def check_keywords(keywords: Mapping[str, Any]) -> None:
 _MAX_LOG_RATIO = 300.0  # the square of its exponential is still finite in float64
 
 
-class GRPOLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
+class GRPOLossOutput(TensorClass["tensor_only"]):  # type: ignore[name-defined]
     """Output of :class:`GRPOLoss`; an entry that was not computed is None, and ``keys()`` leaves it out.
 
     The loss is the sum of the ``loss_*`` entries; add it over micro-batches. The other entries are diagnostics of this
@@ -491,9 +491,10 @@ class GRPOLoss(LossModule):
         elif weight is None:
             weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
         mask = mask & (weight != 0)
-        selected = {name: torch.where(mask, value, 0.0) for name, value in read.items()}
+        zero = mask.new_zeros((), dtype=torch.float32)  # on a GPU each 0.0 would be a kernel
+        selected = {name: torch.where(mask, value, zero) for name, value in read.items()}
         selected["old"] = selected.get("proximal", selected["behaviour"])
-        return LossTokens(mask=mask, weight=torch.where(mask, weight, 0.0), kept=kept, **selected)
+        return LossTokens(mask=mask, weight=torch.where(mask, weight, zero), kept=kept, **selected)
 
     def _read_module(self, batch: TensorDictBase) -> dict[str, Any]:
         if self.masking_strategy == "generic":
@@ -504,19 +505,18 @@ class GRPOLoss(LossModule):
         mask = _per_token(batch, self.tensor_keys.mask, "right").bool()
         # before the call, because an in-place module overwrites the behaviour log-probs
         stored = self._stored(batch, "right")
-        ragged = isinstance(batch, LazyStackedTensorDict)
-        out = self.actor_network(pad_rows(batch, pad_token_id=0) if ragged else batch.copy())
+        if isinstance(batch, LazyStackedTensorDict):
+            batch = pad_rows(batch, pad_token_id=0)
+        elif not getattr(self.actor_network, "copies_rows", False):
+            batch = batch.copy()
+        out = self.actor_network(batch)
         log_prob = _per_token(out, keys.LOG_PROBS, "right")
         return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
 
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
-        if keys.SUPPORT_COUNTS in batch.keys(include_nested=True):
-            raise ValueError(
-                "The rows were sampled by top-p, top-k or min-p, but TorchRL's wrappers cannot compute log-probs over "
-                "the sampling support; use a CausalPolicy as actor_network."
-            )
         actor: Any = self.actor_network
         ragged = isinstance(batch, LazyStackedTensorDict)
+        require_plain(row_list(batch) if ragged else [batch])
         if getattr(actor, "pad_output", False):
             # for token input of such a wrapper, TorchRL stacks the assistant masks without padding
             tokens_in = getattr(actor, "input_mode", None) == "tokens"
@@ -581,8 +581,9 @@ class GRPOLoss(LossModule):
         if tokens.entropy is not None:
             measured["entropy"] = tokens.entropy
         measured |= left_out
+        zero = tokens.mask.new_zeros((), dtype=torch.float32)
         return {
-            name: torch.where(tokens.mask, value.detach(), 0).sum(dtype=torch.float64)
+            name: torch.where(tokens.mask, value.detach(), zero).sum(dtype=torch.float64)
             for name, value in measured.items()
         }
 

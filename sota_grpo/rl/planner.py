@@ -37,7 +37,7 @@ from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.functional.loss_terms import Aggregation, row_weights
 from sota_grpo.policy.optimizers import Rates
 from sota_grpo.policy.shared_prompt import tree_branches
-from sota_grpo.rl.collate import known_tokens
+from sota_grpo.rl.collate import NO_MASK, known_tokens
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable, row_list
 
@@ -311,7 +311,7 @@ def micro_batches(
 
     A prompt counts once for all its rows in a micro-batch, and rows of a prompt stay together if the budget allows; see
     :func:`fill`. The largest comes first, so that out-of-memory errors occur early.
-    A row above the budget becomes a separate micro-batch.
+    A row above the budget becomes a separate micro-batch. KeyError if a row lacks its tokens or its assistant mask.
 
     Args:
         token_budget: maximum number of packed tokens per micro-batch; below 1 raises ``ValueError``.
@@ -320,7 +320,10 @@ def micro_batches(
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; a micro-batch needs room for at least 1 token.")
     listed = row_list(rows)
-    prompts = row_prompts(listed)
+    try:
+        prompts = row_prompts(listed)
+    except KeyError as error:
+        raise KeyError(NO_MASK) from error
     batches = filled(prompts, range(len(prompts)), token_budget=token_budget, shared_prompt=shared_prompt)
     return [[listed[index] for index in batch] for batch in batches]
 

@@ -34,7 +34,7 @@ from sota_grpo.functional.advantages import (
     zero_advantage_mask,
 )
 from sota_grpo.functional.loss_terms import of_terms
-from sota_grpo.rl.collate import complete_rows, graded_rows, known_tokens, pad_rows
+from sota_grpo.rl.collate import complete_rows, graded_rows, known_tokens, pad_rows, require_plain
 from sota_grpo.rl.custom_objectives import ObjectiveError, estimator
 from sota_grpo.rl.planner import micro_batches
 from sota_grpo.rl.records import Example, Score, rewarded, total_reward
@@ -171,7 +171,8 @@ class ReferenceKL(RowTransform):
         pad_token_id: token that pads the rows.
         token_budget, shared_prompt: see :func:`sota_grpo.rl.planner.micro_batches`.
 
-    UnusableValues for a non-finite log-prob, RunFailed if the device lacks memory, ValueError for ``token_budget < 1``.
+    UnusableValues for a non-finite log-prob, RunFailed if the device lacks memory, ValueError for ``token_budget < 1``
+    and for rows that a TorchRL wrapper would compute wrongly (:func:`sota_grpo.rl.collate.require_plain`).
 
     Sources: in the reward, Ouyang et al. 2022 (arXiv:2203.02155, eq. 2); in the loss, Shao et al. 2024 (eq. 3, 4).
 
@@ -230,6 +231,8 @@ def reference_log_probs(
     """Return reference log-probs, f32 ``[T_i]`` for a row of ``T_i`` tokens, 0 off its mask (:class:`ReferenceKL`)."""
     log_probs_of: dict[int, Tensor] = {}
     rows = list(rows)
+    if hasattr(reference, "get_dist"):  # a wrapper of TorchRL
+        require_plain(rows)
     micros = micro_batches(rows, token_budget=token_budget, shared_prompt=shared_prompt)
     fix = "use a smaller train.micro_batch_tokens (the reference computes up to four times as many at once)"
     with memory_for(f"the reference's micro-batches of {token_budget:,} tokens", f"{fix} with train.resume=auto"):
@@ -310,7 +313,7 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None, device: 
         raise ValueError("decouple_terms needs the weights of the terms, but the rows have none; pass term_weights.")
     for name in names if weights is not None else ():
         term = rows.columns[*keys.REWARD_TERMS, name]
-        values = torch.full_like(term.values, (weights or {}).get(name, 1.0))
+        values = torch.full_like(term.values, (weights or {}).get(name, 1.0), dtype=torch.float32)
         rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
 
     terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name), device) for name in names], dim=-1)
@@ -418,7 +421,10 @@ class GroupAdvantage(RowTransform):
         if keys.TURN in rows.columns:
             _require_ends(rows)
         group_ids = self._group_ids(rows)
-        reward = rows.get(self.in_keys[0]).reshape(-1)
+        reward = rows.get(self.in_keys[0])
+        if isinstance(reward, list):  # of several dtypes
+            reward = torch.cat([torch.as_tensor(value).reshape(1) for value in reward])
+        reward = reward.reshape(-1)
         group_ids = group_ids.to(reward.device)
         used = graded_rows(rows).to(reward.device)
         if not used.all() and self.baseline in ("leave_one_out", "best_of_others"):
@@ -428,8 +434,9 @@ class GroupAdvantage(RowTransform):
         ids = group_ids[used]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights, reward.device)
-            decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps).to(reward.dtype)
-            reward = torch.zeros_like(reward).index_put((used,), decoupled)
+            decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps)
+            reward = reward if reward.is_floating_point() else reward.float()
+            reward = torch.zeros_like(reward).index_put((used,), decoupled.to(reward.dtype))
         has_lengths = self.baseline == "length_weighted" or (self.estimator and keys.ASSISTANT_MASK in rows.columns)
         lengths = rows.sums(keys.ASSISTANT_MASK)[used] if has_lengths else None
         options: dict[str, Any] = {"baseline": self.baseline, "lengths": lengths}

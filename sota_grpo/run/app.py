@@ -34,11 +34,14 @@ from sota_grpo.recording.progress import Progress, closing_lines, started, start
 from sota_grpo.recording.run_files import (
     BEST_FILE,
     CONFIG_FILE,
+    EVALUATED,
     EXPORTED,
+    METRICS_FILE,
     note_failure,
     read_config,
     read_evaluations,
     read_json,
+    read_rows,
     reason,
 )
 from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
@@ -47,7 +50,7 @@ from sota_grpo.recording.stored_steps import StoredSteps
 from sota_grpo.report import TrainingReport
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
-from sota_grpo.text import GREEN, RED, say
+from sota_grpo.text import GREEN, RED, os_reason, say
 from sota_grpo.training.checkpoint import BackgroundSaves, CheckpointStore, host_copy, rng_state, set_rng_state
 from sota_grpo.training.gate import Check, run_gate, write_gate
 from sota_grpo.training.learner import Learner
@@ -180,7 +183,14 @@ class Run:
                     "start another run in another hydra.run.dir."
                 )
             if self.config.train.resume is not None:
-                logger.info("There is no checkpoint to resume: starting a new run in %s.", self.run_dir)
+                begins = f"There is no checkpoint to resume: starting a new run in {self.run_dir}"
+                rows = read_rows(self.run_dir / METRICS_FILE)
+                lost = max((row["step"] + 1 for row in rows if EVALUATED not in row), default=0)
+                if lost:
+                    remedy = "to keep them, stop this command now and restore a checkpoint"
+                    logger.warning("%s, where %d trained steps are deleted; %s.", begins, lost, remedy)
+                else:
+                    logger.info("%s.", begins)
             return 0
         step, state = newest
         self.saved = step
@@ -327,7 +337,7 @@ class Run:
                 self.components.learner.export_hf(folder)
             except OSError as error:
                 raise RunFailed(
-                    f"The model cannot be written to {folder} ({error.strerror or error}); make room or make "
+                    f"The model cannot be written to {folder} ({os_reason(error)}); make room or make "
                     "the folder writable, then write it with train.resume=auto."
                 ) from error
         self.saves.wait()

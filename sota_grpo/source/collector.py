@@ -135,7 +135,7 @@ class PromptGroupCollector(BaseCollector):
     Raises:
         ValueError: the batch size, ``max_policy_age`` or the size of the GroupReplayBuffer does not fit, ``env`` has
             transforms, or it is an environment of several turns and ``policy`` an engine of single ones.
-        TypeError: ``policy`` is a module, such as a wrapper of TorchRL, and no engine.
+        TypeError: ``policy`` is a module, such as a wrapper of TorchRL, and no engine; ``env`` is no PromptSource.
         RuntimeError: ``postproc`` is passed together with a GroupReplayBuffer.
     """
 
@@ -174,15 +174,17 @@ class PromptGroupCollector(BaseCollector):
                 f"The policy is a {type(policy).__name__}, but a {type(self).__name__} samples with an engine, such as "
                 "TransformersEngine(model, ..); TorchRL's wrappers are policies of its LLMCollector."
             )
-        if dialog_turns_per_batch % env.repeats:
-            raise ValueError(
-                f"dialog_turns_per_batch={dialog_turns_per_batch} is not divisible by the group size {env.repeats}; "
-                f"use {max(1, dialog_turns_per_batch // env.repeats) * env.repeats}."
-            )
         if isinstance(env, TransformedEnv):
             raise ValueError(
                 f"The environment is a TransformedEnv, but a {type(self).__name__} does not step it, so its transforms "
                 "would have no effect; pass env.base_env, and the transforms as graded_transforms=."
+            )
+        if not isinstance(env, PromptSource):
+            raise TypeError(f"The environment is a {type(env).__name__}, which draws no prompt groups; pass a TaskEnv.")
+        if dialog_turns_per_batch % env.repeats:
+            raise ValueError(
+                f"dialog_turns_per_batch={dialog_turns_per_batch} is not divisible by the group size {env.repeats}; "
+                f"use {max(1, dialog_turns_per_batch // env.repeats) * env.repeats}."
             )
         if isinstance(env, TaskEnv) and env.multi_turn and isinstance(policy, SteppingEngine):
             raise ValueError(

@@ -44,7 +44,7 @@ from sota_grpo.files import atomic_file, drop_leftovers, sync
 from sota_grpo.policy.sharding import Ranks, local_shard
 from sota_grpo.policy.tensor_files import SUFFIX, Piece, StoredTensor, TensorFileError, stored_tensors, write_tensors
 from sota_grpo.policy.weight_pack import as_bytes, copy_to_host, emptied, filled
-from sota_grpo.text import one_line, sentence
+from sota_grpo.text import one_line, os_reason, sentence
 from sota_grpo.untrusted import NO_TENSORS, open_file
 from sota_grpo.workers.base import WorkerThread, pending_future
 
@@ -171,9 +171,7 @@ class CheckpointStore:
             shards = state.pop(_SHARDS, None)
             return state if shards is None else filled(state, _stored(Path(path), **shards))
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint {path} cannot be read: {error.strerror or error}; use another"
-            ) from error
+            raise CheckpointError(f"checkpoint {path} cannot be read: {os_reason(error)}; use another") from error
         except CheckpointError:
             raise
         except NO_TENSORS as error:
@@ -207,7 +205,7 @@ class CheckpointStore:
         drop_leftovers(self.directory)
 
     def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+        what = os_reason(error) if isinstance(error, OSError) else str(error).rstrip(".")
         message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
         if self.directory.is_dir() and isinstance(error, OSError):
             message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"

@@ -39,7 +39,7 @@ from sota_grpo.policy.sharding import (
 )
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.recording.metrics import reduce_updates
-from sota_grpo.rl.collate import known_tokens, pad_rows
+from sota_grpo.rl.collate import known_tokens, pad_rows, padded_entries
 from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
 from sota_grpo.rl.planner import LearnerSettings, Pass, Planner, Share, learning_rate_factor, row_prompts
 from sota_grpo.rl.records import GradientGap
@@ -288,7 +288,7 @@ class Learner:
         micros = [(micro.rows, any(micro.weights)) for micro in passes]
         entropy = self._local(rows, micros, lambda batch: self._policy_outputs(batch).get(ENTROPY))
         weights = {index: weight for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight}
-        trained = {index: rows[index][keys.ASSISTANT_MASK] for index in weights}
+        trained = {index: known_tokens(rows[index]) for index in weights}
         entropies = torch.cat([torch.zeros(0), *(entropy[index][mask] for index, mask in trained.items())])
         every, mine = self.ranks.joined(entropies)
         whole = torch.ones_like(every, dtype=torch.bool)
@@ -561,16 +561,17 @@ class Learner:
 
         ``weights``: one loss weight per row, for its trained tokens; None: none are set. ValueError as in ``pad_rows``.
         """
-        batch = pad_rows(rows, pad_token_id=self.pad_token_id)
+        entries = padded_entries(rows, self.pad_token_id)  # a TensorDict only at the end: its Python calls add up
         if weights is not None:
             by_row = torch.tensor(weights, dtype=torch.float32).unsqueeze(-1)
-            batch.set(keys.LOSS_WEIGHT, torch.where(batch.get(keys.ASSISTANT_MASK), by_row, 0.0))
-        layout = self.policy.layout(batch)
-        if self.device.type == "cuda":
-            names, values = zip(*batch.items(include_nested=True, leaves_only=True))
-            moved = copy_to([*values, *([] if layout is None else layout.tensors())], self.device)
-            batch = TensorDict(dict(zip(names, moved)), batch_size=batch.batch_size, device=self.device)
-            layout = None if layout is None else layout.on(moved[len(names) :])
+            entries[keys.LOSS_WEIGHT] = torch.where(entries[keys.ASSISTANT_MASK], by_row, 0.0)
+        layout = self.policy.layout(entries)
+        device = self.device if self.device.type == "cuda" else None
+        if device is not None:
+            moved = copy_to([*entries.values(), *([] if layout is None else layout.tensors())], device)
+            layout = None if layout is None else layout.on(moved[len(entries) :])
+            entries = dict(zip(entries, moved))
+        batch = TensorDict(entries, batch_size=[len(rows)], device=device)
         return batch if layout is None else batch.set_non_tensor(keys.LAYOUT, layout)
 
     def log_probs(self, batch: TensorDictBase) -> Tensor:

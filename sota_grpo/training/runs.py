@@ -34,6 +34,7 @@ from sota_grpo.recording.run_files import (
     read_config,
     read_record,
 )
+from sota_grpo.text import os_reason
 from sota_grpo.untrusted import require_plain
 
 #: Config sections and options that a resumed run may change, because they do not affect results.
@@ -167,8 +168,9 @@ class RunDir(AbstractContextManager["RunDir"]):
     def start(self, config_yaml: str) -> None:
         """Right before the first step: write config and record, delete ``failure.json``; UserError if that fails."""
         self._row["starts"] = [*self._starts, this_start()]
-        self._write(CONFIG_FILE, config_yaml)
-        self._write(RUN_FILE, json.dumps({**self._row, "finished": False}))
+        files = [(CONFIG_FILE, config_yaml), (RUN_FILE, json.dumps({**self._row, "finished": False}))]
+        for name, text in files[::-1] if self.resumed else files:  # so that a kill between leaves a run to resume
+            self._write(name, text)
         try:
             (self.path / FAILURE_FILE).unlink(missing_ok=True)
         except OSError as error:
@@ -241,7 +243,10 @@ def require_free(run_dir: Path, resume: str | None) -> None:
 
 def _require_run(path: Path, resume: str) -> None:
     if not (path / RUN_FILE).exists():
-        raise RunRefused(f"train.resume={resume}: there is no run in {path} ({RUN_FILE} is missing); correct the path.")
+        raise RunRefused(
+            f"train.resume={resume}: there is no run in {path} that has begun to train ({RUN_FILE} is missing); "
+            f"correct the path, or start a run there with hydra.run.dir={path}."
+        )
 
 
 def _is_busy(path: Path) -> str:
@@ -364,7 +369,7 @@ def _lock(path: Path) -> IO[bytes] | None:
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise UserError(
-                f"The file system of {path} locks no files ({error.strerror}), so a second process could not be kept "
+                f"The file system of {path} locks no files ({os_reason(error)}), so a second process could not be kept "
                 "away from the run; mount it with flock, or set hydra.run.dir."
             ) from error
         raise unwritable(path, error) from error
@@ -373,7 +378,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 def unwritable(path: Path, error: OSError) -> UserError:
     """Return a UserError: the run directory ``path`` cannot be written, because of ``error``."""
     return UserError(
-        f"The run directory {path} cannot be written ({error.strerror}); make it writable, or set hydra.run.dir."
+        f"The run directory {path} cannot be written ({os_reason(error)}); make it writable, or set hydra.run.dir."
     )
 
 

@@ -102,21 +102,35 @@ KINDS = {
 }
 
 
+def require_equal_updates(many: RemoteLearner, one: Learner, close: float = 1e-5) -> tuple[dict, dict]:
+    """6 rows in steps of 5 and 1: shares are uneven, and in the last step a rank has no row; then 5 in one step.
+
+    The weights of one rank, before and after."""
+    before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
+    for step in range(2):
+        rows = ragged_rows(6 - step)
+        actual, expected = measured(many.update(rows)), measured(one.update(rows))
+        assert actual == pytest.approx(expected, rel=close, abs=close)
+    after = dict(engine_weights(one.policy.model))
+    assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-4
+    return before, after
+
+
+def require_equal_gate(many: RemoteLearner, one: Learner, rows: list[Any]) -> None:
+    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
+    assert_equal_figures(many.diagnose(rows), one.diagnose(rows))
+    (norm, gap, _), (expected, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert gap < 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
-    """6 rows in steps of 5 and 1: shares are uneven, and in the last step one rank has no row; then 5 in one step."""
     options = dict(KINDS[kind])
     two = pair.learner(**options)
     options.pop("reduce_once", None)
     one = pair.one(**options)
-    before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
-    for step in range(2):
-        rows = ragged_rows(6 - step)
-        actual, expected = measured(two.update(rows)), measured(one.update(rows))
-        close = 1e-5 if kind != "bf16" else 2e-2
-        assert actual == pytest.approx(expected, rel=close, abs=close)
-    after = dict(engine_weights(one.policy.model))
-    assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-4
+    before, after = require_equal_updates(two, one, 2e-2 if kind == "bf16" else 1e-5)
     if kind != "bf16":
         assert_equal_weights(two, one)
     else:  # other row sets are added in another order, and Adam turns a changed sign of a tiny gradient into a step
@@ -282,29 +296,22 @@ def test_a_disk_that_is_full_for_a_rank_ends_no_learner_and_keeps_the_old(pair: 
 
 def assert_equal_figures(found: dict[str, float | None], expected: dict[str, float | None]) -> None:
     """Metrics to rounding; what was not measured by one was not by the other."""
-    measured = {name: value for name, value in expected.items() if value is not None}
-    assert {name: value for name, value in found.items() if value is not None} == pytest.approx(
-        measured, rel=1e-5, abs=2e-7
-    )
+    actual, wanted = ({n: value for n, value in part.items() if value is not None} for part in (found, expected))
+    assert actual == pytest.approx(wanted, rel=1e-5, abs=2e-7)
     assert found.keys() == expected.keys()
 
 
 def test_the_gate_is_answered_alike(pair: Pair) -> None:
     options = {"lora": True, "recompute": True}
-    two, one, rows = pair.learner(**options), pair.one(**options), ragged_rows(7)
-    listed = row_list(rows)
-    for some in (listed, listed[:2]):  # two rows leave one rank without any
-        torch.testing.assert_close(two.measured(some), one.measured(some), **CLOSE)
-    (actual, rounding), (expected, _) = (learner.measured_with_rounding(listed) for learner in (two, one))
+    two, one, rows = pair.learner(**options), pair.one(**options), row_list(ragged_rows(7))
+    require_equal_gate(two, one, rows)
+    torch.testing.assert_close(two.measured(rows[:2]), one.measured(rows[:2]), **CLOSE)  # one rank is without any
+    (actual, rounding), (expected, _) = (learner.measured_with_rounding(rows) for learner in (two, one))
     torch.testing.assert_close(actual, expected, **CLOSE)
     assert 0 < rounding.abs().max() < 0.1
-    assert_equal_figures(two.diagnose(listed), one.diagnose(listed))
-    (norm, gap, _), (expected_norm, *_) = (learner.gradient_gap(listed, (1000, 1)) for learner in (two, one))
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
-    assert gap < 1e-5
     assert_equal_weights(two, one)  # all that changed nothing
     two.perturb(two.trainable_names()[1:])  # as the gate does to find a tensor that the engine did not load
-    assert not torch.equal(two.measured(listed), one.measured(listed))
+    assert not torch.equal(two.measured(rows), one.measured(rows))
     two.restore()
     assert_equal_weights(two, one)
 
@@ -370,9 +377,7 @@ def test_ranks_of_a_run_have_the_models_own_weights_bit_for_bit(adapter: list[st
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_model_without_weights_has_the_same_shape_and_takes_no_memory(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_weights_has_the_same_shape_and_takes_no_memory(rank: int, monkeypatch) -> None:
     real = load_model("tiny")
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
     empty = load_model("tiny", weights=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -49,6 +50,14 @@ def make_policy(
     return TransformersWrapper(
         model, tokenizer=char_tokenizer(), input_mode=input_mode, generate=generate, pad_output=pad_output, **sampling
     )
+
+
+def terse(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """A copy that samples the end token or one of two others, each as likely."""
+    model = copy.deepcopy(model)
+    others = [*{*range(model.config.vocab_size)} - {1, 5, 6}]
+    model.generation_config.update(suppress_tokens=others, temperature=1e3)
+    return model
 
 
 def log_probs_of(model: Qwen2ForCausalLM, row: TensorDictBase) -> torch.Tensor:
@@ -106,3 +115,15 @@ def test_completed_rows_carry_the_log_probs_of_each_step(model: Qwen2ForCausalLM
             actual, expected = row[keys.LOG_PROBS][split + 1 :], log_probs_of(model, row)[1:]
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
     collector.shutdown()
+
+
+def test_padding_after_a_response_is_no_part_of_it(model: Qwen2ForCausalLM) -> None:
+    """Of a wrapper with ``pad_output=True``: what ends with its end token is not truncated."""
+    torch.manual_seed(0)
+    env = ArithmeticEnv(tokenizer=char_tokenizer(), num_envs=8, repeats=8, seed=SEED, num_train=16)
+    rows = complete_rows(env.rollout(1, make_policy(terse(model), pad_output=True))).reshape(-1)
+    responses = [row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]] for row in rows.unbind(0)]
+    assert len({len(response) for response in responses}) > 1
+    for row, response in zip(rows.unbind(0), responses, strict=True):
+        assert row[keys.TRUNCATED].item() == (response[-1].item() != env.tokenizer.eos_token_id)
+        assert len(response) == MAX_TOKENS or not row[keys.TRUNCATED].item()

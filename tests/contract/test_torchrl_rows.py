@@ -29,7 +29,7 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
-from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy
+from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy, terse
 from tests.engine_rigs import tiny_model
 from tests.unit.test_envs import char_tokenizer
 
@@ -94,6 +94,23 @@ def test_a_table_has_every_entry_of_a_dense_batch() -> None:
     table = RowTable.of(batch)
     assert torch.equal(table.get(keys.FULL_TOKENS), prompts)
     assert table.get(keys.ATTENTION_MASK).shape == (3, 4)
+
+
+def test_rows_of_a_wrapper_that_pads_are_those_of_one_that_does_not(model: Qwen2ForCausalLM) -> None:
+    """But for the padding, before prompts and after responses, which is in no mask."""
+    prompts = lazy_stack([TensorDict({"tokens": {"prompt": torch.arange(5, 5 + count)}}) for count in (3, 3, 1, 6)])
+    completed = []
+    for pad_output in (True, False):
+        torch.manual_seed(0)
+        policy = make_policy(terse(model), pad_output=pad_output)
+        completed.append(complete_rows(policy(prompts.clone())))
+    padded, plain = completed
+    assert len({len(row[keys.RESPONSE_TOKENS]) for row in plain.unbind(0)}) > 1
+    for row, other in zip(padded.unbind(0), plain.unbind(0), strict=True):
+        real = row[keys.ATTENTION_MASK]
+        assert not (row[keys.ASSISTANT_MASK] & ~real).any()
+        for key in (keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS):
+            torch.testing.assert_close(row[key][real], other[key], equal_nan=True)
 
 
 def test_loss_weights_are_of_the_response(rows: TensorDictBase) -> None:

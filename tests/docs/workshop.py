@@ -12,16 +12,7 @@ from pathlib import Path
 
 from tests.docs.desk import lay, write_program
 from tests.docs.markdown import ROOT, Block, Command, blocks, commands
-from tests.docs.rules import (
-    estimated,
-    is_async,
-    is_of_the_shell,
-    is_tool,
-    is_training,
-    small,
-    small_block,
-    small_tool,
-)
+from tests.docs.rules import estimated, is_async, is_of_the_shell, is_tool, is_training, small, small_block, small_tool
 from tests.forked import Done, ForkServer
 
 #: How the documents call a finished run, and a finished sweep.

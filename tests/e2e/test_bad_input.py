@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -162,7 +163,12 @@ def test_a_finished_run_without_its_checkpoints_does_not_begin_anew(tmp_path: Pa
     with pytest.raises(UserError, match=r"is finished, but has no checkpoint .*; restore one, or start another run"):
         train(composed("grpo_cpu", *options, *longer), run_dir)
     assert metrics(run_dir) == before
-    assert json.loads((run_dir / "run.json").read_text())["finished"]
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["finished"]
+    (run_dir / "run.json").write_text(json.dumps(record | {"finished": False}))
+    assert train(composed("grpo_cpu", *options, *longer), run_dir) == 3
+    log = (run_dir / "training.log").read_text()
+    assert re.search(r"WARNING .*a new run in .*, where 2 trained steps are deleted; .* restore a checkpoint", log)
 
 
 def test_an_interrupt_ends_the_gate_at_once(tmp_path: Path, signalled) -> None:

@@ -18,19 +18,10 @@ from omegaconf import OmegaConf
 from transformers.models.auto import CONFIG_MAPPING
 
 from sota_grpo import engines
-from sota_grpo.assembly import build, learning, preflight, sampling
+from sota_grpo.assembly import build, devices, learning, preflight, sampling
 from sota_grpo.assembly import cluster as cluster_module
 from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
-from sota_grpo.assembly.devices import (
-    Placement,
-    Plan,
-    Role,
-    make_plan,
-    num_engines,
-    place,
-    reference_has_own_weights,
-    resolve_device,
-)
+from sota_grpo.assembly.devices import Placement, Plan, Role, make_plan, place, resolve_device
 from sota_grpo.assembly.learning import make_model, make_reference
 from sota_grpo.config import Config
 from sota_grpo.engines import EngineOptions, resolve_engine_name
@@ -111,49 +102,29 @@ def test_vllm_in_process_is_refused_where_it_cannot_reach_its_gpu(gpus, with_vll
     assert (counted.train, counted.inference, counted.colocated) == ((1,), (0,), False)
 
 
-class Stop(Exception):
-    """The test has seen enough."""
-
-
 def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypatch, tmp_path) -> None:
-    built: dict[str, object] = {}
-
-    def model_on(config, device):
-        built["learner"] = device
-        return load_model("tiny")
-
-    def engine_on(config, device, tokenizer, model, run_dir):
-        built["engine"] = device
-        raise Stop
-
-    monkeypatch.setattr(build, "resolve_device", lambda config: "cuda")
     plan = Plan("cuda", Placement((2,), (1,), (), colocated=False), "transformers", workers=False)
+    model_on, engine_on = Mock(return_value=load_model("tiny")), Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(build, "resolve_device", lambda config: "cuda")
     monkeypatch.setattr(build, "make_plan", lambda *_: plan)
     monkeypatch.setattr(build, "make_model", model_on)
     monkeypatch.setattr(build, "start_engine", engine_on)
-    with pytest.raises(Stop):
+    with pytest.raises(ZeroDivisionError):
         build.build(config_of(), tmp_path)
-    assert built == {"learner": torch.device("cuda:2"), "engine": "cuda:1"}
+    assert (model_on.call_args.args[1], engine_on.call_args.args[1]) == (torch.device("cuda:2"), "cuda:1")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "apart"),
-    [
-        (["train_model.lora.enabled=true"], False),
-        (["train_model.lora.enabled=true", "ref_model.num_devices=1"], True),
-        ([], True),
-    ],
-)
-def test_placement_and_reference_agree_on_whose_weights_it_has(overrides, apart) -> None:
-    config = config_of("policy.kl_coef=0.1", *overrides)
-    base = load_model("tiny")
-    policy = CausalPolicy(add_lora(base, r=2, alpha=4) if config.train_model.lora.enabled else base)
+@pytest.mark.parametrize(("lora", "overrides"), [(True, []), (True, ["ref_model.num_devices=1"]), (False, [])])
+def test_placement_and_reference_agree_on_whose_weights_it_has(lora: bool, overrides: list[str]) -> None:
+    config = config_of("policy.kl_coef=0.1", f"train_model.lora.enabled={lora}", *overrides)
+    base, apart = load_model("tiny"), bool(overrides) or not lora
+    policy = CausalPolicy(add_lora(base, r=2, alpha=4) if lora else base)
     placement = make_plan(config, "cpu").placement
     assert placement.ref == ((0,) if apart else ())
     reference = make_reference(config, policy, placement, "cpu")
     assert type(reference) is (FrozenReference if apart else AdapterOffReference)
     config.policy.kl_coef = 0.0
-    assert not reference_has_own_weights(config)
+    assert not devices.reference_has_own_weights(config)
     assert make_reference(config, policy, placement, "cpu") is None
 
 
@@ -166,36 +137,32 @@ def test_a_mistyped_model_folder_is_not_reported_as_a_missing_gpu(gpus) -> None:
     assert resolve_device(config_of("device=auto")) == "cpu"
 
 
+FIVE_ENGINES = ["inference_model.num_devices=5", "mode=async"]
+TWO_RANKS = "train_model.num_devices=2"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "note"),
     [
-        ([], []),  # 256 responses a step, on one GPU
+        ([], None),  # 256 responses a step, on one GPU
+        (["train.dialog_turns_per_batch=32", "train.optim_batch_size=32"], "The engine samples at most 32 .*per_batch"),
+        (["inference_model.max_num_seqs=16"], "The engine samples at most 16 .*raise inference_model.max_num_seqs"),
         (
-            ["train.dialog_turns_per_batch=32", "train.optim_batch_size=32"],
-            ["The engine samples at most 32 .*per_batch"],
+            [*FIVE_ENGINES, "train.max_policy_age=0"],
+            "Each of 5 engines samples at most 51 responses at once; below 64 a GPU is mostly idle: raise t",
         ),
-        (["inference_model.max_num_seqs=16"], ["The engine samples at most 16 .*raise inference_model.max_num_seqs"]),
-        (
-            ["inference_model.num_devices=5", "mode=async", "train.max_policy_age=0"],
-            ["Each of 5 engines samples at most 51 responses at once; below 64 a GPU is mostly idle: raise t"],
-        ),
-        (["inference_model.num_devices=5", "mode=async", "train.max_policy_age=1"], []),
-        (
-            ["train_model.num_devices=2", "inference_model.max_tokens=128"],
-            ["Each of 2 learner ranks gets 128 responses"],
-        ),
-        (["train_model.num_devices=2", "inference_model.max_tokens=129"], []),
+        ([*FIVE_ENGINES, "train.max_policy_age=1"], None),
+        ([TWO_RANKS, "inference_model.max_tokens=128"], "Each of 2 learner ranks gets 128 responses"),
+        ([TWO_RANKS, "inference_model.max_tokens=129"], None),
     ],
 )
-def test_a_run_says_what_leaves_its_gpus_idle(
-    overrides: list[str], said: list[str], gpus, with_vllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_what_leaves_its_gpus_idle(overrides, note: str | None, gpus, with_vllm, monkeypatch) -> None:
     monkeypatch.setattr("sota_grpo.assembly.devices.builds_kernels", lambda: True)
     gpus(8)
     plan = make_plan(config_of("engine.name=vllm", *overrides), "cuda")
-    notes = [note for note in plan.notes if "Placement" not in note]
-    assert len(notes) == len(said)
-    assert all(re.search(pattern, note) for pattern, note in zip(said, notes))
+    notes = [each for each in plan.notes if "Placement" not in each]
+    assert len(notes) == (note is not None)
+    assert not note or re.search(note, notes[0])
 
 
 @pytest.mark.parametrize(
@@ -283,32 +250,28 @@ def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
 def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
     if seen is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_names((0, 2)) == names
 
 
-@pytest.mark.parametrize("address", [None, "auto"])
-def test_workers_on_gpus_share_the_cores(address, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(("address", "threads"), [([], 8), (["ray.address=auto"], 10)])
+def test_workers_on_gpus_share_the_cores(address, threads: int, monkeypatch, tmp_path) -> None:
     """Two engines, a reference and two ranks; left alone, Ray gives each actor one thread."""
     launcher = Mock()
     monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(40))
-    nodes = [
-        {"Alive": True, "Resources": actual} for actual in ({"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9})
-    ]
-    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 1, "GPU": 1}}])
-    config = config_of("mode=async", *([] if address is None else [f"ray.address={address}"]))
+    alive = [{"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9}]
+    nodes = [{"Alive": each in alive, "Resources": each} for each in (*alive, {"CPU": 1, "GPU": 1})]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
     plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
-    cluster = Cluster(config, plan, tmp_path)
+    cluster = Cluster(config_of("mode=async", *address), plan, tmp_path)
     cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))(1)
     cluster.start_reference({})(0)
     cluster._starter("learner", WorkerSpec("a:b"), [(0,)], first=3)(0)
     placed = [call.kwargs for call in launcher.start.call_args_list]
-    threads = 8 if address is None else 10
-    assert [(one["threads"], one["env"]["OMP_WAIT_POLICY"]) for one in placed] == [(threads, "PASSIVE")] * 3
+    assert [(each["threads"], each["env"]["OMP_WAIT_POLICY"]) for each in placed] == [(threads, "PASSIVE")] * 3
 
 
 SHARED = ("engine.name=vllm", "inference_model.num_devices=shared", "train_model.num_devices=4")
@@ -318,7 +281,7 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     gpus(4)
     config = config_of(*SHARED, "inference_model.tensor_parallel_size=2")
     plan = make_plan(config, "cuda")
-    assert (plan.workers, plan.shared, num_engines(config, plan)) == (True, True, 2)
+    assert (plan.workers, plan.shared, devices.num_engines(config, plan)) == (True, True, 2)
     assert any("engines sleep while the learner computes" in note for note in plan.notes)
     gpus(1)
     alone = make_plan(config_of(*SHARED[:2]), "cuda")
@@ -336,22 +299,18 @@ def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypat
     cluster = Cluster(config, make_plan(config, "cuda", 5), tmp_path)
     assert [len(places) for places in bundles] == [2, 2, 1]
     on_nodes = {("devices", 0): "6,7", ("devices", 1): "GPU-a,GPU-b", ("address", 0): "here:1"}
-
-    def started(name, spec, *, bundle, **options):
-        return Mock(call=lambda method: Mock(result=lambda timeout: on_nodes[method, bundle]))
-
-    launcher.start.side_effect = started
+    launcher.start.side_effect = lambda name, spec, *, bundle, **options: Mock(
+        call=lambda method: Mock(result=lambda timeout: on_nodes[method, bundle])
+    )
     rollout, reference = cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2])), cluster.start_reference({})
-    for start, slots in ((rollout, 2), (reference, 1)):
-        for slot in range(slots):
-            start(slot)
+    for start, slot in ((rollout, 0), (rollout, 1), (reference, 0)):
+        start(slot)
     cluster.start_ranks()
     placed = {call.args[0]: call.kwargs for call in launcher.start.call_args_list}
-    seen = {name: actual.get("env", {}).get("CUDA_VISIBLE_DEVICES") for name, actual in placed.items()}
-    assert (seen["rollout-0"], seen["rollout-1"]) == ("6,7", "GPU-a,GPU-b")
-    assert [seen[f"learner-{rank}"] for rank in range(4)] == ["6", "7", "GPU-a", "GPU-b"]
-    assert [placed[f"learner-{rank}"]["bundle"] for rank in range(4)] == [0, 0, 1, 1]
-    assert [placed[name]["bundle"] for name in ("rollout-0", "rollout-1", "reference-0")] == [0, 1, 2]
+    where = {name: (one["bundle"], one.get("env", {}).get("CUDA_VISIBLE_DEVICES")) for name, one in placed.items()}
+    assert (where["rollout-0"], where["rollout-1"], where["reference-0"][0]) == ((0, "6,7"), (1, "GPU-a,GPU-b"), 2)
+    ranks = [where[f"learner-{rank}"] for rank in range(4)]
+    assert ranks == [(0, "6"), (0, "7"), (1, "GPU-a"), (1, "GPU-b")]
     # who says which GPUs there are holds them for so long only
     gpu_shares = [call.kwargs["num_gpus"] for call in launcher.start.call_args_list if call.kwargs.get("num_gpus")]
     assert gpu_shares == [2, 2, 1]
@@ -379,22 +338,19 @@ def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypa
 
 
 def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> None:
-    engines = []
-    monkeypatch.setattr(
-        cluster_module, "starter", lambda launcher, name, spec: lambda slot: engines.append((slot, spec))
-    )
+    started = {}
+    starter = lambda launcher, name, spec: lambda slot: started.update({slot: spec})  # noqa: E731
+    monkeypatch.setattr(cluster_module, "starter", starter)
     plan = Plan("cuda", Placement(train=(0,), inference=(1, 3), ref=(), colocated=False), "vllm_server", True)
-    start = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path).start_rollout(
-        EngineOptions("tiny", engine="vllm_server", eos_token_ids=[2], max_rows=7)
-    )
+    cluster = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path)
+    start = cluster.start_rollout(EngineOptions("tiny", engine="vllm_server", eos_token_ids=[2], max_rows=7))
     for slot in (1, 0):
         start(slot)
-    options_of = {
-        slot: inspect.signature(rollout_worker).bind(**spec.options).arguments["options"] for slot, spec in engines
-    }
-    assert [Path(options_of[slot].log_path).name for slot in (0, 1)] == ["vllm_server-0.log", "vllm_server-1.log"]
-    assert [options_of[slot].environment["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["1", "3"]
-    assert {options.max_rows for options in options_of.values()} == {7}
+    bound = {slot: inspect.signature(rollout_worker).bind(**spec.options) for slot, spec in started.items()}
+    first, second = (bound[slot].arguments["options"] for slot in (0, 1))
+    assert [Path(each.log_path).name for each in (first, second)] == ["vllm_server-0.log", "vllm_server-1.log"]
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["1", "3"]
+    assert first.max_rows == second.max_rows == 7
 
 
 def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
@@ -427,9 +383,7 @@ def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
         ("asimd BF16 i8mm", True),
     ],
 )
-def test_the_presets_of_a_cpu_use_half_precision_where_it_is_faster(
-    flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_presets_of_a_cpu_use_half_precision_where_it_is_faster(flags, native: bool, tmp_path, monkeypatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu sse {flags} cmov\n")
     assert multiplies_bf16(cpuinfo) == native
@@ -444,19 +398,14 @@ def test_the_presets_of_a_cpu_use_half_precision_where_it_is_faster(
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_cluster_that_requires_another_token_is_named_at_once(
-    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_requires_another_token_is_named_at_once(held: bool, tmp_path: Path, monkeypatch) -> None:
     """A ~/.ray/auth_token that is left of another cluster is sent, as the head that has one sends its own."""
     raylet = pytest.importorskip("ray._raylet")
     from ray.exceptions import AuthenticationError
 
     from sota_grpo.workers import ray_cluster
 
-    def refuse(address: str) -> None:
-        raise AuthenticationError("InvalidAuthToken")
-
-    monkeypatch.setattr(raylet, "GcsClient", refuse)
+    monkeypatch.setattr(raylet, "GcsClient", Mock(side_effect=AuthenticationError("InvalidAuthToken")))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # what the code sets is undone
@@ -479,14 +428,13 @@ NAMES = ("train_model", "inference_model", "ref_model")
 def test_counts_give_disjoint_sets_of_that_size() -> None:
     """On the CPU, where a device is a worker, named ones too."""
     for counts in itertools.product((1, 2, 3), repeat=3):
-        actual = place(*map(Role, NAMES, counts), available=9)
-        sets = (actual.train, actual.inference, actual.ref)
-        assert tuple(map(len, sets)) == counts
-        assert len(set().union(*sets)) == sum(counts)
-        counted = place(*map(Role, NAMES, counts), available=0)
-        assert (len(counted.train), len(counted.inference), len(counted.ref)) == counts
-        named = place(*(Role(name, devices=range(2, 2 + count)) for name, count in zip(NAMES, counts)), available=0)
-        assert (len(named.train), len(named.inference), len(named.ref)) == counts
+        counted = [Role(name, count) for name, count in zip(NAMES, counts)]
+        named = [Role(name, devices=range(2, 2 + count)) for name, count in zip(NAMES, counts)]
+        for roles, available in ((counted, 9), (counted, 0), (named, 0)):
+            actual = place(*roles, available=available)
+            sets = (actual.train, actual.inference, actual.ref)
+            assert tuple(map(len, sets)) == counts
+            assert not available or len(set().union(*sets)) == sum(counts)
 
 
 @pytest.mark.parametrize(
@@ -503,14 +451,11 @@ def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], avai
         place(*named, available=available)
 
 
-def test_the_defaults_fit_every_machine() -> None:
+def test_the_defaults_fit_every_machine_and_explicit_devices_are_kept() -> None:
     for available, ref in itertools.product(range(3), (Role("ref_model"), None)):
         actual = place(Role("train_model"), Role("inference_model"), ref, available=available)
         assert (actual.train, actual.inference, actual.colocated) == ((0,), (0,), True)
         assert actual.ref == ((int(available > 1),) if ref else ())
-
-
-def test_explicit_devices_are_kept_and_the_others_go_around_them() -> None:
     actual = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
     assert (actual.train, actual.inference, actual.ref) == ((0,), (1, 2), ())
     over_several = Role("inference_model", default=2)
@@ -533,16 +478,12 @@ def test_wrong_indices_are_refused(index: int, available: int, message: str) -> 
 
 
 @pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
-def test_shared_engines_are_on_all_devices_of_the_learner(available: int, reference: tuple[int, ...]) -> None:
+def test_shared_engines_are_on_all_devices_of_the_learner_and_need_no_other(available: int, reference) -> None:
     engines = Role("inference_model", default=2, shared=True)
     actual = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
     assert (actual.train, actual.inference, actual.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
     assert actual.colocated
     listed = place(Role("train_model", devices=[3, 1]), engines, None, available=4, concurrent=True)
     assert listed.train == listed.inference == (3, 1)
-
-
-def test_shared_engines_ask_for_no_further_device() -> None:
-    engines = Role("inference_model", shared=True)
     with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* 8 can be used; lower train_model"):
         place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)

@@ -71,17 +71,11 @@ def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
     ],
     ids=["deadline", "none before training", "target", "last step"],
 )
-def test_trl_ends_with_the_deadline_the_target_or_the_last_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], deadline: float, evaluated: set[int]
-) -> None:
+def test_trl_ends_with_the_deadline_the_target_or_the_last_step(tmp_path, capsys, options, deadline, evaluated) -> None:
     config = composed(*fresh(*SMALL, "optimizer.lr=1e-6", "train.optim_batch_size=8", *options))
     assert train_trl(config, tmp_path, deadline=deadline).accuracy.keys() == evaluated
     measured = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TRL after")]
     assert measured[-1].endswith(" of 32 problems"), "the last evaluation is not ended by the target"
-
-
-def test_area_is_the_mean_height() -> None:
-    assert area({0: 0.0, 10: 0.5, 40: 0.5}) == pytest.approx((10 * 0.25 + 30 * 0.5) / 40)
 
 
 def test_the_error_of_the_difference_is_that_of_the_pairs() -> None:
@@ -93,3 +87,4 @@ def test_the_error_of_the_difference_is_that_of_the_pairs() -> None:
     other, verdicts = Estimate(0.0, 1.0), ["yes", "within 1 s.e.", "within 2 s.e.", "no"]
     gains = (Estimate(mean, 1.0) for mean in (0.0, -0.5, -1.5, -2.5))
     assert [Comparison(other, other, gain).verdict() for gain in gains] == verdicts
+    assert area({0: 0.0, 10: 0.5, 40: 0.5}) == pytest.approx((10 * 0.25 + 30 * 0.5) / 40)  # the mean height

@@ -27,9 +27,7 @@ def called(*arguments: str) -> int:
     return options.run(options)
 
 
-def test_a_good_config_passes_every_check_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_good_config_passes_every_check_and_leaves_nothing_behind(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert called(*SMALL, "check.mode=off") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -38,9 +36,7 @@ def test_a_good_config_passes_every_check_and_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reward_function_that_fails_at_every_text_fails_its_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_function_that_fails_at_every_text_fails_its_check(tmp_path: Path, capsys) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
     kept = tmp_path / "kept"
@@ -52,12 +48,9 @@ def test_a_reward_function_that_fails_at_every_text_fails_its_check(
     assert json.loads((kept / "gate.json").read_text())
 
 
-def test_a_config_that_cannot_run_is_a_mistake_and_no_failed_check() -> None:
+def test_a_config_that_cannot_run_and_a_directory_of_a_run_are_mistakes_and_no_failed_check(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="top_p"):
         called(*SMALL, "engine=scripted", "inference_model.top_p=0.9")
-
-
-def test_the_directory_of_a_run_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError, match=r"has a run, whose gate\.json"):
         check(compose("grpo_cpu"), run_dir=tmp_path)

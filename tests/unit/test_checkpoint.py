@@ -69,11 +69,14 @@ def test_a_type_that_would_not_load_is_refused_and_nothing_is_left(tmp_path, bad
 
 def test_keeps_the_last_k_and_removes_leftovers_of_killed_writers(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
+    assert store.latest() is CheckpointStore(tmp_path / "never").latest() is None
     (tmp_path / ".checkpoint_000009.pt.123.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     for step in (3, 5, 8):
         store.save(step, _state(step))
     assert _names(tmp_path) == ["checkpoint_000005.pt", "checkpoint_000008.pt", "notes.txt"]
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        CheckpointStore.load(tmp_path / "checkpoint_000001.pt")
     with pytest.raises(ValueError, match="keep=0"):
         CheckpointStore(tmp_path, keep=0)
 
@@ -87,41 +90,33 @@ def test_a_rewound_run_is_resumed_where_it_was_saved_last(tmp_path, caplog):
     assert "checkpoint_000010.pt" in caplog.text
 
 
-def test_no_checkpoint_is_none_and_a_missing_path_is_a_sentence(tmp_path):
-    assert CheckpointStore(tmp_path / "never").latest() is None
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        CheckpointStore.load(tmp_path / "checkpoint_000001.pt")
-
-
 def test_truncation_and_any_flipped_bit_are_detected(tmp_path):
     path = CheckpointStore(tmp_path).save(1, _state(1))
     whole = path.read_bytes()
-    for offset in {0, 1, *(len(whole) - 38 - n for n in range(4)), *random.sample(range(len(whole)), 20)}:
-        path.write_bytes(whole[:offset])
-        with pytest.raises(CheckpointError, match=r"truncated|damaged"):
-            CheckpointStore.load(path)
+    ends = {0, 1, *(len(whole) - 38 - n for n in range(4)), *random.sample(range(len(whole)), 20)}
+    damaged = [whole[:end] for end in ends]
     inside_a_tensor = whole.index(np.full(8, 1.0, dtype=np.float32).tobytes())
     for offset in [inside_a_tensor, len(whole) - 1, len(whole) - 40, *random.sample(range(len(whole)), 30)]:
         flipped = bytearray(whole)
         flipped[offset] ^= 1 << random.randrange(8)
-        path.write_bytes(flipped)
+        damaged.append(flipped)
+    for content in damaged:
+        path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"truncated|damaged"):
             CheckpointStore.load(path)
 
 
 def test_a_damaged_newest_one_falls_back_and_says_so(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        store.save(step, _state(step))
-    (tmp_path / "checkpoint_000003.pt").write_bytes(b"")
+    paths = [store.save(step, _state(step)) for step in (1, 2, 3)]
+    paths[2].write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        actual = store.latest()
-    assert actual is not None
-    assert actual[0] == 2
-    assert torch.equal(actual[1]["weights"], torch.full((500,), 2.0))
+        step, state = store.latest()
+    assert step == 2
+    assert torch.equal(state["weights"], torch.full((500,), 2.0))
     assert "Skipping the checkpoint of step 3" in caplog.text
-    for step in (1, 2):
-        (tmp_path / f"checkpoint_00000{step}.pt").write_bytes(b"junk" * 100)
+    for path in paths[:2]:
+        path.write_bytes(b"junk" * 100)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
         store.latest()
 
@@ -169,9 +164,7 @@ def test_kill_9_at_random_moments_always_leaves_a_loadable_checkpoint(in_backgro
         os.kill(writer, signal.SIGKILL)
         assert server.finish().code == -signal.SIGKILL
         killed_mid_save += any(folder.glob("*.tmp"))
-        actual = store.latest()
-        assert actual is not None
-        step, state = actual
+        step, state = store.latest()
         assert step >= newest, "a checkpoint that was durable has gone"
         assert torch.equal(state["weights"], torch.full_like(state["weights"], float(step)))
         newest = step
@@ -211,18 +204,17 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_end_waits_for_
 @pytest.mark.parametrize("told", ["check", "save", "wait", "end", "beside another"])
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_with_the_same_sentence(told, tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
-    saves = BackgroundSaves(CheckpointStore(tmp_path / "file" / "run"))
+    another = told == "beside another"
 
     def train() -> None:
-        with saves:
+        with BackgroundSaves(CheckpointStore(tmp_path / "file" / "run")) as saves:
             saves.save(1, _state(1))
             wait([saves.saving])
-            if told == "beside another":
+            if another:
                 raise RuntimeError("another")
             if told != "end":
                 getattr(saves, told)(*((2, _state(2)) if told == "save" else ()))
 
-    another = told == "beside another"
     with pytest.raises(RuntimeError, match="another" if another else "could not be written to") as raised:
         train()
     assert isinstance(raised.value, CheckpointError) != another

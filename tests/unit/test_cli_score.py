@@ -44,24 +44,21 @@ def score(tmp_path: Path, rows: Sequence[object]) -> list[dict]:
 
 
 def test_rows_keep_their_order_and_their_columns(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    golds = [rng.randint(-999, 99_999) for _ in range(300)]
-    says = [gold if rng.random() < 0.5 else gold + rng.randint(1, 9) for gold in golds]
-    rows = [
-        {"id": i, "response": f"So\n#### {s:,}", "answer": f"#### {g}"} for i, (s, g) in enumerate(zip(says, golds))
-    ]
+    golds = [random.randint(-999, 99_999) for _ in range(300)]
+    says = [gold if random.random() < 0.5 else gold + random.randint(1, 9) for gold in golds]
+    pairs = enumerate(zip(says, golds))
+    rows = [{"id": i, "response": f"So\n#### {says:,}", "answer": f"#### {gold}"} for i, (says, gold) in pairs]
     scored = score(tmp_path, rows)
     assert [row["id"] for row in scored] == list(range(300))
     assert [row["success"] for row in scored] == [answer == gold for answer, gold in zip(says, golds)]
-    assert [row["reward"] for row in scored] == [float(answer == gold) for answer, gold in zip(says, golds)]
-    assert all(row["terms"].keys() == {"correct", "format"} and row["error"] is None for row in scored)
+    assert all(row["reward"] == row["success"] and row["error"] is None for row in scored)
+    assert all(row["terms"].keys() == {"correct", "format"} for row in scored)
 
 
 @HERE
 def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, broken = {"response": "#### 4", "answer": "4"}, [{"answer": "4"}, "[1]", {"response": "#### 4"}]
-    rows = [good, "{not json", good, *broken, {"response": 4, "answer": "4"}, good]
-    scored = score(tmp_path, rows)
+    scored = score(tmp_path, [good, "{not json", good, *broken, {"response": 4, "answer": "4"}, good])
     assert [row["reward"] for row in scored] == [1.0, None, 1.0, None, None, None, None, 1.0]
     output = capsys.readouterr().err
     broken_lines = {2: "not valid JSON", 4: "'response' is missing", 5: "not a JSON object", 6: "'answer'"}
@@ -119,9 +116,7 @@ def test_stdout_has_the_rows_alone_and_no_byte_of_the_input_stops_it(tmp_path: P
         assert [(row["response"], row["reward"]) for row in rows] == [("\udcffé #### 4", reward)] * 3
 
 
-def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(score_command, "_graders", lambda *_: pytest.fail("it was scored"))
     source = tmp_path / "rows.jsonl.partial"
     source.write_text(ROW)
@@ -141,9 +136,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_scored(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @HERE
-def test_a_full_disk_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "scored.jsonl.partial").symlink_to("/dev/full")
     with open("/dev/full", "w") as full:
         to_stdout = subprocess.run(PIPE, input=ROW, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -157,9 +150,7 @@ def test_a_full_disk_is_one_sentence(
 
 
 @HERE
-def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(tmp_path: Path, monkeypatch, capsys) -> None:
     target = tmp_path / "scored.jsonl"
 
     def lines() -> Iterator[str]:
@@ -174,9 +165,7 @@ def test_an_output_taken_by_a_folder_meanwhile_leaves_the_rows_beside_it(
 
 @pytest.mark.parametrize(("to_file", "num_read"), [(False, 0), (True, 640)])
 @HERE
-def test_an_interrupt_says_how_many_rows_are_written(
-    to_file: bool, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_says_how_many_rows_are_written(to_file, num_read, tmp_path, monkeypatch, capsys) -> None:
     def lines() -> Iterator[str]:
         yield from [ROW] * num_read
         raise KeyboardInterrupt
@@ -203,11 +192,9 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == ""
 
 
-def test_sentences_that_are_split_by_rules_are_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("punkt", [None, "here"])
+def test_sentences_that_are_split_by_rules_are_reported(punkt: str | None, monkeypatch, capsys) -> None:
     monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)
-    for punkt in (None, "here"):
-        monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)  # noqa: B023
-        assert ended("--task", "ifeval", "--text", "Well.", "--row", "{}", "--workers", "1") == 0
-        assert ("split by rules" in capsys.readouterr().err) == (punkt is None)
+    monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)
+    assert ended("--task", "ifeval", "--text", "Well.", "--row", "{}", "--workers", "1") == 0
+    assert ("split by rules" in capsys.readouterr().err) == (punkt is None)

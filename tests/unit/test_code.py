@@ -56,9 +56,8 @@ def test_a_program_sees_neither_files_nor_variables_nor_the_network(tmp_path: Pa
     ways += [f"socket.create_connection({place}, 2)" for place in (("127.0.0.1", 22), ("192.0.2.1", 80))]
     assert "done" not in tried(*ways)
     assert printed("print('é', __name__, input()[::-1])", "abc\n") == "é __main__ cba\n"
-    assert set(json.loads(printed("import json, os; print(json.dumps(dict(os.environ)))"))) <= {
-        "PATH", "HOME", "PWD", "LC_CTYPE"
-    }  # fmt: skip
+    environment = json.loads(printed("import json, os; print(json.dumps(dict(os.environ)))"))
+    assert set(environment) <= {"PATH", "HOME", "PWD", "LC_CTYPE"}
     assert printed("import os; print(sorted(os.listdir('/tmp')), os.listdir('/dev/shm'))") == "[] []\n"
 
 
@@ -82,9 +81,8 @@ def test_a_program_reaches_no_process_but_its_own_which_end_with_it() -> None:
     assert tried(f"os.kill({own}, 9)") == ["ProcessLookupError"]
     assert tried("resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))") == ["ValueError"]
     name = f"left-{secrets.token_hex(8)}"
-    left = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', '{name}'])"
-    )
+    sleeps = f"[sys.executable, '-c', 'import time; time.sleep(1000)', '{name}']"
+    left = f"import subprocess, sys; subprocess.Popen({sleeps})"
     assert RUNNER.run(left, "").ended
     wait_for(lambda: not any(name.encode() in line for line in command_lines()))
     bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
@@ -121,10 +119,8 @@ def test_assertions_and_pairs_are_a_test_each() -> None:
     program = "import sys\nprint('noise')\nprint('more', file=sys.stderr)\ndef f(x): return x + 1"
     tests = "import math\nassert f(1) == 2\nassert f(2) == 4, 'no'\nk = 4\nassert f(3) == k\nassert f('x')"
     assert run_tests(RUNNER, program, tests) == [True, False, True, False]
-    assert run_tests(RUNNER, program, ["assert f(1) == 2", "def check(g):\n    assert g(0) == 1\ncheck(f)"]) == [
-        True,
-        True,
-    ]
+    listed = ["assert f(1) == 2", "def check(g):\n    assert g(0) == 1\ncheck(f)"]
+    assert run_tests(RUNNER, program, listed) == [True, True]
     # what is not one plain assertion is tested, too
     assert run_tests(RUNNER, program, "assert f(1) == 2\nfor x in (1, 2):\n    assert f(x) == 2") == [True, False]
     checks = "def one(): assert f(1) == 2\ndef two(): assert f(2) == 4"
@@ -184,9 +180,8 @@ def test_a_programs_classes_are_found_in_its_module(program: str) -> None:
 def test_the_main_module_has_no_name_of_the_starters() -> None:
     """A program that forgets an import passes nothing, and the marks of its tests are not in a module."""
     names = "sorted(name for name in vars(__import__('__main__')) if not name.startswith('__'))"
-    assert run_tests(PlainRunner(), f"names = {names}", ["assert names == []", "assert sys", "assert os"]) == [
-        True, False, False
-    ]  # fmt: skip
+    tests = ["assert names == []", "assert sys", "assert os"]
+    assert run_tests(PlainRunner(), f"names = {names}", tests) == [True, False, False]
     if why_no_bwrap() is None:
         assert printed(f"print({names})") == "[]\n"
 
@@ -245,9 +240,7 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     assert "OSError" in score.error
 
 
-def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(monkeypatch) -> None:
     config = Config()
     for place, acts in ((NOWHERE, {"env.sandbox": f"send responses to {NOWHERE}"}), ("bwrap", {})):
         config.env.sandbox = place

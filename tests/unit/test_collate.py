@@ -32,27 +32,22 @@ def test_the_worked_example() -> None:
     assert [[id(row) for row in part] for part in parts] == [[id(rows[0]), id(rows[2])], [id(rows[1])]]
 
 
-@pytest.mark.parametrize(("aggregation", "survivors"), [("token", 1 / 5), ("sequence", 1 / 2), ("constant", 1 / 30)])
+@pytest.mark.parametrize(("aggregation", "survivors"), [("token", 1 / 5), ("sequence", 1 / 4), ("constant", 1 / 30)])
 def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
     """Rows of 2, 3 (truncated) and 3 tokens: 5 tokens, 2 rows remain; the constant divisor 3 * 10 stays."""
-    stream = generator()
+    stream, options = generator(), {"max_response_tokens": 10, "drop_truncated": True}
     rows = [random_row(stream, 1, r) for r in (2, 3, 3)]
     rows[1][keys.TRUNCATED] = torch.tensor([True])
-    set_loss_weights(rows, aggregation, max_response_tokens=10, drop_truncated=True)
+    set_loss_weights(rows, aggregation, **options)
     assert not rows[1]["loss_weight"].any()
-    assert rows[0]["loss_weight"].max().item() == pytest.approx(survivors / (2 if aggregation == "sequence" else 1))
+    assert rows[0]["loss_weight"].max().item() == pytest.approx(survivors)
     for row in rows:
         row[keys.TRUNCATED] = torch.tensor([True])
-    set_loss_weights(rows, aggregation, max_response_tokens=10, drop_truncated=True)
-    assert not any(row["loss_weight"].any() for row in rows)
-
-
-def test_no_row_is_dropped_where_none_says_that_it_is_truncated() -> None:
-    rows = worked_rows()
-    for row in rows:
-        row.pop(keys.TRUNCATED, None)
-    kept = [row["loss_weight"].clone() for row in set_loss_weights(rows, "token")]
-    set_loss_weights(rows, "token", drop_truncated=True)
+    assert not any(row["loss_weight"].any() for row in set_loss_weights(rows, aggregation, **options))
+    for row in rows:  # of which none says whether it is truncated
+        row.pop(keys.TRUNCATED)
+    kept = [row["loss_weight"].clone() for row in set_loss_weights(rows, aggregation, max_response_tokens=10)]
+    set_loss_weights(rows, aggregation, **options)
     assert all(torch.equal(row["loss_weight"], weight) for row, weight in zip(rows, kept, strict=True))
 
 
@@ -87,6 +82,20 @@ def test_a_key_that_only_some_rows_have_is_refused() -> None:
         pad_rows([], pad_token_id=0)
     with pytest.raises(ValueError, match="token_budget is 0"):
         micro_batches(rows, token_budget=0)
+    one, other = random_rows(generator(), 2)
+    one[keys.ADVANTAGE] = torch.ones(1, 1)
+    other[keys.ADVANTAGE] = torch.ones(len(other[keys.FULL_TOKENS]), 1)
+    with pytest.raises(ValueError, match="one number in some rows and one per token in others"):
+        pad_rows([one, other], pad_token_id=0)
+
+
+def test_rows_without_masks_are_named() -> None:
+    rows = [row.exclude("masks") for row in random_rows(generator(), 3)]
+    for weigh in (lambda: set_loss_weights(rows, "token"), lambda: micro_batches(rows, token_budget=64)):
+        with pytest.raises(KeyError, match=r"a row has no tokens\.full or no masks\.all_assistant_mask"):
+            weigh()
+    with pytest.raises(KeyError, match=r"the batch has no masks\.all_attention_mask"):
+        unpad_rows(pad_rows(rows, pad_token_id=9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,14 +110,6 @@ def test_no_value_is_rounded_to_the_dtype_of_the_first_row(dtype) -> None:
         assert torch.equal(values[: len(row[keys.LOG_PROBS])], row[keys.LOG_PROBS])
 
 
-def test_an_advantage_of_a_row_is_not_padded_to_advantages_of_tokens() -> None:
-    rows = random_rows(generator(), 2)
-    rows[0][keys.ADVANTAGE] = torch.ones(1, 1)
-    rows[1][keys.ADVANTAGE] = torch.ones(len(rows[1][keys.FULL_TOKENS]), 1)
-    with pytest.raises(ValueError, match="one number in some rows and one per token in others"):
-        pad_rows(rows, pad_token_id=0)
-
-
 def sibling_rows(count: int, size: int) -> list[TensorDict]:
     """``count`` groups of ``size`` rows whose prompts are equal, in random order."""
     stream = generator()
@@ -120,13 +121,9 @@ def sibling_rows(count: int, size: int) -> list[TensorDict]:
 
 
 def packed_tokens(rows: list[TensorDict]) -> int:
-    """By a loop: each prompt once, every response."""
-    prompts, tokens = set(), 0
-    for row in rows:
-        prompt = tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist())
-        tokens += int(row[keys.ASSISTANT_MASK].sum())
-        prompts.add(prompt)
-    return tokens + sum(map(len, prompts))
+    """Each prompt once, every response."""
+    prompts = {tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist()) for row in rows}
+    return sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) + sum(map(len, prompts))
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -144,19 +141,18 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
 
 
 def test_tokens_make_siblings_and_ids_do_not() -> None:
+    """Tool turns belong to the response, and a row without a response is all prompt."""
     one, other, third = sibling_rows(1, 3)
     other[keys.FULL_TOKENS][0] += 1
     third["group_id"] = torch.tensor(7)
     assert [group.rows for group in groups_by_prompt(row_prompts([one, other, third]))] == [(0, 2), (1,)]
     nameless = [row.exclude("group_id") for row in (one, one.clone())]
     assert [group.rows for group in groups_by_prompt(row_prompts(nameless))] == [(0, 1)]
-
-
-def test_tool_turns_belong_to_the_response_and_a_silent_row_is_all_prompt() -> None:
     row, silent = (random_row(generator(), 2, 5) for _ in range(2))
     row[keys.ASSISTANT_MASK][3:5] = False
     silent[keys.ASSISTANT_MASK][:] = False
-    assert [(group.prompt, group.responses) for group in groups_by_prompt(row_prompts([row, silent]))] == [
-        (2, (5,)),
-        (7, (0,)),
-    ]
+    groups = groups_by_prompt(row_prompts([row, silent]))
+    assert [(group.prompt, group.responses) for group in groups] == [(2, (5,)), (7, (0,))]
+    for aggregation, weight in (("token", 1 / 3), ("sequence", 1 / 3), ("constant", 1 / 20)):  # 3 tokens are trained
+        set_loss_weights([row, silent], aggregation, max_response_tokens=10)
+        torch.testing.assert_close(row["loss_weight"], weight * row[keys.ASSISTANT_MASK])

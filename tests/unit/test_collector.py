@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.envs import TransformedEnv
@@ -24,8 +22,7 @@ from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rewards.grading import Grader, LocalGrader
-from sota_grpo.rl.records import Example, Sampling, Score
+from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
@@ -37,54 +34,20 @@ tokenizer = functools.cache(lambda: load_tokenizer("tiny"))
 MODEL = torch.nn.Linear(2, 2)
 
 
-def small_env(grader: Grader | None = None) -> TaskEnv:
-    return TaskEnv(ArithmeticTask(1, num_train=40, num_heldout=1), tokenizer(), num_envs=16, repeats=4, grader=grader)
+def small_env() -> TaskEnv:
+    return TaskEnv(ArithmeticTask(1, num_train=40, num_heldout=1), tokenizer(), num_envs=16, repeats=4)
 
 
-def make_collector(grader: Grader | None = None, **options) -> PromptGroupCollector:
-    env = small_env(grader)
+def make_collector(**options) -> PromptGroupCollector:
+    env = small_env()
     engine = make_scripted(env)
     engine._duration_s = lambda request: random.random() / 100  # groups finish in any order
-    return PromptGroupCollector(
-        env, engine, sampling=Sampling(max_tokens=128), **{"dialog_turns_per_batch": 16, **options}
-    )
+    options = {"sampling": Sampling(max_tokens=128), "dialog_turns_per_batch": 16, **options}
+    return PromptGroupCollector(env, engine, **options)
 
 
 def column(rows, key) -> list:
     return [int(row[key]) for row in row_list(rows)]
-
-
-class LateGrader:
-    """Answers after requests for ``num_groups`` groups, the last one first, from another thread."""
-
-    def __init__(self, num_groups: int) -> None:
-        task = small_env().task
-        self._here, self._num_groups = LocalGrader(task.score, task.term_weights), num_groups
-        self.open: list[tuple[Future[list[Score]], list[tuple[str, Example]]]] = []
-
-    def scores(self, asked: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
-        self.open.append((Future(), list(asked)))
-        if len(self.open) == self._num_groups:
-            threading.Thread(target=self._answer).start()
-        return self.open[-1][0]
-
-    def _answer(self) -> None:
-        for future, pairs in reversed(self.open):
-            future.set_result(self._here.scores(pairs).result())
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def plain(row: TensorDictBase) -> dict[str, object]:
-    return {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items(True, True)}
-
-
-@pytest.mark.timeout(60)
-def test_rows_are_the_same_wherever_and_whenever_they_are_graded() -> None:
-    """No score is waited for while the engine still generates: this grader answers after the last group only."""
-    late, here = (make_collector(one, dialog_turns_per_batch=48) for one in (LateGrader(num_groups=12), None))
-    assert list(map(plain, late.next_batch().unbind(0))) == list(map(plain, here.next_batch().unbind(0)))
 
 
 @pytest.mark.parametrize("multi_turn", [False, True])
@@ -117,6 +80,8 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
     scaled = TransformedEnv(env, RewardScaling(0.0, 9.0, in_keys=[keys.REWARD]))
     with pytest.raises(ValueError, match=r"its transforms would have no effect; pass env\.base_env"):
         PromptGroupCollector(scaled, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
+    with pytest.raises(TypeError, match="a ArithmeticTask, which draws no prompt groups; pass a TaskEnv"):
+        PromptGroupCollector(env.task, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
     with pytest.raises(RuntimeError, match="replay_buffer="):
         make_collector().start()
     with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):
@@ -126,15 +91,6 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"call start\(\) before is_ready\(\) or a batch"):
         begun.start()
     assert column(begun.next_batch(), keys.SAMPLE_ID) == [0, 1, 2, 3] * 4
-
-
-def test_resumed_collector_continues_with_the_next_prompt() -> None:
-    whole, first, second = make_collector(), make_collector(), make_collector()
-    expected = [column(batch, keys.GROUP_ID) for batch in itertools.islice(whole, 3)]
-    head = column(next(iter(first)), keys.GROUP_ID)
-    second.load_state_dict(first.state_dict())
-    assert [head, *(column(batch, keys.GROUP_ID) for batch in itertools.islice(second, 2))] == expected
-    assert second.stats()["frames"] == 48
 
 
 def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
@@ -147,10 +103,8 @@ def test_the_loop_of_torchrl_pushes_weights_and_versions_follow() -> None:
         assert all(keys.ADVANTAGE in row.keys(True) for row in batch.unbind(0))
         collector.update_policy_weights_(MODEL)
         assert collector.policy_version == collector.get_policy_version() == step + 1
-    assert collector.stats() == {
-        "frames": 48, "batches": 3, "total_frames": 48, "completed": True, "requested_frames_per_batch": 16,
-        "policy_version": 3,
-    }  # fmt: skip
+    counts = {"frames": 48, "batches": 3, "total_frames": 48, "requested_frames_per_batch": 16, "policy_version": 3}
+    assert collector.stats() == {**counts, "completed": True}
     assert len(collector) == 3
 
 
@@ -180,17 +134,13 @@ def test_an_advantage_is_compared_with_the_whole_batch(has_buffer: bool, group_s
     torch.testing.assert_close(rows[keys.ADVANTAGE].flatten(), expected)
 
 
-def test_iterating_over_a_collector_with_a_buffer_writes_it_and_gives_none() -> None:
+def test_another_buffer_is_filled_by_iterating_and_by_a_thread_until_the_shutdown() -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
     assert list(make_collector(total_dialog_turns=32, replay_buffer=buffer)) == [None, None]
     assert len(buffer) == 32
-
-
-def test_a_collector_that_fills_another_buffer_is_shut_down_without_an_error() -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
     collector = make_collector(total_dialog_turns=-1, replay_buffer=buffer)
     collector.start()
-    while not len(buffer):
+    while len(buffer) == 32:
         assert collector.is_running()
     collector.shutdown(timeout=60)
     assert not collector.is_running()
@@ -210,22 +160,16 @@ def test_a_group_buffer_gives_batches_beside_the_collector_and_ends_where_it_doe
     assert not collector.is_running()
 
 
-def started() -> PromptGroupCollector:
-    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4))
-    collector.start()
-    return collector
-
-
-def test_weights_may_be_pushed_before_the_first_batch() -> None:
-    for beside in (False, True):
-        collector = make_collector(replay_buffer=GroupReplayBuffer(4, 4) if beside else None)
-        collector.update_policy_weights_(MODEL)
-        if beside:
-            collector.start()
-        rows = collector.next_batch()
-        assert column(rows, keys.GROUP_ID) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-        assert set(column(rows, keys.POLICY_VERSION)) == {1}
-        collector.shutdown()
+@pytest.mark.parametrize("beside", [False, True])
+def test_weights_may_be_pushed_before_the_first_batch(beside: bool) -> None:
+    collector = make_collector(replay_buffer=GroupReplayBuffer(4, 4) if beside else None)
+    collector.update_policy_weights_(MODEL)
+    if beside:
+        collector.start()
+    rows = collector.next_batch()
+    assert column(rows, keys.GROUP_ID) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert set(column(rows, keys.POLICY_VERSION)) == {1}
+    collector.shutdown()
 
 
 def test_a_loop_that_pushes_nothing_has_fresh_groups_in_each_batch() -> None:
@@ -240,7 +184,8 @@ def test_a_loop_that_pushes_nothing_has_fresh_groups_in_each_batch() -> None:
 
 
 def test_the_age_counts_pushes_so_there_is_one_for_each_batch() -> None:
-    collector = started()
+    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4))
+    collector.start()
     with pytest.raises(RuntimeError, match="update once per batch"):
         collector.update_policy_weights_(MODEL)
     collector.replay_buffer.sample()
@@ -256,8 +201,9 @@ def test_the_age_counts_pushes_so_there_is_one_for_each_batch() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_collector_that_is_closed_ends_the_wait_for_a_batch() -> None:
-    collector = started()
+    collector = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4))
     collector.policy._duration_s = lambda request: 30.0
+    collector.start()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(collector.next_batch)
         collector.close()
@@ -295,18 +241,21 @@ class NewestFirst(RandomSampler):
 
 @pytest.mark.timeout(60)
 def test_the_age_is_asserted_where_a_sampler_of_the_user_chooses() -> None:
-    collector, seen = make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(8, 4, sampler=NewestFirst())), []
+    buffer, seen = GroupReplayBuffer(8, 4, sampler=NewestFirst()), []
+    collector = make_collector(max_policy_age=1, replay_buffer=buffer)
     collector.start()
-    for _ in range(2):
-        while len(collector.replay_buffer) < 8:
+
+    def sampled() -> list[int]:
+        while len(buffer) < 8:
             time.sleep(0.001)
-        seen += column(collector.replay_buffer.sample(), keys.GROUP_ID)[::4]
+        return column(buffer.sample(), keys.GROUP_ID)[::4]
+
+    for _ in range(2):
+        seen += sampled()
         collector.update_policy_weights_(MODEL)
     assert seen == [4, 5, 6, 7, 8, 9, 10, 11]
-    while len(collector.replay_buffer) < 8:
-        time.sleep(0.001)
     with pytest.raises(RunFailed, match=r"version 0 in training at version 2.*NewestFirst took that group too late"):
-        collector.replay_buffer.sample()
+        sampled()
     collector.shutdown()
 
 
@@ -339,6 +288,7 @@ def test_a_state_needs_the_weights_of_its_moment() -> None:
         second.next_batch()
     second.update_policy_weights_(MODEL, version=state["policy_version"])
     assert column(second.next_batch(), keys.GROUP_ID)[::4] == [8, 9, 10, 11]
+    assert second.stats()["frames"] == 48
     with pytest.raises(RuntimeError, match="after collection had begun"):
         second.set_seed(1)
 

@@ -53,9 +53,7 @@ def test_every_kind_of_file_gives_the_same_rows_and_noise_is_refused(tmp_path: P
 
 
 @SUFFIXES
-def test_a_file_that_may_not_be_read_is_one_sentence(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, suffix: str, monkeypatch) -> None:
     path = write(tmp_path / f"rows{suffix}", ROWS)
     if suffix == ".parquet":  # opened by Arrow
         monkeypatch.setattr("pyarrow.parquet.ParquetFile", refused)
@@ -113,9 +111,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, enco
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_place(
-    tmp_path: Path, name: str, text: str | None, sentence: str
-) -> None:
+def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, name, text, sentence) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     message = failure(tmp_path / name)
@@ -173,6 +169,13 @@ def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeyp
     assert requests[:3] == [("openai/gsm8k", "main"), ("some/sums", "main"), ("some/sums", None)]
     for name, split in (("some/exams", "test"), ("some/dev", "validation"), ("some/sums", "train")):
         assert load_rows(name, HELDOUT_SPLITS)[0]["question"] == f"{split} 0"
+    for name, options, split in (  # where there is no test split, rows are held out
+        ("some/sums", {"num_heldout": 1}, "train"),
+        ("some/exams", {"num_heldout": 1}, "test"),
+        ("some/sums", {"eval_path": "some/dev"}, "validation"),
+    ):
+        task = GSM8KTask.load(path=name, **options)
+        assert (task.train[0].query.split()[0], task.heldout[0].query.split()[0]) == ("train", split)
     with pytest.raises(DatasetError, match=r"some/sums has no split test; its splits are train: .*env.eval_path=FILE"):
         load_rows("some/sums", ["test"])
     with pytest.raises(DatasetError, match=r"some/two .*Config name is missing.*env.dataset_path=FILE"):
@@ -186,17 +189,6 @@ def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeyp
     with pytest.raises(DatasetError, match=r"other .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
         load_rows("some/other", config="main")
     assert "\n" not in str(caught.value)
-
-
-def test_rows_are_held_out_of_a_hub_dataset_without_a_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_hub(monkeypatch, HUB)
-    for name, options, splits in (
-        ("some/sums", {"num_heldout": 1}, ("train", "train")),
-        ("some/exams", {"num_heldout": 1}, ("train", "test")),
-        ("some/sums", {"eval_path": "some/dev"}, ("train", "validation")),
-    ):
-        task = GSM8KTask.load(path=name, **options)
-        assert (task.train[0].query.split()[0], task.heldout[0].query.split()[0]) == splits
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

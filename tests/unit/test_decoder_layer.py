@@ -64,6 +64,15 @@ def joined_of(policy: CausalPolicy) -> CausalPolicy:
     return other
 
 
+def qwen3(**changes: Any) -> CausalPolicy:
+    """With joined layers."""
+    return joined_of(CausalPolicy(make_model("qwen3", head_dim=8, **changes).train()))
+
+
+def layers_of(policy: CausalPolicy) -> list[Any]:
+    return list(decoder_layers(base_model(policy.model)))
+
+
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
@@ -83,20 +92,20 @@ def test_a_joined_layer_is_the_layer(family: str) -> None:
 
 @pytest.mark.parametrize("precision", HALF)
 def test_matrices_that_are_cast_once_give_the_same_gradients(precision: torch.dtype) -> None:
-    policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train()))
+    policy = qwen3()
     rows, added = make_groups(GROUPS), mock.Mock(wraps=torch._foreach_add_)
     expected = outcome(policy, rows, precision, passes=3)
     with mock.patch.object(torch, "_foreach_add_", added):
         for actual, one in zip(outcome(policy, rows, precision, halves=True, passes=3), expected):
             assert torch.equal(actual, one)
     assert [len(call.args[0]) for call in added.mock_calls] == [8, 8]  # all norms of two layers, by one kernel
-    assert all(layer.joined.halves is None for layer in decoder_layers(base_model(policy.model)))
+    assert all(layer.joined.halves is None for layer in layers_of(policy))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_layers_are_computed_in_blocks_unless_they_are_checkpointed(checkpointed: bool) -> None:
-    model = make_model("qwen3", head_dim=8, num_hidden_layers=8).train()
-    policy, rows, calls = joined_of(CausalPolicy(model)), make_groups(GROUPS), mock.Mock(wraps=decoder_layer._computed)
+    policy, rows = qwen3(num_hidden_layers=8), make_groups(GROUPS)
+    calls = mock.Mock(wraps=decoder_layer._computed)
     with mock.patch.object(decoder_layer, "block_size", return_value=1):
         expected = outcome(policy, rows, torch.bfloat16)
     if checkpointed:
@@ -107,42 +116,38 @@ def test_layers_are_computed_in_blocks_unless_they_are_checkpointed(checkpointed
     assert [len(call.args[0]) for call in calls.mock_calls] == ([1] * 16 if checkpointed else [4, 4])
 
 
-def llama(**changes: Any) -> torch.nn.Module:
-    return make_model("llama", head_dim=8, **changes)
+llama = partial(make_model, "llama", head_dim=8)
+OTHERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gemma2": lambda: make_model("gemma2", head_dim=8),
+    "granite": lambda: make_model("granite", head_dim=8),
+    "biases": lambda: llama(attention_bias=True),
+    "gelu": lambda: llama(hidden_act="gelu"),
+    "adapter": lambda: add_lora(llama(), r=2, alpha=4),
+    "bfloat16": lambda: llama().to(torch.bfloat16),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: make_model("gemma2", head_dim=8),
-        lambda: make_model("granite", head_dim=8),
-        lambda: llama(attention_bias=True),
-        lambda: llama(hidden_act="gelu"),
-        lambda: add_lora(llama(), r=2, alpha=4),
-        lambda: llama().to(torch.bfloat16),
-    ],
-    ids=["gemma2", "granite", "biases", "gelu", "adapter", "bfloat16"],
-)
-def test_other_layers_stay_transformers(make: Callable[[], torch.nn.Module]) -> None:
-    policy = CausalPolicy(make())
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_stay_transformers(name: str) -> None:
+    policy = CausalPolicy(OTHERS[name]())
     assert not joins_products(base_model(policy.model))
-    assert not any("forward" in vars(layer) for layer in decoder_layers(base_model(policy.model)))
+    assert not any("forward" in vars(layer) for layer in layers_of(policy))
 
 
 def test_a_layer_that_computes_something_else_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Its classes and parameters are those of a Qwen3, but what its attention adds is doubled."""
     policy = CausalPolicy(make_model("qwen3", head_dim=8))
-    for layer in decoder_layers(base_model(policy.model)):
+    for layer in layers_of(policy):
         layer.self_attn.o_proj.register_forward_hook(lambda module, given, output: 2 * output)
     with caplog.at_level(logging.WARNING):
         assert not joins_products(base_model(policy.model))
     assert "are not joined: that changes its output" in caplog.text
-    assert not any("forward" in vars(layer) for layer in decoder_layers(base_model(policy.model)))
+    assert not any("forward" in vars(layer) for layer in layers_of(policy))
 
 
 def test_copies_and_second_policies_of_a_joined_model_compute_packed_rows() -> None:
     """Copies with layers of their own, which the model's weights do not change."""
-    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
+    policy, rows = qwen3(), make_groups(GROUPS)
     expected, _ = outcome(policy, rows, torch.bfloat16)
     models = (policy.model, copy.deepcopy(policy.model), pickle.loads(pickle.dumps(policy.model)))
     second, *copies = (CausalPolicy(model) for model in models)
@@ -156,7 +161,7 @@ def test_copies_and_second_policies_of_a_joined_model_compute_packed_rows() -> N
 
 def test_gradients_that_are_there_are_added_to() -> None:
     """Two contexts, and a padded micro-batch before a packed one, as without copies."""
-    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
+    policy, rows = qwen3(), make_groups(GROUPS)
 
     def accumulated(precision: torch.dtype | None) -> torch.Tensor:
         policy.zero_grad()
@@ -170,50 +175,35 @@ def test_gradients_that_are_there_are_added_to() -> None:
     assert torch.equal(accumulated(torch.bfloat16), expected)
 
 
-def test_a_layer_with_some_frozen_matrices_has_no_copies() -> None:
-    policy, rows = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train())), make_groups(GROUPS)
-    first = decoder_layers(base_model(policy.model))[0]
-    first.self_attn.q_proj.weight.requires_grad_(False)
+def test_a_layer_with_some_frozen_matrices_has_no_copies_nor_has_any_after_a_failed_allocation(monkeypatch) -> None:
+    policy, rows = qwen3(), make_groups(GROUPS)
+    layers_of(policy)[0].self_attn.q_proj.weight.requires_grad_(False)
     with policy.half_weights(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         policy(rows)[keys.LOG_PROBS].sum().backward()
     trained = {name for name, each in policy.named_parameters() if each.grad is not None}
     assert trained == {name for name, each in policy.named_parameters() if each.requires_grad}
-
-
-def test_a_failed_allocation_leaves_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8).train()))
-
-    def out_of_memory(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(torch, "_foreach_copy_", out_of_memory)
+    monkeypatch.setattr(torch, "_foreach_copy_", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
     with pytest.raises(torch.OutOfMemoryError), policy.half_weights(torch.bfloat16):
         pass
-    assert all(layer.joined.halves is None for layer in decoder_layers(base_model(policy.model)))
-
-
-def test_a_model_whose_layers_have_no_name_takes_half_precision() -> None:
-    policy = CausalPolicy(make_model("qwen3"))
-    base_model(policy.model)._no_split_modules = None
-    assert not joins_products(base_model(policy.model))
-    with policy.half_weights(torch.bfloat16):
+    assert all(layer.joined.halves is None for layer in layers_of(policy))
+    nameless = CausalPolicy(make_model("qwen3"))
+    base_model(nameless.model)._no_split_modules = None
+    assert not joins_products(base_model(nameless.model))
+    with nameless.half_weights(torch.bfloat16):
         pass
 
 
-def test_layers_of_other_numbers_are_not_computed_by_compiled_code_of_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_of_other_numbers_are_not_computed_by_compiled_code_of_the_first(monkeypatch) -> None:
     """A Qwen2 of full and sliding layers, and one with another epsilon, whose matrices have the same shapes."""
     torch._dynamo.reset()
     compiled = cache(partial(torch.compile, dynamic=True, backend="aot_eager"))  # which code is chosen, not what it is
     monkeypatch.setattr(decoder_layer, "_compiled", compiled)
     mixed = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
     rows = make_groups(GROUPS)
-    for changes in ({"head_dim": 8, **mixed}, {"head_dim": 8, "rms_norm_eps": 0.5}):
-        policy = CausalPolicy(make_model("qwen2", **changes).train())
+    for changes in (mixed, {"rms_norm_eps": 0.5}):
+        policy = CausalPolicy(make_model("qwen2", head_dim=8, **changes).train())
         expected, _ = outcome(policy, rows, None)
-        joined = CausalPolicy(copy.deepcopy(policy.model))
-        assert joins_products(base_model(joined.model))
+        joined = joined_of(policy)
         with torch.compiler.set_stance("default"):
             assert distance(outcome(joined, rows, None)[0], expected) < 1e-5
 
@@ -230,7 +220,7 @@ def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkey
         Scores=lambda *numbers: numbers,
     )
     for layers in (4, 8):
-        policy = joined_of(CausalPolicy(make_model("qwen3", head_dim=8, num_hidden_layers=layers).train()))
+        policy = qwen3(num_hidden_layers=layers)
         expected = outcome(policy, rows, None)
         with torch.compiler.set_stance("default"):
             for actual, one in zip(outcome(policy, rows, None, halves=True), expected):

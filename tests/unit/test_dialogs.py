@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -82,9 +83,14 @@ def script(request: GroupRequest, index: int, version: int) -> list[int]:
     return [rng.randint(1, 30) for _ in range(rng.randint(1, 11))]
 
 
-def scripted(**options) -> ScriptedEngine:
+def scripted(script: Callable[..., list[int]] = script, **options) -> ScriptedEngine:
     jitter = lambda request: random.random() / 300  # noqa: E731
     return ScriptedEngine(script, **{"eos_token_id": EOS, "max_model_len": CONTEXT, "duration_s": jitter, **options})
+
+
+def five(*_: object) -> list[int]:
+    """A script that always says the same."""
+    return [5]
 
 
 class Submitting(Streams):
@@ -113,11 +119,7 @@ def ordered(may_start: Callable[[int], bool] = bool) -> ScriptedEngine:
     return engine
 
 
-KINDS: dict[str, Callable[[], Engine]] = {
-    "steps": scripted,
-    "ordered steps": ordered,
-    "futures": Submitting,
-}
+KINDS: dict[str, Callable[[], Engine]] = {"steps": scripted, "ordered steps": ordered, "futures": Submitting}
 
 
 @pytest.fixture(params=KINDS)
@@ -128,10 +130,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 def dialogs(engine: Engine, grader: Grader | None = None, max_steps: int = MAX_STEPS) -> DialogEngine:
     responder = GradedTurns(grader or Grader(), Words())
     return DialogEngine(engine, {None: Rules(responder, Words(), max_steps, engine.max_model_len)})
-
-
-def of_kind(kind: str, grader: Grader | None = None) -> DialogEngine:
-    return dialogs(KINDS[kind](), grader)
 
 
 def some_requests(count: int, seed: int = SEED, *, num_samples: int = 3) -> list[GroupRequest]:
@@ -174,9 +172,8 @@ def plain_dialog(request: GroupRequest, index: int, log_prob: float) -> tuple[li
 
 
 def as_lists(sample: Sample) -> tuple[list, list, list, list, bool]:
-    mask = (
-        torch.ones_like(sample.token_ids, dtype=torch.bool) if sample.assistant_mask is None else sample.assistant_mask
-    )
+    own = sample.assistant_mask
+    mask = torch.ones_like(sample.token_ids, dtype=torch.bool) if own is None else own
     columns = (sample.token_ids, sample.log_probs, sample.versions, mask)
     return (*(column.tolist() for column in columns), sample.truncated)
 
@@ -196,7 +193,7 @@ def require_plain(requests: Sequence[GroupRequest], outputs: Sequence[GroupOutpu
 @pytest.mark.parametrize("late", [False, True], ids=["graded at once", "graded later"])
 def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
     requests = some_requests(25)
-    engine = of_kind(kind, Grader(late=late))
+    engine = dialogs(KINDS[kind](), Grader(late=late))
     require_plain(requests, list(engine.generate(requests, SAMPLING)))
     engine.close()
 
@@ -219,37 +216,28 @@ def test_samples_that_are_requested_one_by_one_are_those_of_the_group() -> None:
 @pytest.mark.parametrize(("context", "said"), [(7, "xx"), (8, "xx..x"), (9, "xx..xx"), (12, "xx..xx..x")])
 def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(context: int, said: str) -> None:
     """A prompt of three, turns of two (with their ends), replies of two (``.``)."""
-    engine = scripted(max_model_len=context)
-    engine._script = lambda request, index, version: [5]
     request = replace(some_requests(1)[0], prompt_ids=(1, 2, 3))
-    (output,) = dialogs(engine, Grader(always)).generate([request], SAMPLING)
+    (output,) = dialogs(scripted(five, max_model_len=context), Grader(always)).generate([request], SAMPLING)
     for sample in output.samples:
         mask = as_lists(sample)[3]
         assert "".join("x" if own else "." for own in mask) == said
         assert sample.truncated
-
-
-def test_a_dialog_of_one_turn_is_what_the_engine_gave() -> None:
-    engine = dialogs(scripted(), Grader(lambda text, example: Score({}, True)))
-    (output,) = engine.generate(some_requests(1), SAMPLING)
-    assert all(sample.assistant_mask is None for sample in output.samples)
+    (output,) = dialogs(scripted(), Grader(lambda text, example: Score({}, True))).generate([request], SAMPLING)
+    assert all(sample.assistant_mask is None for sample in output.samples)  # one turn is what the engine gave
 
 
 def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
-    requests, inner = some_requests(40), Submitting()
-    engine = dialogs(inner, Grader())
+    requests, engine = some_requests(20), dialogs(Submitting())
     threads = {*threading.enumerate()}
     futures = [engine.submit(request, SAMPLING) for request in requests]
     further = {*threading.enumerate()} - threads
     require_plain(requests, [future.result(60) for future in futures])
     assert not further
-    late = dialogs(inner, Grader(late=True))
-    require_plain(requests, [f.result(60) for f in [late.submit(request, SAMPLING) for request in requests]])
     engine.close()
 
 
 def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
-    engine = of_kind(kind, Grader(late=True))
+    engine = dialogs(KINDS[kind](), Grader(late=True))
     calls = [some_requests(n, seed=SEED + n) for n in (6, 7, 8)]
     with ThreadPoolExecutor(3) as pool:
         for requests, outputs in zip(calls, pool.map(lambda call: list(engine.generate(call, SAMPLING)), calls)):
@@ -302,19 +290,23 @@ def test_when_an_answer_comes_changes_no_bit_of_what_is_sampled(max_rows: int) -
     assert {sum(a and not b for a, b in itertools.pairwise(s[3])) for group in seen[0] for s in group} >= {0, 1}
 
 
+def refuse(engine: ScriptedEngine, error: Exception, when: Callable[[GroupRequest], bool]) -> None:
+    submit = engine.submit
+
+    def refusing(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        if when(request):
+            raise error
+        return submit(request, sampling)
+
+    engine.submit = refusing
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["cancelled", "refused"])
 def test_no_dialog_waits_for_the_turn_of_a_group_that_is_gone(how: str) -> None:
     """One is cancelled before its responder has begun; or the engine refuses what it says."""
     inner, responder = ordered(), Held()
-    submit = inner.submit
-
-    def refusing(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        if request.group_id == 10:
-            raise ValueError("no")
-        return submit(request, sampling)
-
-    inner.submit = refusing
+    refuse(inner, ValueError("no"), lambda request: request.group_id == 10)
     engine = DialogEngine(inner, {None: Rules(responder, Words(), MAX_STEPS, CONTEXT)})
     gone, stays = (engine.submit(request, SAMPLING) for request in some_requests(2))
     if how == "cancelled":
@@ -332,8 +324,7 @@ def test_no_dialog_waits_for_the_turn_of_a_group_that_is_gone(how: str) -> None:
 @pytest.mark.timeout(120)
 def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
     """All four turns of the short group, before the first of the other ends in an hour."""
-    engine = scripted(duration_s=lambda request: {10: 0.01, 11: 3600.0}[request.group_id])
-    engine._script = lambda request, index, version: [5]
+    engine = scripted(five, duration_s=lambda request: {10: 0.01, 11: 3600.0}[request.group_id])
     stream = dialogs(engine, Grader(always)).generate(some_requests(2), SAMPLING)
     first = next(stream)
     assert first.group_id == 10
@@ -343,8 +334,7 @@ def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
 @pytest.mark.timeout(120)
 def test_no_sample_waits_for_a_sibling() -> None:
     """The second sample's first turn takes an hour; the others are graded after each of their turns but the last."""
-    engine = scripted(duration_s=lambda request: 3600.0 if request.first_sample == 1 else 0.0)
-    engine._script = lambda request, index, version: [5]
+    engine = scripted(five, duration_s=lambda request: 3600.0 if request.first_sample == 1 else 0.0)
     grader = Grader(always)
     dialogs(engine, grader).submit(some_requests(1)[0], SAMPLING)
     while grader.asked < 2 * (MAX_STEPS - 1) or engine.num_in_flight > 1:
@@ -354,22 +344,15 @@ def test_no_sample_waits_for_a_sibling() -> None:
 
 def test_a_refusal_cancels_the_requests_before_it() -> None:
     """As when the engine is closed while a group's samples are submitted."""
-    inner = scripted(duration_s=3600.0)
-    submit, count = inner.submit, itertools.count()
-
-    def refusing(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        if next(count) == 2:
-            raise RuntimeError("closed")
-        return submit(request, sampling)
-
-    inner.submit = refusing
+    inner, count = scripted(duration_s=3600.0), itertools.count()
+    refuse(inner, RuntimeError("closed"), lambda request: next(count) == 2)
     with pytest.raises(RuntimeError, match="closed"):
         dialogs(inner).submit(some_requests(1)[0], SAMPLING)
     assert inner.num_in_flight == 0
 
 
 def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version() -> None:
-    requests, pushed = some_requests(5), []
+    pushed, seen = [], set()
 
     def score(text: str, example: Example) -> Score:
         if not pushed:
@@ -377,8 +360,7 @@ def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version()
         return always(text, example)
 
     engine = dialogs(scripted(), Grader(score))
-    seen = set()
-    for output in engine.generate(requests, SAMPLING):
+    for output in engine.generate(some_requests(5), SAMPLING):
         for sample in output.samples:
             _, _, versions, mask, _ = as_lists(sample)
             sampled_versions = [version for version, own in zip(versions, mask) if own]
@@ -386,41 +368,30 @@ def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version()
             assert [version == -1 for version in versions] == [not own for own in mask]
             seen |= set(sampled_versions)
     assert seen == {0, 1}
-    engine.close()
 
 
 @pytest.mark.parametrize("by_future", [False, True])
 def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) -> None:
-    class Failing(Submitting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.submit = self._submit
+    inner = Submitting()
 
-        def _submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-            if max(request.prompt_ids) < 100:
-                return self.worker.run(request, sampling)
-            future = pending_future()
-            future.set_exception(OSError("the engine is gone"))
-            return future
+    def submit(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        if max(request.prompt_ids) < 100:
+            return inner.worker.run(request, sampling)
+        future = pending_future()
+        future.set_exception(OSError("the engine is gone"))
+        return future
 
-    engine = dialogs(Failing())
-    requests = some_requests(15)
-    outputs = (
-        (engine.submit(request, SAMPLING).result(60) for request in requests)
-        if by_future
-        else engine.generate(requests, SAMPLING)
-    )
+    inner.submit = submit
+    engine, requests = dialogs(inner), some_requests(15)
+    outputs = (engine.submit(request, SAMPLING).result(60) for request in requests)
     with pytest.raises(OSError, match="the engine is gone"):
-        list(outputs)
+        list(outputs if by_future else engine.generate(requests, SAMPLING))
     engine.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
-    def score(text: str, example: Example) -> Score:
-        raise KeyError("the grader is gone")
-
-    engine = of_kind(kind, Grader(score, late=late))
+    engine = dialogs(KINDS[kind](), Grader(Mock(side_effect=KeyError("the grader is gone")), late=late))
     with pytest.raises(KeyError, match="the grader is gone"):
         list(engine.generate(some_requests(8), SAMPLING))
     if kind == "futures":
@@ -445,12 +416,10 @@ def test_an_engine_with_nothing_to_sample_is_left_alone_while_the_grader_works()
         time.sleep(0.1)
         return always(text, example)
 
-    engine, steps = scripted(duration_s=0.0), []
-    engine._script = lambda request, index, version: [5]
-    step = engine._step
-    engine._step = lambda: steps.append(1) or step()
+    engine = scripted(five, duration_s=0.0)
+    engine._step = Mock(wraps=engine._step)
     list(dialogs(engine, Grader(slow, late=True)).generate(some_requests(1, num_samples=1), SAMPLING))
-    assert len(steps) < 3 * MAX_STEPS
+    assert engine._step.call_count < 3 * MAX_STEPS
 
 
 def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
@@ -472,20 +441,14 @@ def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
     """Workers' futures cannot be cancelled: the turns in flight are sampled to their end, and that is all."""
     futures: list[Future] = []
 
-    class Workers(Submitting):
-        def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-            futures.append(pending_future())
-            return futures[-1]
-
     def score(text: str, example: Example) -> Score:
         if how == "failed" and len(futures) > 4 and text == "5":
             raise KeyError("the grader is gone")
         return always(text, example)
 
     sample = Sample(torch.tensor([5]), torch.zeros(1), torch.zeros(1, dtype=torch.int64), truncated=False)
-    inner = Workers()
-    inner.worker.close()
-    inner.submit = Workers.submit.__get__(inner)
+    inner = scripted()
+    inner.submit = lambda request, sampling: futures.append(pending_future()) or futures[-1]
     done = dialogs(inner, Grader(score)).submit(some_requests(1)[0], SAMPLING)
     assert len(futures) == 3
     for future in futures[:2]:
@@ -496,15 +459,13 @@ def test_an_abandoned_group_requests_no_further_turn(how: str) -> None:
     for future in futures[2:]:
         future.set_result(GroupOutput(10, (sample,)))
     assert len(futures) == 5
-    assert done.cancelled() == (how == "cancelled")
     if how == "failed":
         with pytest.raises(KeyError, match="the grader is gone"):
             done.result(0)
 
 
 def test_a_request_that_cannot_be_a_dialog_is_refused_at_the_call() -> None:
-    engine = dialogs(scripted())
-    request = some_requests(1)[0]
+    engine, request = dialogs(scripted()), some_requests(1)[0]
     with pytest.raises(ValueError, match=r"group 10 has 32 tokens, .* max_model_len=32"):
         engine.generate([replace(request, prompt_ids=(3,) * CONTEXT)], SAMPLING)
     with pytest.raises(ValueError, match="Group 10 has no example"):

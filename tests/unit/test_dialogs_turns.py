@@ -50,6 +50,13 @@ TOOLS_BY_ID = MISTRAL.replace("(m.role == 'user') !=", "m.role != 'tool' and (m.
     "{% else %}", "{% elif m.role == 'tool' %}RULE[{{ m.tool_call_id }}: {{ m.content }}]{% else %}"
 )
 IGNORES_TOOLS = CHATML.replace("<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n", "")
+AFTER_CALLS = (  # as Gemma 4: the policy's turn goes on after the results, which are written with the calls before them
+    "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant\n"
+    "{% for call in m.tool_calls %}[{{ call.function.name }}]{% endfor %}<|eot|>"
+    "{% for reply in messages[loop.index:] if reply.role == 'tool' %}<{{ reply.name }}>{{ reply.content }}{% endfor %}"
+    "{% elif m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "[INST]", "[/INST]", "</s>", "<s>"]
 
 
@@ -67,17 +74,15 @@ def decoded(made: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> str:
     return made.decode(list(ids))
 
 
+GENERATION = "<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("template", "end", "reply", "between"),
     [
-        (CHATML, "<|im_end|>", REPLY, "\n<|im_start|>user\nThink again.<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            CHATML,
-            "<|im_end|>",
-            TOOL,
-            "\n<|im_start|>user\n<tool_response>\n9716\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (THINKING, "<|im_end|>", REPLY, "\n<|im_start|>user\nThink again.<|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, "<|im_end|>", REPLY, f"\n<|im_start|>user\nThink again.{GENERATION}"),
+        (CHATML, "<|im_end|>", TOOL, f"\n<|im_start|>user\n<tool_response>\n9716\n</tool_response>{GENERATION}"),
+        (THINKING, "<|im_end|>", REPLY, f"\n<|im_start|>user\nThink again.{GENERATION}"),
         (LLAMA, "<|eot|>", REPLY, "<|head|>user<|/head|>\n\nThink again.<|eot|><|head|>assistant<|/head|>\n\n"),
         (LLAMA, "<|eot|>", TOOL, "<|head|>ipython<|/head|>\n\n9716<|eot|><|head|>assistant<|/head|>\n\n"),
         (MISTRAL, "</s>", REPLY, "[INST] Think again. [/INST]"),
@@ -109,9 +114,7 @@ def test_template_arguments_reach_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize("template", [MISTRAL, IGNORES_TOOLS], ids=["raises", "ignores"])
-def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(
-    template: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_template_without_tool_turns_gets_user_turns_and_says_so_once(template: str, caplog) -> None:
     made = tokenizer(template)
     turns = TurnTokens(made)
     with caplog.at_level(logging.INFO, logger="sota_grpo"):
@@ -132,15 +135,23 @@ def test_a_template_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixt
 
 
 def test_a_template_that_insists_on_ids_has_tool_turns() -> None:
-    rule = (
-        "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
-    )
+    wrong = "m.tool_call_id is not defined or m.tool_call_id | length != 9"
+    rule = f"{{% if {wrong} %}}{{{{ raise_exception('id') }}}}{{% endif %}}"
     made = tokenizer(TOOLS_BY_ID.replace("RULE", rule), end="</s>")
     turns = TurnTokens(made)
     replies = [{**TOOL, "tool_call_id": "aB3dE6gH9"}, {**TOOL, "content": "8", "tool_call_id": "call00001"}]
     assert decoded(made, turns.ids(replies, made.eos_token_id)) == "[aB3dE6gH9: 9716][call00001: 8]"
     with pytest.raises(UserError, match="cannot render messages of the roles tool"):
         turns.ids([{**TOOL, "tool_call_id": "short"}], made.eos_token_id)
+
+
+def test_a_template_that_writes_results_after_calls_only_has_tool_turns() -> None:
+    made = tokenizer(AFTER_CALLS, end="<|eot|>")
+    turns, replies = TurnTokens(made), [{**TOOL, "name": "add"}, {**TOOL, "name": "look", "content": "8"}]
+    assert decoded(made, turns.ids(replies, made.eos_token_id)) == "<add>9716<look>8"
+    ended_otherwise = made.convert_tokens_to_ids("<|im_end|>")
+    assert decoded(made, turns.ids(replies, ended_otherwise)) == "<|eot|><add>9716<look>8"
+    assert decoded(made, turns.ids([REPLY], ended_otherwise)).startswith("\n<|im_start|>user\nThink again.")
 
 
 def test_a_template_for_one_turn_only_is_refused() -> None:

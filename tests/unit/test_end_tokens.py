@@ -42,28 +42,20 @@ def base_model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_the_template_of_a_base_model_ends_its_turns(base_model: str, tmp_path: Path) -> None:
-    config = Config()
+def test_the_template_of_a_base_model_ends_its_turns_after_its_export_too(base_model: str, tmp_path: Path) -> None:
+    config, tokenizer = Config(), load_tokenizer(base_model)
     config.model.name = base_model
-    tokenizer = load_tokenizer(base_model)
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == END_OF_TEXT
     options = engine_options(config, "transformers", "cpu", tokenizer, tmp_path)
     assert options.eos_token_ids == (END_OF_TEXT, END_OF_TURN)
-
-
-def test_a_model_that_is_exported_ends_where_it_ended_in_training(base_model: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(base_model)
     folder = save_hf(load_model(base_model), tokenizer, tmp_path / "hf")
     made = GenerationConfig.from_pretrained(folder)  # what transformers and vLLM stop by
     assert made.eos_token_id == [END_OF_TEXT, END_OF_TURN]
-    assert GenerationConfig.from_pretrained(save_hf(load_model("tiny"), load_tokenizer("tiny"), folder)) == (
-        GenerationConfig.from_pretrained(resolve_model_path("tiny"))
-    ), "one that names its ends is left as it was"
+    tiny = save_hf(load_model("tiny"), load_tokenizer("tiny"), folder)  # which names its ends, and is left as it was
+    assert GenerationConfig.from_pretrained(tiny) == GenerationConfig.from_pretrained(resolve_model_path("tiny"))
 
 
-def test_sampling_options_that_transformers_would_not_write_do_not_keep_a_trained_model_from_its_export(
-    base_model: str, tmp_path: Path
-) -> None:
+def test_sampling_options_that_transformers_refuses_keep_no_model_from_its_export(base_model, tmp_path: Path) -> None:
     """Llama 2 and Vicuna came with a temperature and without ``do_sample``: read with a warning, refused on saving."""
     options = {"temperature": 0.9, "top_p": 0.6, "early_stopping": True}
     (Path(base_model) / "generation_config.json").write_text(json.dumps(options | {"eos_token_id": END_OF_TEXT}))
@@ -82,13 +74,6 @@ def test_the_end_of_a_turn_is_the_one_that_the_template_writes(template: Any) ->
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids = made(made.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
     assert end_of_turn(made) == [number for number in ids if number in made.all_special_ids][-1]
-
-
-def test_graded_text_is_not_tidied() -> None:
-    made = characters(CHATML)
-    made.clean_up_tokenization_spaces = True
-    program = "s = ' '.join(a) if b != 1 , 2 else ' ?'"
-    assert response_text(made, made(program, add_special_tokens=False)["input_ids"]) == program
 
 
 def test_a_blank_token_after_a_turn_is_not_its_end() -> None:
@@ -130,6 +115,9 @@ def test_special_tokens_are_in_the_text_that_is_graded_and_ends_are_not() -> Non
     sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), truncated=False)
     (row,) = group_table(drawn_entries(0, Example("", ""), [5]), [sample], env.tokenizer).rows()
     assert row[keys.RESPONSE_TEXT] == text
+    made, program = characters(CHATML), "s = ' '.join(a) if b != 1 , 2 else ' ?'"  # which is not tidied
+    made.clean_up_tokenization_spaces = True
+    assert response_text(made, made(program, add_special_tokens=False)["input_ids"]) == program
 
 
 def test_in_torchrls_loops_a_response_that_ends_as_the_template_does_is_not_truncated() -> None:

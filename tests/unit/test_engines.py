@@ -7,28 +7,21 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import sota_grpo.engines as engines
-from sota_grpo.engines import resolve_engine_name
+from sota_grpo.engines import resolve_engine_name, transformers_engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Flight
-from sota_grpo.engines.transformers_engine import (
-    Batch,
-    GroupDecoder,
-    TransformersEngine,
-    sampled_probs,
-    uniforms,
-    use_decode_attention,
-)
+from sota_grpo.engines.transformers_engine import Batch, GroupDecoder, TransformersEngine
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.engine_rigs import (
@@ -76,7 +69,7 @@ def splitmix_uniform(seed: int, position: int) -> float:
 def test_uniforms_equal_splitmix64_in_plain_python():
     seeds = torch.randint(0, 1 << 62, (5,))
     expected = [[splitmix_uniform(int(seed), t) for t in range(7)] for seed in seeds]
-    assert uniforms(seeds, 7).tolist() == expected
+    assert transformers_engine.uniforms(seeds, 7).tolist() == expected
 
 
 E = math.e
@@ -92,47 +85,37 @@ CUTS = {  # probabilities before, and after by hand
 @pytest.mark.parametrize("case", CUTS)
 def test_tokens_are_drawn_from_the_truncated_and_renormalised_distribution(case: str):
     weights, how, expected = CUTS[case]
-    probs = sampled_probs(torch.tensor([weights]).log(), Sampling(max_tokens=1, **how))
+    probs = transformers_engine.sampled_probs(torch.tensor([weights]).log(), Sampling(max_tokens=1, **how))
     torch.testing.assert_close(probs, torch.tensor([expected], dtype=torch.float32))
 
 
-def test_log_probs_at_a_temperature_equal_an_unpadded_forward():
-    model = tiny_model(seed=3, tied=False)
-    requests = ragged_requests()
+def test_log_probs_equal_an_unpadded_forward_and_greedy_takes_the_argmax_of_the_raw_distribution():
+    model, requests = tiny_model(seed=3, tied=False), ragged_requests()
     outputs = generate(hf_engine(model), requests, Sampling(max_tokens=40, temperature=0.7))
     assert largest_gap(model, requests, outputs, 0.7) < 1e-5
-
-
-def test_greedy_takes_the_argmax_and_reports_the_raw_distribution():
-    model = tiny_model()
-    requests = ragged_requests(3, 1)
+    model, requests = tiny_model(), ragged_requests(3, 1)
     outputs = generate(hf_engine(model), requests, Sampling(max_tokens=12, temperature=0.0))
     assert largest_gap(model, requests, outputs, 1.0) < 1e-5
     for request in requests:
         (sample,) = outputs[request.group_id].samples
-        ids = torch.tensor([*request.prompt_ids, *sample.token_ids.tolist()])
-        best = model(ids[None]).logits[0].argmax(-1)
+        best = model(torch.tensor([[*request.prompt_ids, *sample.token_ids.tolist()]])).logits[0].argmax(-1)
         assert torch.equal(best[len(request.prompt_ids) - 1 : -1], sample.token_ids)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
-def test_samples_that_are_requested_one_by_one_are_the_groups_bit_for_bit(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_samples_that_are_requested_one_by_one_are_the_groups_bit_for_bit(shared: bool, monkeypatch):
     """Together with an equal prompt of another group as neighbour, and each prompt computed once."""
-    model = tiny_model()
+    model, sampling = tiny_model(), Sampling(max_tokens=20)
     engine = hf_engine(model)
     engine._shares_prompts = engine._shares_prompts and shared
     requests = ragged_requests(4, 3)
     requests.append(replace(requests[-1], group_id=1, seed=5))
     shapes = recorded_shapes(model, monkeypatch)
-    sampling = Sampling(max_tokens=20)
     together = generate(engine, requests, sampling)
-    parts = [
-        [replace(request, num_samples=1, first_sample=index) for index in range(request.num_samples)]
+    futures = [
+        [engine.submit(replace(request, num_samples=1, first_sample=index), sampling) for index in range(3)]
         for request in requests
     ]
-    futures = [[engine.submit(part, sampling) for part in group] for group in parts]
     while engine.advance():
         pass
     for request, group in zip(requests, futures):
@@ -206,13 +189,10 @@ def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
 
 def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
     """Three rows each, room for eight, other temperatures: two groups run, and one that ends lets the next begin."""
-    engine = hf_engine(tiny_model(), max_rows=8)
-    lengths = [10, 11, 12, 13, 14, 15]
-    tickets = []
-    for i, length in enumerate(lengths):
-        sampling = Sampling(max_tokens=length, temperature=1 + i / 100, ignore_eos=True)
-        request = GroupRequest(i, (5, 6, 7), 3, seed=i)
-        tickets += add(engine, [request], sampling)
+    engine, tickets = hf_engine(tiny_model(), max_rows=8), []
+    for i in range(6):
+        sampling = Sampling(max_tokens=10 + i, temperature=1 + i / 100, ignore_eos=True)
+        tickets += add(engine, [GroupRequest(i, (5, 6, 7), 3, seed=i)], sampling)
     ended_at = {}
     for count in itertools.count(1):
         ended_at |= dict.fromkeys((ticket for ticket, _ in step(engine)), count)
@@ -238,19 +218,16 @@ def test_an_abandoned_stream_frees_its_memory():
 def test_a_dropped_group_leaves_the_batch_and_the_others_stay(shared: bool):
     model, sampling = tiny_model(), Sampling(max_tokens=12, ignore_eos=True)
     requests = ragged_requests(2, 4, seed=6)
-    ends, pad = torch.tensor([EOS]), PAD
     expected = generate(hf_engine(model), requests, sampling)[101]
-    assert use_decode_attention(model)
+    assert transformers_engine.use_decode_attention(model)
     flights = {ticket: Flight(request, 12, sampling, Future()) for ticket, request in enumerate(requests)}
     batch = Batch(sampling, num_rows=8, flights=flights)
-    decoder = GroupDecoder(model, batch, ends, pad, shared=shared)
+    decoder = GroupDecoder(model, batch, torch.tensor([EOS]), PAD, shared=shared)
     for _ in range(4):
         decoder.step(0)
     decoder.drop(0)
-    ended = [decoder.step(0) for _ in range(8)]
-    assert decoder.num_rows == 4
-    assert ended == [[]] * 7 + [[1]]
-    assert decoder.num_open == 0
+    assert [decoder.step(0) for _ in range(8)] == [[]] * 7 + [[1]]
+    assert (decoder.num_rows, decoder.num_open) == (4, 0)
     kept = decoder.output(1)
     assert [s.token_ids.tolist() for s in kept.samples] == [s.token_ids.tolist() for s in expected.samples]
 
@@ -307,20 +284,7 @@ def test_a_wrong_push_is_refused_and_changes_nothing():
     assert token_lists(generate(engine, requests, sampling)) == expected
 
 
-def test_an_engine_that_is_closed_while_weights_arrive_says_so():
-    model = tiny_model()
-    engine = hf_engine(model)
-
-    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from model.state_dict().items()
-        engine.close()
-
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.update_weights(arriving(), 1)
-    assert engine.version == 0
-
-
-def test_weights_reach_an_engine_that_sleeps_while_they_arrive():
+def test_weights_reach_an_engine_that_sleeps_while_they_arrive_and_one_that_is_closed_says_so():
     model = tiny_model()
     engine, weights = hf_engine(model), changed_weights(model)
 
@@ -328,15 +292,17 @@ def test_weights_reach_an_engine_that_sleeps_while_they_arrive():
         for parameter in engine._model.parameters():
             parameter.data = parameter.data.clone()
 
-    engine._can_sleep, engine._free_memory = True, moved
-
-    def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+    def arriving(meanwhile: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights.items()
-        engine.sleep()
+        meanwhile()
 
-    engine.update_weights(arriving(), 1)
+    engine._can_sleep, engine._free_memory = True, moved
+    engine.update_weights(arriving(engine.sleep), 1)
     actual = engine._model.state_dict()
     assert all(torch.equal(actual[name], value) for name, value in weights.items())
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.update_weights(arriving(engine.close), 2)
+    assert engine.version == 1
 
 
 def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: pytest.MonkeyPatch):
@@ -353,6 +319,21 @@ def test_what_waits_for_an_engine_fails_though_its_shutdown_fails(monkeypatch: p
         engine.submit(GroupRequest(0, (2,), 1, seed=0), Sampling(max_tokens=2))
 
 
+def test_a_copy_in_bfloat16_is_the_model_that_transformers_loads_in_bfloat16(tmp_path: Path):
+    """Rotary frequencies that are rounded too change the logits of the 150th token."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model_options = {"engine": "transformers", "dtype": "bfloat16", "device": "cpu"}
+    options = engines.EngineOptions(str(tmp_path), eos_token_ids=[EOS], **model_options)
+    ids = torch.arange(150).unsqueeze(0) % (VOCAB - 3) + 3
+    expected = loaded(ids).logits
+    for source in (model, None):
+        copied = engines.make_engine(replace(options, model=source))._model
+        copied.set_attn_implementation("sdpa")
+        assert torch.equal(copied(ids).logits, expected)
+
+
 def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
@@ -364,13 +345,11 @@ def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
         assert engine.max_model_len == loaded.max_model_len == 160
 
 
-@pytest.mark.parametrize(("installed", "expected"), [(True, "vllm"), (False, "transformers")])
-def test_auto_is_vllm_where_it_is_installed(installed: bool, expected: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: object() if installed else None)
-    assert resolve_engine_name("auto") == expected
-    if not installed:
-        with pytest.raises(UserError, match=r"install_vllm_cpu\.py"):
-            resolve_engine_name("vllm")
+def test_without_vllm_auto_is_the_embedded_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert resolve_engine_name("auto") == "transformers"
+    with pytest.raises(UserError, match=r"install_vllm_cpu\.py"):
+        resolve_engine_name("vllm")
     with pytest.raises(UserError, match="engine=sglang is unknown"):
         resolve_engine_name("sglang")
 
@@ -379,12 +358,9 @@ def test_auto_passes_over_a_vllm_whose_installation_was_not_finished(monkeypatch
     needed = ["torch", "torchvision", "no-such-package>=2", "other-package; extra == 'audio'"]
     monkeypatch.setattr(engines, "requires", lambda name: needed)
     monkeypatch.setattr(engines, "find_spec", lambda name: object())
-    engines.vllm_lacks.cache_clear()
-    try:
-        assert resolve_engine_name("auto") == "transformers"
-        assert resolve_engine_name("vllm") == "vllm"  # it says what is missing when it starts
-    finally:
-        engines.vllm_lacks.cache_clear()
+    monkeypatch.setattr(engines, "vllm_lacks", engines.vllm_lacks.__wrapped__)
+    assert resolve_engine_name("auto") == "transformers"
+    assert resolve_engine_name("vllm") == "vllm"  # it says what is missing when it starts
     assert "vLLM is installed without no-such-package, which it needs" in caplog.text
 
 
@@ -392,16 +368,9 @@ def test_auto_passes_over_a_vllm_whose_installation_was_not_finished(monkeypatch
 @pytest.mark.parametrize("hook", ["_start", "_step"])
 def test_an_engine_that_fails_once_fails_all_that_is_in_flight_and_nothing_after_it(hook: str):
     """The driver thread and all waiting threads get the failure: how far a group has come is not known any more."""
-    engine, works = ScriptedEngine(duration_s=0.05), [False]
-    hooked = getattr(engine, hook)
-
-    def failing(*args: object) -> object:
-        if not works[0]:
-            works[0] = True
-            raise MemoryError("no room")
-        return hooked(*args)
-
-    setattr(engine, hook, failing)
+    engine = ScriptedEngine(duration_s=0.05)
+    once = itertools.chain([MemoryError("no room")], itertools.repeat(DEFAULT))
+    setattr(engine, hook, Mock(wraps=getattr(engine, hook), side_effect=once))
     samplings = [Sampling(max_tokens=length) for length in (2, 3, 4)]  # three calls of the hook that starts
     futures = [engine.submit(GroupRequest(0, (2,), 1, seed=0), sampling) for sampling in samplings]
     with pytest.raises(MemoryError, match="no room"):
@@ -427,8 +396,7 @@ def test_both_drivers_of_an_engine_that_fails_end():
 
 def test_what_waits_is_decoded_together_once_it_is_no_less_than_what_runs():
     """Later turns of dialogs come one by one: seven of them beside eight running rows wait for the eighth."""
-    engine = hf_engine(tiny_model(), max_rows=64)
-    sampling = Sampling(max_tokens=30, ignore_eos=True)
+    engine, sampling = hf_engine(tiny_model(), max_rows=64), Sampling(max_tokens=30, ignore_eos=True)
     requests = ragged_requests(16, 1)
     add(engine, requests[:8], sampling)
     step(engine)

@@ -175,9 +175,7 @@ def test_every_row_keeps_its_own_prompt_and_example_among_rows_of_other_groups()
     for group_id, example in enumerate(problems):
         drawn = drawn_entries(group_id, example, tokenizer(example.query)["input_ids"] + [5] * group_id)
         responses = [torch.randint(4, 20, (count,)) for count in (2, 3)]
-        samples = [
-            Sample(ids, -torch.rand(len(ids)), torch.zeros(len(ids)).long(), truncated=False) for ids in responses
-        ]
+        samples = [Sample(ids, -torch.rand(len(ids)), 0 * ids, truncated=False) for ids in responses]
         rows += group_table(drawn, samples, tokenizer).rows()
     mixed = random.sample(rows, len(rows))
     for row, (text, example) in zip(mixed, graded_texts(mixed), strict=True):

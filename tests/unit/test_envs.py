@@ -6,10 +6,11 @@ import inspect
 import json
 import random
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torchrl.envs import Compose, StepCounter, TransformedEnv, llm
 from torchrl.envs.utils import check_env_specs
@@ -19,7 +20,7 @@ from sota_grpo import envs, keys
 from sota_grpo.envs import ArithmeticEnv, PromptStream, TaskEnv
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import Score
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.dataset import DatasetError
 
@@ -36,9 +37,8 @@ def char_tokenizer(*, chat_template: str | None = TEMPLATE, pad_token: str = "<p
     core = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(symbols)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=pad_token, eos_token="<eos>", unk_token="<unk>"
-    )
+    names = {"pad_token": pad_token, "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **names)
     tokenizer.chat_template = chat_template
     return tokenizer
 
@@ -60,12 +60,9 @@ def answering(env: TaskEnv, respond: Callable[[int, TensorDictBase], str], end: 
     return policy
 
 
-@pytest.mark.parametrize(("num_envs", "repeats"), [(1, 1), (6, 3)])
-def test_specs_describe_the_ragged_rows(num_envs: int, repeats: int) -> None:
-    check_env_specs(make_env(num_envs=num_envs, repeats=repeats), break_when_any_done="both", seed=SEED)
-
-
-def test_specs_hold_without_a_reward_and_under_transforms() -> None:
+def test_specs_describe_the_ragged_rows_under_transforms_too() -> None:
+    for num_envs, repeats in ((1, 1), (6, 3)):
+        check_env_specs(make_env(num_envs=num_envs, repeats=repeats), break_when_any_done="both", seed=SEED)
     # one group, so prompts of one length: the check itself stacks the rows of a TransformedEnv densely
     check_env_specs(TransformedEnv(make_env(num_envs=3), Compose(StepCounter(max_steps=1))))
     env = make_env(compute_reward=False)
@@ -85,25 +82,34 @@ def test_reset_draws_groups_of_siblings() -> None:
     for row in first.unbind(0):
         example = drawn[row["group_id"].item() - begin.item()]
         assert env.stream.example_of(row["group_id"].item()) == example
-        assert (row["query"], row["answer"], json.loads(row["extra"])) == (
-            example.query,
-            example.answer,
-            dict(example.extra),
-        )
+        assert Example(row["query"], row["answer"], json.loads(row["extra"])) == example
         prompt = env.tokenizer.decode(row[keys.PROMPT_TOKENS].tolist())
         assert prompt == f"user: {example.query}\nassistant: "
 
 
+def test_the_first_reset_is_of_all_rows() -> None:
+    env = make_env()
+    first_alone = TensorDict({"_reset": torch.tensor([[True], *[[False]] * 5])}, [6])
+    with pytest.raises(ValueError, match="row 1 has no dialog yet; reset all rows before single ones"):
+        env.reset(first_alone)
+    rows = env.reset()
+    before = rows["group_id"].tolist()
+    after = env.reset(rows.update(first_alone))["group_id"].tolist()
+    assert [old == new for old, new in zip(before, after)] == [False, *[True] * 5]
+
+
 def test_environments_name_no_group_alike() -> None:
-    """Of other seeds, of other examples, and once they were given other seeds; the same twice is the same again."""
+    """Of other seeds, of other examples, and once they were given a seed, whose order starts over with new names."""
     others = TaskEnv(ArithmeticTask(seed=SEED + 1, num_train=12, num_heldout=4), char_tokenizer(), seed=SEED)
-    envs = [make_env(), make_env(seed=SEED + 1), others]
-    drawn = [set(env.reset()["group_id"].tolist()) for env in envs]
-    for env in (make_env(), make_env()):
-        env.set_seed(7 + len(drawn))
-        drawn.append(set(env.reset()["group_id"].tolist()))
-    assert len(set.union(*drawn)) == sum(map(len, drawn)) == 9
+    env = make_env()
+    rows = [each.reset() for each in (env, make_env(seed=SEED + 1), others)]
+    for each, seed in ((env, SEED + 5), (env, SEED + 5), (make_env(), 7)):
+        each.set_seed(seed)
+        rows.append(each.reset())
+    drawn = [set(each["group_id"].tolist()) for each in rows]
+    assert len(set.union(*drawn)) == sum(map(len, drawn)) == 11
     assert set(make_env().reset()["group_id"].tolist()) == drawn[0]
+    assert [row["query"] for row in rows[3].unbind(0)] == [row["query"] for row in rows[4].unbind(0)]
 
 
 def test_a_stream_continues_with_the_groups_that_it_named() -> None:
@@ -163,27 +169,20 @@ def test_an_answer_without_its_end_is_truncated() -> None:
 
 
 def test_a_step_asks_the_grader_for_each_group() -> None:
-    graded = []
-
-    class Listening(LocalGrader):
-        def scores(self, pairs):
-            graded.append(list(pairs))
-            return super().scores(pairs)
-
-    env = make_env(grader=Listening(lambda text, example: Score({"correct": float(len(text))}, False), ["correct"]))
+    grader = LocalGrader(lambda text, example: Score({"correct": float(len(text))}, False), ["correct"])
+    grader.scores = Mock(wraps=grader.scores)
+    env = make_env(grader=grader)
     rows = env.rollout(max_steps=1, policy=answering(env, lambda index, row: "x" * index)).reshape(-1)
+    graded = [list(call.args[0]) for call in grader.scores.call_args_list]
     assert [[text for text, _ in group] for group in graded] == [["", "x", "xx"], ["xxx", "xxxx", "xxxxx"]]
     assert [{example.query for _, example in group} for group in graded] == [{rows[0]["query"]}, {rows[3]["query"]}]
     assert rows["next", "reward"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_batch_of_broken_groups_is_refused() -> None:
+def test_a_batch_of_broken_groups_and_a_prompt_that_does_not_fit_are_refused() -> None:
     for num_envs, repeats, fix in ((10, 4, 8), (3, 4, 4), (0, 2, 2)):
         with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats} .*; use num_envs={fix} "):
             make_env(num_envs=num_envs, repeats=repeats)
-
-
-def test_a_prompt_that_does_not_fit_gives_both_numbers() -> None:
     longest = make_env().check_prompts()
     assert make_env(max_prompt_tokens=longest).check_prompts() == longest
     with pytest.raises(UserError, match=f"has {longest} tokens and at most {longest - 1} fit"):
@@ -192,29 +191,17 @@ def test_a_prompt_that_does_not_fit_gives_both_numbers() -> None:
 
 def test_prompts_are_tokenised_once() -> None:
     env = make_env()
-    calls = []
-    original = env.tokenizer.apply_chat_template
-    env.tokenizer.apply_chat_template = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    env.tokenizer.apply_chat_template = applied = Mock(wraps=env.tokenizer.apply_chat_template)
     env.check_prompts()
     unique = len({(e.query, str(e.extra)) for part in (env.task.train, env.task.heldout) for e in part})
     env.reset()
-    assert len(calls) == unique + 1  # and plain words, for what the template writes around them
+    assert applied.call_count == unique + 1  # and plain words, for what the template writes around them
 
 
 def test_a_tokenizer_without_a_chat_template_gets_plain_text() -> None:
     env = TaskEnv(ArithmeticTask(num_train=2, num_heldout=1), char_tokenizer(chat_template=None))
     example = env.task.train[0]
     assert env.decode(torch.tensor(env.prompt_ids(example))) == f"{example.query}\n\n"
-
-
-def test_setting_the_seed_starts_the_order_over_with_new_group_ids() -> None:
-    env = make_env()
-    env.set_seed(SEED + 5)
-    first = env.reset()
-    env.set_seed(SEED + 5)
-    second = env.reset()
-    assert [row["query"] for row in first.unbind(0)] == [row["query"] for row in second.unbind(0)]
-    assert not set(first["group_id"].tolist()) & set(second["group_id"].tolist())
 
 
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
@@ -242,9 +229,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("IFEvalEnv", {"all_weight": 0.5}, "user: No. ", ('"So it is"', "So it is"), [1.5, 0.5]),
     ],
 )
-def test_named_environments_take_torchrls_keywords_and_grade(
-    files: dict[str, str], name: str, options: dict, prompt: str, responses: tuple[str, str], rewards: list[float]
-) -> None:
+def test_named_environments_take_torchrls_keywords_and_grade(files, name, options, prompt, responses, rewards) -> None:
     theirs = set(inspect.signature(getattr(llm, name).__init__).parameters) - {"self"}
     kind = getattr(envs, name)
     assert theirs <= {name for one in (kind, envs.DatasetEnv) for name in inspect.signature(one.__init__).parameters}
@@ -275,9 +260,7 @@ def test_named_environments_take_torchrls_keywords_and_grade(
         ("IFEvalEnv", {"eval_dataset": "missing.jsonl"}, DatasetError, "there is no file missing.jsonl"),
     ],
 )
-def test_a_value_that_cannot_be_honoured_is_refused(
-    files: dict[str, str], name: str, option: dict, error: type[Exception], sentence: str
-) -> None:
+def test_a_value_that_cannot_be_honoured_is_refused(files, name, option, error, sentence) -> None:
     tokenizer = char_tokenizer()
     with pytest.raises(error, match=sentence):
         getattr(envs, name)(**{"dataset": files[name], "num_heldout": 3, "tokenizer": tokenizer} | option)

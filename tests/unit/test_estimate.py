@@ -19,7 +19,7 @@ from sota_grpo.assembly.compose import compose
 from sota_grpo.assembly.estimate import GIB, Estimate, Machine, RunMemory, estimate, with_micro_batches
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import configs as command
-from sota_grpo.config import Config, num_steps
+from sota_grpo.config import num_steps
 from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
@@ -34,13 +34,17 @@ from sota_grpo.workers.instances import InstanceSpec
 from tests.training_rigs import make_components
 
 PRESETS = sorted(path.stem for path in CONFIG_DIR.glob("*.yaml"))
-GPU_PRESETS, HARDWARE = (
-    ("grpo_gsm8k", "grpo_ifeval", "grpo_math", "grpo_reasoning"),
-    ("", " hardware=one_gpu"),
-)
+GPU_PRESETS, HARDWARE = (("grpo_gsm8k", "grpo_ifeval", "grpo_math", "grpo_reasoning"), ("", " hardware=one_gpu"))
+FOUR_RANKS = ["train_model.num_devices=4", "policy.kl_coef=0"]
 LLAMA = ["model.name=meta-llama/Llama-2-7b-hf", "device=cuda", "env.dataset=arithmetic"]
+TINY = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
 QWEN, CPU = architecture_of("Qwen/Qwen2.5-0.5B"), Machine("cpu", 8 * GIB, 500 * 2**20)
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine is taken to have no GPU")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is taken to have none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def planned(*overrides: str, name: str = "grpo_gsm8k", gib: float | None = None, **options: Any) -> Estimate:
@@ -54,7 +58,6 @@ def called(*arguments: str) -> int:
     return options.run(options)
 
 
-@NO_GPU
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_fits_the_hardware_that_its_first_line_names(name: str) -> None:
     actual = planned(name=name)
@@ -76,7 +79,6 @@ def fits_with_its_change_only(found: Estimate) -> dict[str, Any]:
     return options
 
 
-@NO_GPU
 @pytest.mark.parametrize(
     ("gib", "overrides"),
     [
@@ -89,7 +91,6 @@ def test_what_is_proposed_fits_and_nothing_less_of_it_does(gib: float, overrides
     fits_with_its_change_only(planned(*overrides, gib=gib))
 
 
-@NO_GPU
 def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_than_needed() -> None:
     wide = ["train.micro_batch_tokens=131072", "train.optim_batch_size=128", "model.size=0.5B"]
     actual = planned(*wide, "train_model.gradient_checkpointing=false", "engine=transformers", gib=60.0)
@@ -106,7 +107,6 @@ def of_the_limit(found: RunMemory) -> float:
 SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false"]
 
 
-@NO_GPU
 @pytest.mark.parametrize(
     ("gib", "overrides"),
     [
@@ -114,16 +114,7 @@ SMALL = ["model.name=Qwen/Qwen3-0.6B", "train_model.gradient_checkpointing=false
         (40.0, [*SMALL, "env.repeats=4", "inference_model.max_tokens=300"]),
         (24.0, ["train_model.lora.enabled=true", "algorithm=gspo"]),
         (80.0, [*SMALL, "model.attn_implementation=sdpa"]),
-        (
-            80.0,
-            [
-                *LLAMA,
-                "train_model.num_devices=4",
-                "policy.kl_coef=0",
-                "train.optim_batch_size=512",
-                "train.dialog_turns_per_batch=512",
-            ],
-        ),
+        (80.0, [*LLAMA, *FOUR_RANKS, "train.optim_batch_size=512", "train.dialog_turns_per_batch=512"]),
     ],
 )
 def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overrides: list[str]) -> None:
@@ -139,42 +130,30 @@ def test_auto_fills_nine_tenths_of_what_is_free_while_training(gib: float, overr
     assert actual.as_dict()["micro_batch_tokens"] == auto
 
 
-@NO_GPU
 def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> None:
     assert planned(*SMALL, gib=2000.0).micro_batch_tokens == 65_536
-    few = planned(*SMALL, "train.optim_batch_size=16", gib=2000.0)
-    assert few.micro_batch_tokens == 2 * (300 + 8 * 1024)
-    least = planned(gib=20.0)
-    assert least.micro_batch_tokens == 300 + 1024
+    assert planned(*SMALL, "train.optim_batch_size=16", gib=2000.0).micro_batch_tokens == 2 * (300 + 8 * 1024)
+    assert planned(gib=20.0).micro_batch_tokens == 300 + 1024
     assert RunMemory(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
     assert planned("train.micro_batch_tokens=777", gib=80.0).micro_batch_tokens == 777
 
 
-@NO_GPU
-def test_a_run_plans_the_micro_batches_of_its_estimate_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, actual = compose("grpo_gsm8k", SMALL), planned(*SMALL, gib=80.0)
+def test_a_run_plans_the_micro_batches_of_its_estimate_once(monkeypatch, caplog) -> None:
+    actual = planned(*SMALL, gib=80.0)
 
-    def tokens(config: Config) -> int | str:
+    def tokens(*overrides: str) -> int | str:
+        config = compose("grpo_gsm8k", [*SMALL, *overrides])
         return with_micro_batches(config, actual.plan, 300).train.micro_batch_tokens
 
     with caplog.at_level("INFO", logger="sota_grpo"):
-        monkeypatch.setattr(estimating, "_machine", lambda *_: (replace(actual.machine, count=1, is_here=True), ""))
-        assert tokens(config) == actual.micro_batch_tokens
+        with monkeypatch.context() as here:
+            here.setattr(estimating, "_machine", lambda *_: (replace(actual.machine, count=1, is_here=True), ""))
+            assert tokens() == actual.micro_batch_tokens
         (record,) = caplog.records
-        assert record.message.startswith(
-            f"train.micro_batch_tokens=auto is {actual.micro_batch_tokens:,}, which fills "
-        )
-        monkeypatch.undo()
-        assert tokens(config) == 16_384  # elsewhere: its memory is not known
+        assert record.message.startswith(f"train.micro_batch_tokens=auto is {actual.micro_batch_tokens:,}, which fills")
+        assert tokens() == 16_384  # elsewhere: its memory is not known
         assert "not on this machine" in caplog.text
-    assert (
-        with_micro_batches(
-            compose("grpo_gsm8k", ["train.micro_batch_tokens=5"]), actual.plan, 300
-        ).train.micro_batch_tokens
-        == 5
-    )
+    assert tokens("train.micro_batch_tokens=5") == 5
 
 
 def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path: Path) -> None:
@@ -186,9 +165,7 @@ def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path
 
 
 @pytest.mark.parametrize("config_yaml", [None, "seed: 1", "train: {micro_batch_tokens: auto}"])
-def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(
-    config_yaml: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(config_yaml, tmp_path, caplog) -> None:
     if config_yaml is not None:
         (tmp_path / "config.yaml").write_text(config_yaml)
     config = compose("grpo_cpu")
@@ -198,23 +175,17 @@ def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(
     assert f"{tmp_path / 'config.yaml'} does not record what train.micro_batch_tokens=auto was" in caplog.text
 
 
-@NO_GPU
 def test_where_nothing_helps_it_says_so() -> None:
     actual = planned("model.name=Qwen/Qwen2.5-72B-Instruct", gib=4.0)
     assert actual.change is None
     assert "smaller model" in actual.refusal
+    share = "inference_model.gpu_memory_utilization=0.1"  # which does not hold the model
+    assert "KV cache" in planned(*LLAMA, "engine=vllm", share, gib=80.0).refusal
 
 
-@NO_GPU
-def test_an_engine_whose_share_does_not_hold_the_model_cannot_start() -> None:
-    actual = planned(*LLAMA, "engine=vllm", "inference_model.gpu_memory_utilization=0.1", gib=80.0)
-    assert "KV cache" in actual.refusal
-
-
-@NO_GPU
 def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
     """As on one GPU: never with gradients and activations; asleep, each leaves its weights on the host."""
-    own = [*LLAMA, "engine=vllm", "policy.kl_coef=0", "train_model.num_devices=4"]
+    own = [*LLAMA, "engine=vllm", *FOUR_RANKS]
     actual = planned(*own, "inference_model.num_devices=shared", gib=80.0)
     apart = planned(*own, "inference_model.num_devices=4", gib=80.0)
     assert [device.roles for device in actual.devices] == [("learner", "engine")] * 4
@@ -228,7 +199,6 @@ def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
     assert {**parts["training"], "context": 0} == {**rank.moments["at work"], "context": 0}
 
 
-@NO_GPU
 def test_proposals_stay_within_the_gpus_that_there_are() -> None:
     """All weights of 7B need more than one GPU of 80 GiB; an adapter does not."""
     for gpus in (1, 4):
@@ -241,7 +211,6 @@ def test_proposals_stay_within_the_gpus_that_there_are() -> None:
         planned(*LLAMA, "train_model.num_devices=4", "inference_model.num_devices=1", gpus=4)
 
 
-@NO_GPU
 @pytest.mark.parametrize("case", ["grpo_cpu", *(f"{name}{hardware}" for name in GPU_PRESETS for hardware in HARDWARE)])
 def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> None:
     """At the start, every ``eval.every`` steps, and at the end."""
@@ -301,38 +270,28 @@ def test_a_prompt_that_is_longer_than_the_context_is_refused() -> None:
 
 
 def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
-    config = compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"])
-    (device,) = RunMemory(config, QWEN, 100, CPU).devices
-    weights = 4 * QWEN.parameters
-    training = device.moments["training"]
-    assert training["weights"] == training["reference: weights"] == training["engine: weights"] == weights
-    assert training["optimizer"] == 2 * weights
-    assert device.roles == ("learner", "engine", "reference")
-    assert "gradients" not in device.moments["sampling"]
-
-
-def test_a_teacher_of_another_size_is_counted_as_it_is() -> None:
+    """A teacher as it is, which may be of another size."""
     config = compose("grpo_cpu", ["engine=transformers", "algorithm.distill_coef=1", "ref_model.name=large"])
-    large = replace(QWEN, layers=2 * QWEN.layers)
-    (device,), (same,) = (
-        RunMemory(config, QWEN, 100, CPU, teacher=large).devices,
-        RunMemory(config, QWEN, 100, CPU).devices,
-    )
-    assert device.moments["training"]["reference: weights"] == 4 * large.parameters
-    assert (
-        device.moments["training"]["weights"] == same.moments["training"]["reference: weights"] == 4 * QWEN.parameters
-    )
+    large, weights = replace(QWEN, layers=2 * QWEN.layers), 4 * QWEN.parameters
+    for teacher, reference in ((None, weights), (large, 4 * large.parameters)):
+        (device,) = RunMemory(config, QWEN, 100, CPU, teacher=teacher).devices
+        training = device.moments["training"]
+        assert (training["weights"], training["optimizer"]) == (weights, 2 * weights)
+        assert (training["engine: weights"], training["reference: weights"]) == (weights, reference)
+        assert device.roles == ("learner", "engine", "reference")
+        assert "gradients" not in device.moments["sampling"]
+    (kl,) = RunMemory(compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"]), QWEN, 100, CPU).devices
+    assert kl.moments["training"]["reference: weights"] == weights
 
 
-@NO_GPU
 def test_the_command_refuses_with_2_and_names_the_change(capsys: pytest.CaptureFixture[str]) -> None:
-    assert called("--config-name", "grpo_gsm8k", "--memory-gb", "16", "--prompt-tokens", "200", "model.size=3B") == 2
+    preset = ("--config-name", "grpo_gsm8k", "--prompt-tokens", "200")
+    assert called(*preset, "--memory-gb", "16", "model.size=3B") == 2
     printed = capsys.readouterr()
     assert "It does not fit." in printed.out
     assert "use train" in printed.err
-    assert called("--config-name", "grpo_gsm8k", "--prompt-tokens", "200") == 0
-    printed = capsys.readouterr().out
-    assert "It fits" in printed
+    assert called(*preset) == 0
+    assert "It fits" in capsys.readouterr().out
 
 
 GPUS = ["model.size=1.5B", "train_model.torch_dtype=float32"]
@@ -356,9 +315,8 @@ def test_what_is_written_to_the_disk_is_counted(overrides: list[str], sizes: tup
 
 def test_checkpoints_of_a_resumed_run_make_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose("grpo_cpu")
-    model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
-    needed = estimating.disk_of(config, model).total
-    monkeypatch.setattr(estimating.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1000))
+    free = estimating.disk_of(config, TINY).total - 1000
+    monkeypatch.setattr(estimating.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     with pytest.raises(UserError, match="The run writes"):
         estimating.require_disk(config, tmp_path)
     CheckpointStore(tmp_path / "checkpoints").save(1, {"a": torch.ones(1000)})
@@ -371,5 +329,5 @@ def test_a_checkpoint_has_the_size_that_is_counted(tmp_path: Path) -> None:
     rows.set(keys.ADVANTAGE, torch.ones(len(rows), 1, 1))
     components.learner.update(rows)
     path = CheckpointStore(tmp_path / "c").save(1, components.learner.state_dict())
-    model = architecture_from(AutoConfig.from_pretrained(resolve_model_path("tiny")))
-    assert path.stat().st_size == pytest.approx(estimating.disk_of(compose("grpo_cpu"), model).checkpoint, rel=0.02)
+    counted = estimating.disk_of(compose("grpo_cpu"), TINY).checkpoint
+    assert path.stat().st_size == pytest.approx(counted, rel=0.02)

@@ -7,36 +7,28 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-import torch
 
-from sota_grpo.engines.stepping import Streams
 from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.rl.records import Example, GroupRequest, Score
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.training.evaluate import (
-    MISSED,
-    Evaluator,
-    Response,
-    accuracy,
-    is_out_of_reach,
-    num_needed,
-    pass_at_k,
-)
+from sota_grpo.training.evaluate import MISSED, Evaluator, Response, accuracy, is_out_of_reach, num_needed, pass_at_k
 from tests.training_rigs import make_env, make_saying
 
 SEED = random.randrange(1 << 30)
 
 
-def measured(env, say, **options) -> dict[str, float]:
-    engine, examples = make_saying(env, say), env.task.heldout[:8]
-    return Evaluator(
-        Rollouts(env, engine), examples, max_tokens=64, **{"avg_at_k": 0, "seed": SEED} | options
-    ).measure()
+def evaluator_of(env, say, **options) -> Evaluator:
+    examples = options.pop("examples", env.task.heldout[:8])
+    options = {"max_tokens": 64, "avg_at_k": 0, "seed": SEED} | options
+    return Evaluator(Rollouts(env, make_saying(env, say)), examples, **options)
+
+
+def measured(env, say) -> dict[str, float]:
+    return evaluator_of(env, say).measure()
 
 
 @pytest.mark.parametrize("reason", ["OSError: no judge", "NoReward: no term of the reward applies"])
@@ -44,11 +36,11 @@ def test_failed_gradings_count_as_wrong_and_are_reported(reason: str, caplog: py
     env = make_env()
 
     def score(response: str, example: Example) -> Score:
-        if example == env.task.heldout[2]:
-            if "judge" in reason:
-                raise OSError("no judge")
-            return Score({"correct": None}, False)
-        return Score({"correct": 1.0}, True)
+        if example != env.task.heldout[2]:
+            return Score({"correct": 1.0}, True)
+        if "judge" in reason:
+            raise OSError("no judge")
+        return Score({"correct": None}, False)
 
     env.grader = LocalGrader(score, ["correct"])
     assert measured(env, lambda request, index: "say")["eval/accuracy"] == 7 / 8
@@ -67,9 +59,7 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
         return Score({"near": -float(odd), "rare": 0.0 if odd else None}, False)
 
     env.grader = LocalGrader(score, ["near", "rare"])
-    evaluator = Evaluator(
-        Rollouts(env, make_saying(env, lambda *_: "say")), examples, max_tokens=64, avg_at_k=0, seed=SEED
-    )
+    evaluator = evaluator_of(env, lambda *_: "say")
     actual = evaluator.measure()
     assert (actual["eval/reward"], actual["eval/reward/near"], actual["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
     assert actual["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
@@ -128,8 +118,7 @@ def test_a_target_is_confirmed_on_all_problems_or_refuted_by_few(num_right: int,
         seen.append(request.group_id)
         return env.task.gold_response(examples[request.group_id]) if request.group_id < num_right else "no idea"
 
-    rollouts = Rollouts(env, make_saying(env, say))
-    evaluator = Evaluator(rollouts, examples, max_tokens=64, avg_at_k=0, seed=SEED)
+    evaluator = evaluator_of(env, say, examples=examples)
     metrics = evaluator.measure(0.5)
     assert metrics["eval/num_samples"] == count
     assert metrics["eval/accuracy"] == num_right / count
@@ -139,8 +128,7 @@ def test_a_target_is_confirmed_on_all_problems_or_refuted_by_few(num_right: int,
 
 def test_every_response_is_handed_over_once_with_its_problem() -> None:
     env, texts = make_env(), dict[int, list[str]]()
-    engine = make_saying(env, lambda request, index: f"{request.group_id} {index}")
-    evaluator = Evaluator(Rollouts(env, engine), env.task.heldout[:8], max_tokens=64, avg_at_k=3, seed=SEED)
+    evaluator = evaluator_of(env, lambda request, index: f"{request.group_id} {index}", avg_at_k=3)
 
     def graded(problem: int, responses: Sequence[Response]) -> None:
         assert problem not in texts
@@ -162,14 +150,13 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
         is_right = request.group_id % 2 == 0 if greedy else index < request.group_id % 5
         return env.task.gold_response(examples[request.group_id]) if is_right else "no idea"
 
-    evaluator = Evaluator(Rollouts(env, make_saying(env, say)), examples, max_tokens=64, avg_at_k=4, seed=SEED)
+    evaluator = evaluator_of(env, say, examples=examples, avg_at_k=4)
     actual = evaluator.evaluate()
     assert actual["num_problems"] == 10
     assert actual["greedy"]["accuracy"] == 0.5
     assert actual["sampled"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5 / 4)
-    assert {k: part["accuracy"] for k, part in actual["pass_at_k"].items()} == pytest.approx(
-        {"1": 0.5, "2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, "4": 0.8}
-    )
+    accuracies = {k: part["accuracy"] for k, part in actual["pass_at_k"].items()}
+    assert accuracies == pytest.approx({"1": 0.5, "2": (0 + 3 / 6 + 5 / 6 + 1 + 1) / 5, "4": 0.8})
     assert actual["pass_at_k"]["4"]["stderr"] == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
     measures = evaluator.measure()
     assert measures["eval/accuracy"] == actual["greedy"]["accuracy"]
@@ -184,44 +171,16 @@ def test_an_accuracy_of_the_task_may_have_the_name_of_another_figure() -> None:
     assert (actual["eval/reward"], actual["eval/stderr"], actual["eval/accuracy"]) == (0.0, 0.0, 0.0)
 
 
-class Dialogs(Streams):
-    """Answers every request with a dialog of two turns, between which another role speaks."""
-
-    def __init__(self, ids: list[list[int]]) -> None:
-        self.ids, self.requests = ids, list[GroupRequest]()
-
-    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        self.requests.append(request)
-        first, user, last = self.ids
-        mask = torch.tensor([True] * len(first) + [False] * len(user) + [True] * len(last))
-        ids = torch.tensor([*first, *user, *last])
-        sample = Sample(ids, torch.zeros(len(ids)), torch.zeros(len(ids)), truncated=False, assistant_mask=mask)
-        answered: Future[GroupOutput] = Future()
-        answered.set_result(GroupOutput(request.group_id, (sample,) * request.num_samples))
-        return answered
-
-
-def test_the_last_turn_of_a_dialog_is_graded() -> None:
-    env, texts = make_env(multi_turn=True), []
-    env.grader = LocalGrader(lambda text, example: texts.append(text) or Score({"correct": 1.0}, True), ["correct"])
-    dialogs = Dialogs([env.tokenizer(text)["input_ids"] for text in ("no", "think again", "it is 4")])
-    examples = env.task.heldout[:2]
-    Evaluator(Rollouts(env, dialogs), examples, max_tokens=64, avg_at_k=0, seed=0).measure()
-    assert texts == ["it is 4"] * 2
-    assert [request.example for request in dialogs.requests] == list(examples)
-
-
 CLUSTERS = [(2, 2), (0, 1), (1, 3), (0, 2), (1, 1)]  # instructions followed, and requested, of five prompts
 
 
-def test_shares_of_unequal_prompts_have_the_ratio_estimators_error() -> None:
-    """4 of 9; residuals y - 4/9 m are 10/9, -4/9, -3/9, -8/9, 5/9, whose squares add up to 214/81."""
+def test_shares_of_unequal_prompts_have_the_ratio_estimators_error_and_a_gain_is_paired() -> None:
+    """4 of 9; residuals y - 4/9 m are 10/9, -4/9, -3/9, -8/9, 5/9, whose squares add up to 214/81.
+
+    What two evaluations share cancels; with one trial each the error is that of the mean of the differences.
+    """
     error = math.sqrt(5 / 4 * 214 / 81) / 9
     assert accuracy(CLUSTERS) == {"accuracy": pytest.approx(4 / 9), "stderr": pytest.approx(error)}
-
-
-def test_a_gain_is_paired() -> None:
-    """What two evaluations share cancels; with one trial each the error is that of the mean of the differences."""
     assert accuracy(CLUSTERS, CLUSTERS) == {"accuracy": 0.0, "stderr": 0.0}
     before, after = [(0, 1), (1, 1), (0, 1), (1, 1)], [(1, 1), (1, 1), (1, 1), (0, 1)]
     assert accuracy(after, before)["stderr"] == pytest.approx(statistics.stdev([1, 0, 1, -1]) / 2)
@@ -246,8 +205,7 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
         return task.score(response, example)
 
     env.task, env.grader = task, LocalGrader(score, list(task.term_weights))
-    engine = make_saying(env, lambda request, index: responses[request.group_id])
-    evaluator = Evaluator(Rollouts(env, engine), task.heldout, max_tokens=64, avg_at_k=0, seed=0)
+    evaluator = evaluator_of(env, lambda request, index: responses[request.group_id], examples=task.heldout)
     actual = evaluator.measure()
     shares = {name.removeprefix("eval/task/"): actual[name] for name in actual if name.startswith("eval/task/")}
     assert shares == pytest.approx(
@@ -255,6 +213,5 @@ def test_the_accuracies_of_ifeval_are_counted_over_prompts_and_over_instructions
     )
     assert actual["eval/accuracy"] == actual["eval/task/prompt_strict"]
     assert actual["eval/task_stderr/prompt_strict"] == actual["eval/stderr"]
-    assert (
-        evaluator.evaluate()["greedy"]["instruction_strict"]["stderr"] == actual["eval/task_stderr/instruction_strict"]
-    )
+    greedy = evaluator.evaluate()["greedy"]
+    assert greedy["instruction_strict"]["stderr"] == actual["eval/task_stderr/instruction_strict"]

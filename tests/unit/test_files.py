@@ -63,9 +63,7 @@ def test_a_folder_that_fails_leaves_the_one_before(fails: str, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_killed_at_any_rename_a_folder_has_its_old_or_its_new_content(
-    is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_rename_a_folder_has_its_old_or_its_new_content(is_file: bool, tmp_path, monkeypatch) -> None:
     path, rename = tmp_path / "run" / "model", Path.rename
     path.parent.mkdir()
     path.write_text("old") if is_file else path.mkdir()
@@ -87,9 +85,7 @@ def test_killed_at_any_rename_a_folder_has_its_old_or_its_new_content(
     assert contents == [False, True, True]
 
 
-def test_a_full_disk_under_a_tokenizer_is_an_error_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_under_a_tokenizer_is_an_error_of_the_system(tmp_path: Path, monkeypatch) -> None:
     """tokenizers and safetensors, which are written in Rust, raise errors of their own."""
     tokenizer = load_tokenizer("tiny")
     monkeypatch.setattr(tokenizer, "save_pretrained", lambda _: tokenizer.backend_tokenizer.save("/dev/full"))
@@ -114,6 +110,14 @@ def test_what_killed_writers_left_goes_and_nothing_else(tmp_path: Path) -> None:
     drop_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
     drop_leftovers(tmp_path / "nowhere")
+
+
+def test_an_export_removes_what_a_killed_export_to_the_same_folder_left(tmp_path: Path) -> None:
+    for name in (".hf.0a.old", ".hf.0b.tmp", ".verl.0c.tmp"):  # killed before the new folder took its place
+        (tmp_path / "export" / name).mkdir(parents=True)
+    with _new_folder(tmp_path / "export" / "hf", tmp_path) as folder:
+        (folder / "new").touch()
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [".verl.0c.tmp", "hf"]
 
 
 def test_the_options_of_an_engine_do_not_show_its_key() -> None:

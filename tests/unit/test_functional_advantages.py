@@ -36,16 +36,14 @@ def reference(
         if baseline == "best_of_others":
             return max(0.0, rewards[i] - max(others))
         tokens = [lengths[j] for j in siblings]
-        return (
-            rewards[i]
-            - {
-                "group_mean": sum(rewards[j] for j in siblings) / len(siblings),
-                "leave_one_out": sum(others) / max(len(others), 1),
-                "length_weighted": sum(n * rewards[j] for n, j in zip(tokens, siblings)) / max(sum(tokens), 1),
-                "batch_mean": sum(rewards) / len(rewards),
-                "none": 0.0,
-            }[baseline]
-        )
+        baselines = {
+            "group_mean": sum(rewards[j] for j in siblings) / len(siblings),
+            "leave_one_out": sum(others) / max(len(others), 1),
+            "length_weighted": sum(n * rewards[j] for n, j in zip(tokens, siblings)) / max(sum(tokens), 1),
+            "batch_mean": sum(rewards) / len(rewards),
+            "none": 0.0,
+        }
+        return rewards[i] - baselines[baseline]
 
     differences = [centred(i) for i in range(len(rewards))]
     advantages = []
@@ -104,13 +102,13 @@ def test_seven_rewards_of_0_3_give_exactly_0() -> None:
         actual = group_advantages(rewards, ids, baseline=baseline, scale=scale, lengths=lengths)
         assert actual[:7].tolist() == [0.0] * 7, (dtype, baseline, scale)
         assert actual[8] > 0.4
-
-
-def test_the_smallest_difference_in_a_group_is_a_signal() -> None:
-    low = torch.tensor(0.3)
-    rewards = torch.stack([low, torch.nextafter(low, torch.tensor(1.0))])
-    assert not zero_advantage_mask(rewards, torch.zeros(2, dtype=torch.int64)).any()
-    assert group_advantages(rewards, torch.zeros(2, dtype=torch.int64), scale="none")[1] > 0
+    low, pair = torch.tensor(0.3), torch.zeros(2, dtype=torch.int64)
+    rewards = torch.stack([low, torch.nextafter(low, torch.tensor(1.0))])  # the smallest difference is a signal
+    assert not zero_advantage_mask(rewards, pair).any()
+    assert group_advantages(rewards, pair, scale="none")[1] > 0
+    # an estimator that gives 0.2 to every response of unequal rewards: there is no spread to divide by
+    rewards, own = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.full((4,), 0.2)
+    assert not group_advantages(rewards, torch.tensor([0, 0, 1, 1]), baseline=own, scale="advantage_std").any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -120,11 +118,15 @@ def test_a_constant_batch_gives_exactly_0_against_the_batch(terms: tuple[str, st
     assert group_advantages(rewards, ids, baseline=terms[0], scale=terms[1]).tolist() == [0.0] * 7
 
 
-def test_a_group_of_one_is_0_or_refused() -> None:
+def test_a_group_of_one_is_0_or_refused_and_rewards_may_be_integers_or_none() -> None:
     rewards, ids = torch.tensor([5.0, 1.0, 2.0]), torch.tensor([9, 1, 1])
     assert group_advantages(rewards, ids)[0] == 0.0
     with pytest.raises(ValueError, match="leave_one_out needs at least 2 responses in every group, but 1 of 2"):
         group_advantages(rewards, ids, baseline="leave_one_out")
+    actual, none = group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none"), torch.zeros(0)
+    assert actual.dtype == torch.float32
+    assert actual.tolist() == [0.5, -0.5]
+    assert group_advantages(none, none.long()).shape == zero_advantage_mask(none, none.long()).shape == (0,)
 
 
 class OperatorCount(TorchDispatchMode):
@@ -145,32 +147,27 @@ def test_ten_thousand_rows_take_as_many_operators_as_four() -> None:
     assert counts[0] == counts[1]
 
 
-def test_integer_rewards_and_no_rewards() -> None:
-    actual = group_advantages(torch.tensor([1, 0]), torch.tensor([0, 0]), scale="none")
-    assert actual.dtype == torch.float32
-    assert actual.tolist() == [0.5, -0.5]
-    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    assert zero_advantage_mask(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
 def test_bad_input_is_refused_in_a_sentence() -> None:
-    ids = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="reward of row 1 is nan"):
-        group_advantages(torch.tensor([0.0, math.nan]), ids)
-    with pytest.raises(ValueError, match=r"they are \[2, 1\] and \[2\]"):
-        group_advantages(torch.zeros(2, 1), ids)
-    with pytest.raises(ValueError, match=r"reward of row 1 is -0\.5; scale 'group_mean' divides by the mean"):
-        group_advantages(torch.tensor([1.0, -0.5]), ids, scale="group_mean")
-    with pytest.raises(ValueError, match="needs lengths"):
-        group_advantages(torch.zeros(2), ids, baseline="length_weighted")
-    with pytest.raises(ValueError, match=r"baseline has shape \[2, 1\]; .* shape \[2\]"):
-        group_advantages(torch.zeros(2), ids, baseline=torch.ones(2, 1))
-    with pytest.raises(ValueError, match="best_of_others needs at least 2 responses in every group, but 1 of 1"):
-        group_advantages(torch.zeros(1), ids[:1], baseline="best_of_others")
-    with pytest.raises(ValueError, match="baseline is 'mean'; choose one of group_mean"):
-        group_advantages(torch.zeros(2), ids, baseline="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scale is 'std'; choose one of group_std"):
-        group_advantages(torch.zeros(2), ids, scale="std")  # type: ignore[arg-type]
+    zeros = torch.zeros(2)
+    for rewards, options, sentence in (
+        (torch.tensor([0.0, math.nan]), {}, "reward of row 1 is nan"),
+        (torch.zeros(2, 1), {}, r"they are \[2, 1\] and \[2\]"),
+        (
+            *(torch.tensor([1.0, -0.5]), {"scale": "group_mean"}),
+            r"reward of row 1 is -0\.5; scale 'group_mean' divides by the mean",
+        ),
+        (zeros, {"baseline": "length_weighted"}, "needs lengths"),
+        (zeros, {"baseline": torch.ones(2, 1)}, r"baseline has shape \[2, 1\]; .* shape \[2\]"),
+        (
+            zeros[:1],
+            {"baseline": "best_of_others"},
+            "best_of_others needs at least 2 responses in every group, but 1 of 1",
+        ),
+        (zeros, {"baseline": "mean"}, "baseline is 'mean'; choose one of group_mean"),
+        (zeros, {"scale": "std"}, "scale is 'std'; choose one of group_std"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            group_advantages(rewards, torch.zeros(len(rewards), dtype=torch.int64), **options)
 
 
 def test_decoupled_rewards_by_the_plain_loop() -> None:
@@ -199,12 +196,3 @@ def test_soft_overlong_penalty_by_the_plain_loop() -> None:
         expected = 0.0 if length <= 24 else max((24 - length) / 16, -1.0)
         assert actual == expected
         assert math.copysign(1.0, actual) == 1.0 or actual < 0
-
-
-def test_equal_advantages_are_not_divided_by_rounding() -> None:
-    """An estimator that gives 0.2 to every response of unequal rewards: there is no spread to divide by."""
-    rewards = torch.tensor([1.0, 0.0, 3.0, 5.0])
-    actual = group_advantages(
-        rewards, torch.tensor([0, 0, 1, 1]), baseline=torch.full((4,), 0.2), scale="advantage_std"
-    )
-    assert not actual.any()

@@ -33,11 +33,8 @@ def test_by_the_plain_loop() -> None:
     ):
         expected = [p - q, (p - q) ** 2 / 2, math.exp(q - p) - (q - p) - 1]
         assert actual == pytest.approx(expected, rel=1e-9, abs=1e-14)
-
-
-def test_k3_keeps_its_digits_for_close_policies_in_float32() -> None:
-    difference = torch.tensor([1e-3])
-    assert kl_k3(difference, torch.zeros(1)).item() == pytest.approx(math.expm1(-1e-3) + 1e-3, rel=1e-3)
+    close = kl_k3(torch.tensor([1e-3]), torch.zeros(1)).item()  # k3 keeps its digits in float32
+    assert close == pytest.approx(math.expm1(-1e-3) + 1e-3, rel=1e-3)
 
 
 def two_policies() -> tuple[Tensor, Tensor]:
@@ -81,11 +78,8 @@ def test_importance_weights_by_the_plain_loop(level: str, mode: str, floor: floa
         whole = math.prod(ratios)
         weight = {"token": math.exp(log_ratio[i, t].item()), "sequence": whole, "geometric": whole ** (1 / len(ratios))}
         inside = floor <= weight[level] <= 1.3
-        bounded = {
-            "truncate": max(floor, min(weight[level], 1.3)),
-            "mask": inside * weight[level],
-            "reject": float(inside),
-        }
+        truncated = max(floor, min(weight[level], 1.3))
+        bounded = {"truncate": truncated, "mask": inside * weight[level], "reject": float(inside)}
         assert actual[i, t].item() == pytest.approx(bounded[mode], rel=1e-12)
 
 
@@ -106,9 +100,14 @@ def test_off_policy_tokens_by_the_plain_loop() -> None:
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
 def test_equal_policies_have_weight_exactly_1(level: str, mode: str) -> None:
+    """As has a long row whose ratios cancel, at the level of rows."""
     mask = random_rows()[1]
     weights = importance_weights(torch.zeros(5, 8), mask, level=level, mode=mode, cap=1.0)
     assert torch.equal(weights, mask.float())
+    log_ratio = torch.tensor([[90.0] * 50 + [-90.0] * 50], dtype=torch.float64)
+    if level != "token":
+        whole = importance_weights(log_ratio, torch.ones(1, 100) > 0, level=level, mode=mode, cap=2.0)
+        assert torch.equal(whole, torch.ones(1, 100, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("level", "mode"), WAYS)
@@ -121,25 +120,19 @@ def test_extreme_and_masked_values_do_no_harm(level: str, mode: str) -> None:
     assert actual.tolist() == [[above, above, 0.0], [below, below, 0.0]]
 
 
-def test_a_long_row_whose_ratios_cancel_keeps_its_product() -> None:
-    log_ratio = torch.tensor([[90.0] * 50 + [-90.0] * 50], dtype=torch.float64)
-    mask = torch.ones(1, 100, dtype=torch.bool)
-    actual = importance_weights(log_ratio, mask, level="sequence", mode="mask", cap=2.0)
-    assert torch.equal(actual, torch.ones(1, 100, dtype=torch.float64))
-
-
 def test_bad_corrections_are_refused() -> None:
     x, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ValueError, match="level is 'row'"):
-        importance_weights(x, mask, level="row", mode="mask", cap=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mode is 'clip'"):
-        importance_weights(x, mask, level="token", mode="clip", cap=1.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"floor is 1\.0 and cap is 1\.0"):
-        importance_weights(x, mask, level="token", mode="mask", cap=1.0, floor=1.0)
+    for options, sentence in (
+        ({"level": "row"}, "level is 'row'"),
+        ({"mode": "clip"}, "mode is 'clip'"),
+        ({"floor": 1.0}, r"floor is 1\.0 and cap is 1\.0"),
+        ({"cap": 0}, "cap is 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            importance_weights(x, mask, **{"level": "token", "mode": "mask", "cap": 1.0, **options})
     with pytest.raises(ValueError, match=r"threshold is -0\.1"):
         off_policy_tokens(x, x, x, mask, threshold=-0.1)
-    with pytest.raises(ValueError, match="cap is 0"):
-        importance_weights(x, mask, level="token", mode="mask", cap=0)
+    assert not off_policy_tokens(x, x, x - 1, mask, threshold=0.0).any()
 
 
 def make_logits() -> Tensor:
@@ -199,20 +192,11 @@ def test_the_tokens_above_the_quantile_are_kept(share: float) -> None:
     position = round((1 - share) * (len(values) - 1), 9)
     low, high = values[math.floor(position)], values[math.ceil(position)]
     threshold = low + (high - low) * (position - math.floor(position))  # linear between the two
-    for i in range(6):
-        for t in range(9):
-            assert bool(kept[i, t]) == (bool(mask[i, t]) and entropy[i, t].item() >= threshold)
+    assert torch.equal(kept, mask & (entropy >= threshold))
     assert kept.sum() == len(values) - math.ceil(position)
 
 
-def test_the_place_of_a_quantile_that_is_one_of_the_values_is_not_rounded_up() -> None:
-    """``(1 - 0.7) * 10`` is a little above 3 in floating point; the fourth value is the threshold."""
-    assert (1 - 0.7) * 10 > 3
-    kept = top_entropy_tokens(torch.arange(11.0), torch.ones(11).bool(), share=0.7)
-    assert kept.tolist() == [False] * 3 + [True] * 8
-
-
-def test_order_and_padding_decide_nothing_and_ties_are_all_kept() -> None:
+def test_order_padding_and_rounding_decide_nothing_and_ties_are_all_kept() -> None:
     entropy = torch.randint(4, (30,)).double()
     mask = torch.ones(30, dtype=torch.bool)
     kept, order = top_entropy_tokens(entropy, mask, share=0.2), torch.randperm(30)
@@ -221,6 +205,9 @@ def test_order_and_padding_decide_nothing_and_ties_are_all_kept() -> None:
     padded, real = torch.cat([entropy, torch.full((7,), 99.0)]), torch.cat([mask, torch.zeros(7).bool()])
     assert torch.equal(top_entropy_tokens(padded, real, share=0.2)[:30], kept)
     assert not top_entropy_tokens(entropy, ~mask, share=0.2).any()
+    assert (1 - 0.7) * 10 > 3  # in floating point; the fourth value is the threshold all the same
+    kept = top_entropy_tokens(torch.arange(11.0), torch.ones(11).bool(), share=0.7)
+    assert kept.tolist() == [False] * 3 + [True] * 8
     for share in (0.0, 1.1, math.nan):
         with pytest.raises(ValueError, match="must be above 0 and at most 1"):
             top_entropy_tokens(entropy, mask, share=share)
@@ -228,9 +215,8 @@ def test_order_and_padding_decide_nothing_and_ties_are_all_kept() -> None:
 
 def test_the_coefficient_follows_the_entropy_by_hand() -> None:
     """Target 1.0, steps of 0.25, at most 0.5: two steps up, held at the bound, two down, held at 0, up again."""
-    entropies = [0.9, 1.0, 0.5, 1.5, 2.0, 2.0, 0.1]
     coef, seen = 0.0, []
-    for entropy in entropies:
+    for entropy in (0.9, 1.0, 0.5, 1.5, 2.0, 2.0, 0.1):
         coef, applied = adapted_entropy_coef(coef, entropy, target=1.0, delta=0.25, largest=0.5)
         seen.append((coef, applied))
     assert seen == [(0.25, 0.25), (0.5, 0.5), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0), (0.0, 0.0), (0.25, 0.25)]

@@ -7,14 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.trainer_work import padded_load, recomputed_flops
-from sota_grpo.functional.flops import (
-    Load,
-    ModelShape,
-    backward_flops,
-    forward_flops,
-    shared_load,
-    step_flops,
-)
+from sota_grpo.functional.flops import Load, ModelShape, backward_flops, forward_flops, shared_load, step_flops
 
 
 def test_one_group_by_hand() -> None:
@@ -26,6 +19,7 @@ def test_one_group_by_hand() -> None:
     assert step_flops(shape, load) == 3 * 648
     assert recomputed_flops(shape, load, checkpointing=False) == 120
     assert recomputed_flops(shape, load, checkpointing=True) == 648
+    assert padded_load(1, 7, predicted=4) == shared_load(3, [4])  # a padded row alone costs what a shared one does
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:
@@ -35,10 +29,6 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     assert forward_flops(lora, load) == 2 * 38 * 5 + 208 + 120
     assert backward_flops(lora, load) == (4 * 6 + 2 * 32) * 5 + 416 + 120
     assert recomputed_flops(lora, load, checkpointing=False) == 0  # its head keeps slopes
-
-
-def test_a_padded_row_alone_costs_what_a_shared_one_does() -> None:
-    assert padded_load(1, 7, predicted=4) == shared_load(3, [4])
 
 
 @pytest.mark.parametrize("frozen", [False, True])

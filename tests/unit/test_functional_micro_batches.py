@@ -103,41 +103,35 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget: int, slots_per_to
         assert batches == fill(groups, token_budget=budget, slots_per_token=slots_per_token)
 
 
-def test_a_group_within_the_budget_is_never_cut() -> None:
+def test_a_group_within_the_budget_is_never_cut_and_two_batches_never_fit_into_one() -> None:
+    """What first fit promises, so that more than half of the budget is used on average."""
     for _ in range(10):
         groups = random_groups(8)
         pieces = [piece for batch in fill(groups, token_budget=3000) for piece in batch]
         for group in groups:
             whole = group.size[0] <= 3000
             assert whole == any(sorted(piece.rows) == sorted(group.rows) for piece in pieces)
-
-
-def test_two_micro_batches_would_never_fit_into_one() -> None:
-    """What first fit promises, so that more than half of the budget is used on average."""
-    for _ in range(10):
-        batches = fill(random_groups(10, typical=100), token_budget=4000)
-        tokens = [sum(piece.size[0] for piece in batch) for batch in batches]
+        tokens = sizes(fill(random_groups(10, typical=100), token_budget=4000))
         assert all(a + b > 4000 for a, b in itertools.combinations(tokens, 2))
+
+
+def sizes(batches: list[list[PromptGroup]]) -> list[int]:
+    return [sum(piece.size[0] for piece in batch) for batch in batches]
 
 
 def test_a_group_above_the_budget_is_cut_evenly_into_the_fewest_parts() -> None:
     """Prompt 1,024 and 8 responses of 1,024 in 8,192: 5,120 twice, not 8,192 and 2,048."""
-    (group,) = groups = [PromptGroup(tuple(range(8)), 1024, (1024,) * 8)]
-    assert [sum(piece.size[0] for piece in batch) for batch in fill(groups, token_budget=8192)] == [5120, 5120]
-    assert [sum(piece.size[0] for piece in batch) for batch in fill(groups, token_budget=4096)] == [4096, 4096, 3072]
-    assert fill(groups, token_budget=group.size[0]) == [[group]]
+    groups = [PromptGroup(tuple(range(8 * i, 8 * i + 8)), 1024, (1024,) * 8) for i in range(4)]
+    assert sizes(fill(groups[:1], token_budget=8192)) == [5120, 5120]
+    assert sizes(fill(groups[:1], token_budget=4096)) == [4096, 4096, 3072]
+    assert fill(groups[:1], token_budget=groups[0].size[0]) == [groups[:1]]
+    # where full parts make fewer: they leave 4 x 2,048, one micro-batch more; even ones would be 8
+    assert sizes(fill(groups, token_budget=8192)) == [8192] * 5
     for _ in range(10):
         (group,) = random_groups(1, size=12)
         batches = fill([group], token_budget=2000)
         lengths = [sum(sum(piece.responses) for piece in batch) for batch in batches]
         assert max(lengths) - min(lengths) <= max(group.responses)
-
-
-def test_even_parts_never_make_more_micro_batches_than_full_ones() -> None:
-    """Four groups of 9,216 tokens in 8,192: full parts leave 4 x 2,048, one micro-batch more; even ones would be 8."""
-    groups = [PromptGroup(tuple(range(8 * i, 8 * i + 8)), 1024, (1024,) * 8) for i in range(4)]
-    batches = fill(groups, token_budget=8192)
-    assert [sum(piece.size[0] for piece in batch) for batch in batches] == [8192] * 5
 
 
 def test_slots_bound_the_padding_of_short_rows_beside_a_long_one() -> None:
@@ -184,10 +178,7 @@ def test_one_group_is_cut_for_its_ranks() -> None:
     """Four equal responses behind one prompt, four ranks: one response each, the prompt four times."""
     shares = rank_shares([PromptGroup((0, 1, 2, 3), 10, (100,) * 4)], 4, cost)
     assert [[piece.size[0] for piece in share] for share in shares] == [[110]] * 4
-
-
-def test_of_a_group_that_is_cut_the_longest_rows_that_fit_go() -> None:
-    """Prompt 1 and responses of 1, 2, 5 and 5 are 14 tokens, a half 7.5 as the prompt counts twice: 1 + 5 + 1 fit."""
+    # of prompt 1 and responses of 1, 2, 5 and 5, the longest rows that fit into half of 15 (the prompt counts twice)
     shares = rank_shares([PromptGroup((0, 1, 2, 3), 1, (1, 2, 5, 5))], 2, lambda group: group.size[0])
     assert sorted([sorted(piece.responses) for piece in share] for share in shares) == [[[1, 5]], [[2, 5]]]
 
@@ -207,9 +198,9 @@ def test_shares_are_within_a_third_of_the_best_ones() -> None:
     """Against every way to share out (Graham's bound)."""
     for _ in range(20):
         costs = [random.randint(1, 30) for _ in range(7)]
-        best = min(
-            max(sum(cost for cost, share in zip(costs, way) if share == one) for one in range(3))
-            for way in itertools.product(range(3), repeat=len(costs))
-        )
+        best = sum(costs)
+        for way in itertools.product(range(3), repeat=len(costs)):
+            loads = [sum(cost for cost, share in zip(costs, way) if share == one) for one in range(3)]
+            best = min(best, max(loads))
         actual = max(sum(costs[index] for index in share) for share in balanced_shares(costs, 3))
         assert actual <= (4 / 3 - 1 / 9) * best + 1e-9

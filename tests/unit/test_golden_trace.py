@@ -88,14 +88,10 @@ def measured_trace(dump_dir: Path) -> list[tuple[float, ...]]:
         steps = [scripted_rows(step) for step in range(STEPS)]
         for rows in steps:  # engine and reference lie near the first policy
             for row, own in learner.scored(rows):
-                row.set(keys.LOG_PROBS, own + row[keys.LOG_PROBS]).set(
-                    keys.REF_LOG_PROBS, own + row[keys.REF_LOG_PROBS]
-                )
+                for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
+                    row.set(key, own + row[key])
         updates = [learner.update(lazy_stack(rows)) for rows in steps]
-    return [
-        (actual["loss/objective"] + actual["loss/kl"], actual["grad_norm"], actual["kl"], actual["ess"])
-        for actual in updates
-    ]
+    return [(one["loss/objective"] + one["loss/kl"], one["grad_norm"], one["kl"], one["ess"]) for one in updates]
 
 
 def test_ten_steps_follow_the_committed_trace(tmp_path: Path) -> None:

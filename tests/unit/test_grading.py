@@ -9,9 +9,10 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,17 +40,10 @@ def here(score: Scorer, pairs: list[tuple[str, Example]], terms: Collection[str]
 
 
 def test_why_a_group_is_graded_one_by_one_is_logged_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(pairs: list[tuple[str, Example]]) -> list[Score]:
-        raise ValueError(pairs[0][0])
-
-    class Both:
-        score_group = staticmethod(refuse)
-
-        def __call__(self, response: str, example: Example) -> Score:
-            return tame(response, example)
-
+    forged = "a\n2026-01-01 ERROR sota_grpo: forged"
+    both = Mock(side_effect=tame, score_group=Mock(side_effect=ValueError(forged)))
     with caplog.at_level(logging.DEBUG):
-        here(Both(), asked("a\n2026-01-01 ERROR sota_grpo: forged"))
+        here(both, asked(forged))
     assert "ValueError: a\\n2026-01-01 ERROR" in caplog.records[0].getMessage()
 
 
@@ -87,11 +81,9 @@ def test_scores_are_equal_to_those_of_this_process() -> None:
         texts = [example.answer, f"#### {rng.random()}", "none", "", "#### \ud800 é \0", f"{example.answer}.5"]
         groups.append([(text, example) for text in rng.sample(texts, rng.randint(1, 6))])
     with grading_pool(task, num_workers=2, timeout_s=30.0) as pool:
-        futures = [pool.scores(group) for group in [*groups, []]]
-        assert [future.result(WAIT_S) for future in futures] == [
-            *(here(task.score, group, task.term_weights) for group in groups),
-            [],
-        ], SEED
+        futures = [pool.scores(group) for group in (*groups, [])]
+        expected = [here(task.score, group, task.term_weights) for group in groups]
+        assert [future.result(WAIT_S) for future in futures] == [*expected, []], SEED
 
 
 @pytest.mark.parametrize("mood", ["spin", "crash"])
@@ -114,8 +106,8 @@ def test_what_a_grader_raises_for_its_process_is_a_failure_of_the_response_alone
     assert errors == ["", "MemoryError", "KeyboardInterrupt", ""]
     assert pool.fleet.restarts == before
     (worker,) = newest(pool.fleet)
-    badness = Path(f"/proc/{worker.pid}/oom_score_adj").read_text().strip()
-    assert badness == "1000", "the kernel ends it before the trainer"
+    badness = Path(f"/proc/{worker.pid}/oom_score_adj").read_text()
+    assert int(badness) == 1000, "the kernel ends it before the trainer"
 
 
 def test_one_that_is_shot_is_graded_once_more_alone(pool: GradingPool) -> None:
@@ -125,6 +117,12 @@ def test_one_that_is_shot_is_graded_once_more_alone(pool: GradingPool) -> None:
     assert [(score.error or "").partition(" ")[0] for score in scores] == ["", "WorkerDied:", ""]
     assert "SIGKILL" in scores[1].error
     assert pool.fleet.restarts == before + 2
+    pool.wait_ready()
+    group = asked(*["slow 0.3"] * 3)
+    waiting = pool.scores(group)
+    time.sleep(0.2)
+    os.kill(newest(pool.fleet)[0].pid, signal.SIGKILL)
+    assert waiting.result(WAIT_S) == here(tame, group), "killed from outside"
 
 
 def test_a_group_graded_at_once_is_graded_one_by_one_after_a_fault(pool_of: PoolOf) -> None:
@@ -143,20 +141,6 @@ def test_the_deadline_is_that_of_one_response(pool: GradingPool) -> None:
     before, group = pool.fleet.restarts, asked(*["slow 0.3"] * 5)
     assert pool.scores(group).result(WAIT_S) == here(tame, group[:1]) * 5
     assert pool.fleet.restarts == before
-
-
-def test_killing_workers_from_outside_changes_no_result(pool_of: PoolOf) -> None:
-    rng, pool = random.Random(SEED), pool_of(moody, num_workers=2)
-    groups = [asked(*(f"slow {rng.random() / 50}" for _ in range(4))) for _ in range(40)]
-    expected = [[Score({"right": 0.0, "length": len(text) / 7}, False) for text, _ in group] for group in groups]
-    pool.wait_ready()
-    futures = [pool.scores(group) for group in groups]
-    for _ in range(3):
-        time.sleep(rng.random() / 5)
-        with suppress(ProcessLookupError, IndexError):  # it is, or both are, being replaced already
-            os.kill(rng.choice(newest(pool.fleet)).pid, signal.SIGKILL)
-    assert [future.result(WAIT_S) for future in futures] == expected, SEED
-    assert pool.fleet.restarts > 0
 
 
 def test_a_mistake_of_the_task_is_reported_and_is_no_score(pool_of: PoolOf) -> None:
@@ -180,9 +164,7 @@ def test_workers_that_cannot_start_and_a_closed_pool_blame_no_response(pool_of: 
 
 
 @pytest.mark.parametrize("place", ["processes", "here"])
-def test_a_failure_is_logged_once_for_each_kind(
-    pool: GradingPool, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_is_logged_once_for_each_kind(pool: GradingPool, place: str, caplog) -> None:
     grader = pool if place == "processes" else LocalGrader(tame, WEIGHTS)
     grader.scores(asked("quit 3", "quit 4", "nan")).result(WAIT_S)
     messages = [record.getMessage() for record in caplog.records if "grader failed" in record.getMessage()]

@@ -19,18 +19,12 @@ def some_group(*lengths: int, dialogs: bool = False) -> GroupOutput:
     def mask(length: int) -> torch.Tensor | None:
         return torch.rand(length) < 0.5 if dialogs and length % 2 else None
 
-    samples = [
-        Sample(
-            torch.randint(0, 1 << 40, (length,)),
-            torch.randn(length),
-            torch.randint(-1, 1 << 40, (length,)),
-            bool(length % 3),
-            mask(length),
-            record={"replies": [length]} if dialogs else None,
-            parents=torch.arange(length) if dialogs and length > 1 else None,
-        )
-        for length in lengths
-    ]
+    samples = []
+    for length in lengths:
+        ids, versions = (torch.randint(least, 1 << 40, (length,)) for least in (0, -1))
+        said = {"record": {"replies": [length]}, "parents": torch.arange(length) if length > 1 else None}
+        more = said if dialogs else {}
+        samples.append(Sample(ids, torch.randn(length), versions, bool(length % 3), mask(length), **more))
     return GroupOutput(1 << 50, tuple(samples), (5, 6) if dialogs else None)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -32,15 +34,12 @@ class Odd(BaseHTTPRequestHandler):
             self._begin(302, 0, Location="/hello")
         else:
             self._begin(200, 1000)
-            gone = threading.Event()
-            for _ in range(1000):
-                try:
-                    self.wfile.write(b"x")
-                except OSError:
-                    break
-                type(self).drops += 1
-                gone.wait(0.02)
             self.close_connection = True
+            with suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(b"x")
+                    type(self).drops += 1
+                    time.sleep(0.02)
 
     def _begin(self, status: int, length: int, **headers: str) -> None:
         self.send_response(status)

@@ -57,11 +57,7 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwarg
         ({"postscript_marker": "Note:"}, ["NOTE: it"], ["note it"]),
     ],
     "detectable_format:number_bullet_lists": [
-        (
-            {"num_bullets": 2},
-            ["* a\n- b", "\n\n  *a\n\t-", "*\n* a\n* b"],
-            ["* a", "** a\n* b", "a * b\n* c", "* a\n-\n-"],
-        )
+        ({"num_bullets": 2}, ["* a\n- b", "\n\n  *a\n\t-", "*\n* a\n* b"], ["** a\n* b", "a * b\n* c", "* a\n-\n-"])
     ],
     "detectable_format:constrained_response": [
         ({}, ["I think: My answer is maybe."], ["my answer is yes.", "My answer is yes"]),
@@ -71,18 +67,10 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwarg
         ({"num_highlights": 2}, ["*a* *b*", "**a** **b**", "*a**b*"], ["*a*", "* * *a*", "*a\n* b"])
     ],
     "detectable_format:multiple_sections": [
-        (
-            {"section_spliter": "Part", "num_sections": 2},
-            ["Part 1 a Part2 b", "Part\n10Part 3"],
-            ["Part 1", "part 1 Part a"],
-        )
+        ({"section_spliter": "Part", "num_sections": 2}, ["Part 1 a Part2 b", "Part\n10Part 3"], ["part 1 Part 2"])
     ],
     "detectable_format:json_format": [
-        (
-            {},
-            ['```json\n{"a": [1, NaN]}\n```', "3", " [] "],
-            ["{'a': 1}", "Here: {}", "```python\n{}```", "[" * 100_000],
-        )
+        ({}, ['```json\n{"a": [1, NaN]}\n```', "3"], ["{'a': 1}", "Here: {}", "```python\n{}```", "[" * 100_000])
     ],
     "detectable_format:title": [
         ({}, ["<<a>>", "x <<<a>> b", "<<a\n<<b>>"], ["<<>>", "<<  >>", "<a>", "<<a\nb>>", ">>a<<", "<<>>>"])
@@ -95,26 +83,14 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwarg
         ({"end_phrase": " The End. "}, ["So. the end.\n", 'x THE END."'], ["The end", "The end. x"])
     ],
     "change_case:capital_word_frequency": [
-        (
-            {"capital_relation": LEAST, "capital_frequency": 2},
-            ["NASA and UN", "I am A."],
-            ["NASA and Un", "N2 o", "1 2"],
-        ),
+        ({"capital_relation": LEAST, "capital_frequency": 2}, ["NASA and UN", "I am A."], ["NASA and Un", "N2 o"]),
         ({"capital_relation": LESS, "capital_frequency": 2}, ["It's U.S. made"], ["IT'S"]),
     ],
     "change_case:english_capital": [
-        (
-            {},
-            ["THE PEOPLE OF THIS TOWN WALK TO WORK EVERY MORNING."],
-            ["The people", "DAS IST EIN SATZ, DER WOHL DEUTSCH IST", "1"],
-        )
+        ({}, ["THE PEOPLE OF THIS TOWN WALK TO WORK."], ["The people", "DAS IST EIN SATZ, DER WOHL DEUTSCH IST", "1"])
     ],
     "change_case:english_lowercase": [
-        (
-            {},
-            ["the people of this town walk to work every morning."],
-            ["The people", "das ist ein satz, der wohl deutsch ist"],
-        )
+        ({}, ["the people of this town walk to work."], ["The people", "das ist ein satz, der wohl deutsch ist"])
     ],
     "punctuation:no_comma": [({}, ["a; b"], ["a, b"])],
     "startend:quotation": [({}, ['"a"', ' "a" b"\n'], ['"', '"a', "'a'", "“a”"])],
@@ -122,12 +98,9 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {  # kwarg
 FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
-def strict(text: str, name: str, kwargs: dict[str, Any]) -> bool:
-    return follow_lists(text, [name], [read_kwargs(name, kwargs)])[0][0]
-
-
-def loose(text: str, name: str, kwargs: dict[str, Any]) -> bool:
-    return follow_lists(text, [name], [read_kwargs(name, kwargs)])[1][0]
+def followed(text: str, name: str, kwargs: dict[str, Any] | None = None) -> list[bool]:
+    """Strictly and loosely."""
+    return [each[0] for each in follow_lists(text, [name], [read_kwargs(name, kwargs or {})])]
 
 
 def test_every_instruction_has_cases() -> None:
@@ -137,35 +110,31 @@ def test_every_instruction_has_cases() -> None:
 
 @pytest.mark.parametrize(("name", "kwargs", "follow", "differ"), FLAT, ids=[name for name, *_ in FLAT])
 def test_responses_on_both_sides_of_the_boundary(name: str, kwargs: dict, follow: list[str], differ: list[str]) -> None:
-    assert {text: strict(text, name, kwargs) for text in follow} == dict.fromkeys(follow, True)
-    assert {text: strict(text, name, kwargs) for text in differ} == dict.fromkeys(differ, False)
+    actual = {text: followed(text, name, kwargs)[0] for text in (*follow, *differ)}
+    assert actual == dict.fromkeys(follow, True) | dict.fromkeys(differ, False)
 
 
 def test_an_empty_response_follows_nothing() -> None:
     for name, kwargs, *_ in FLAT:
         for text in ("", "\n \t\n", "\u2003"):
-            assert follow_lists(text, [name], [read_kwargs(name, kwargs)]) == ([False], [False]), name
+            assert followed(text, name, kwargs) == [False, False], name
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "kwargs"),
+    ("name", "text", "is_forgiven"),
     [
-        ("Sure, here you are:\nno comma", "punctuation:no_comma", {}),
-        ("no comma\nAnything else, sir?", "punctuation:no_comma", {}),
-        ("Sure, yes:\nno comma\nBye, sir.", "punctuation:no_comma", {}),
-        ('**"quoted"**', "startend:quotation", {}),
-        ('Sure:\n\n*"quoted"*\n\nBye.', "startend:quotation", {}),
-        ("Here:\n```json\n{}\n```", "detectable_format:json_format", {}),
+        ("punctuation:no_comma", "Sure, here you are:\nno comma", True),
+        ("punctuation:no_comma", "no comma\nAnything else, sir?", True),
+        ("punctuation:no_comma", "Sure, yes:\nno comma\nBye, sir.", True),
+        ("startend:quotation", '**"quoted"**', True),
+        ("startend:quotation", 'Sure:\n\n*"quoted"*\n\nBye.', True),
+        ("detectable_format:json_format", "Here:\n```json\n{}\n```", True),
+        ("punctuation:no_comma", "Well, yes\nwell, yes\nno comma\nno comma", False),  # two lines before it
+        ("punctuation:no_comma", "Well, yes", False),  # what is left is empty
     ],
 )
-def test_an_introduction_an_ending_and_asterisks_are_forgiven_loosely(text: str, name: str, kwargs: dict) -> None:
-    assert not strict(text, name, kwargs)
-    assert loose(text, name, kwargs)
-
-
-def test_a_frame_of_two_lines_is_not_forgiven() -> None:
-    assert not loose("Well, yes\nwell, yes\nno comma\nno comma", "punctuation:no_comma", {})
-    assert not loose("Well, yes", "punctuation:no_comma", {})  # what is left is empty
+def test_an_introduction_an_ending_and_asterisks_are_forgiven_loosely(name: str, text: str, is_forgiven: bool) -> None:
+    assert followed(text, name) == [False, is_forgiven]
 
 
 def test_what_is_followed_strictly_is_followed_loosely() -> None:
@@ -187,56 +156,34 @@ def test_counting_no_further_than_needed_decides_the_same(relation: str) -> None
         assert next(taken) < threshold + 10
 
 
-@pytest.mark.parametrize(
-    ("response", "graded"),
-    [
-        ("  plain \n", "  plain \n"),
-        ("<think>a</think>\n\nb\n", "b"),
-        ("<think>never closed", ""),
-        ("a\n<think>b", "a"),
-        ("x <answer>\na\n</answer> y", "a"),
-        ("<answer>a</answer><answer> b </answer>", "b"),
-        ("<think><answer>a</answer></think>b", "b"),
-        ("<answer>a", "<answer>a"),
-        ("a</answer>", "a</answer>"),
-    ],
-)
-def test_what_is_graded_of_a_response(response: str, graded: str) -> None:
-    assert answer_text(response) == graded
+def test_what_is_graded_of_a_response() -> None:
+    graded = {"  plain \n": "  plain \n", "<answer>a": "<answer>a", "a</answer>": "a</answer>"}
+    graded |= {"<think>a</think>\n\nb\n": "b", "<think>never closed": "", "a\n<think>b": "a"}
+    graded |= {"x <answer>\na\n</answer> y": "a", "<answer>a</answer><answer> b </answer>": "b"}
+    graded |= {"<think><answer>a</answer></think>b": "b"}
+    assert {response: answer_text(response) for response in graded} == graded
 
 
 def test_zero_is_a_value_and_none_nan_and_empty_are_not() -> None:
     kwargs = {"relation": "less than", "num_words": 0, "keyword": None, "frequency": float("nan"), "keywords": []}
     assert read_kwargs("length_constraints:number_words", kwargs) == {"relation": "less than", "num_words": 0}
-    assert read_kwargs("keywords:letter_frequency", {"letter": " A ", "let_relation": LEAST, "let_frequency": 3.0}) == {
-        "letter": "A",
-        "let_relation": LEAST,
-        "let_frequency": 3,
-    }
+    kwargs = {"letter": " A ", "let_relation": LEAST, "let_frequency": 3.0}
+    assert read_kwargs("keywords:letter_frequency", kwargs) == kwargs | {"letter": "A"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
+def test_kwargs_that_cannot_be_used_are_named() -> None:
+    letters = {"letter": "ab", "let_relation": LESS, "let_frequency": 1}
+    paragraph = {"num_paragraphs": 1, "nth_paragraph": 0, "first_word": "a"}
+    for name, kwargs, message in (
         ("length_constraints:number_words", {"relation": "about", "num_words": 3}, "relation='about' must be one of"),
         ("length_constraints:number_words", {"relation": LEAST, "num_words": 2.5}, "must be a whole number from 0"),
         ("length_constraints:number_words", {"relation": LEAST, "num_words": True}, "must be a whole number from 0"),
-        (
-            "keywords:letter_frequency",
-            {"letter": "ab", "let_relation": LESS, "let_frequency": 1},
-            "must be one character",
-        ),
+        ("keywords:letter_frequency", letters, "must be one character"),
         ("keywords:existence", {"keywords": "sun"}, "keywords='sun' must be a list of texts"),
         ("language:response_language", {"language": "klingon"}, "must be the code of a language"),
         ("startend:end_checker", {"end_phrase": 3}, "end_phrase=3 must be a text"),
         ("startend:end_checker", {"end_phrase": "a", "num_words": 3}, "num_words=3 but takes end_phrase"),
-        (
-            "length_constraints:nth_paragraph_first_word",
-            {"num_paragraphs": 1, "nth_paragraph": 0, "first_word": "a"},
-            "nth_paragraph=0 must be a whole number from 1",
-        ),
-    ],
-)
-def test_kwargs_that_cannot_be_used_are_named(name: str, kwargs: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_kwargs(name, kwargs)
+        ("length_constraints:nth_paragraph_first_word", paragraph, "nth_paragraph=0 must be a whole number from 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_kwargs(name, kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.rewards.ifeval import FUNC_NAMES, INSTRUCTIONS
-from sota_grpo.rl.records import Example
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
@@ -57,20 +57,13 @@ def test_terms_success_and_info_worked_out_by_hand() -> None:
     )
     assert isinstance(task, Task)
     assert task.term_weights == {"instructions": 1.0, "all": 0.5}
-    score = task.score('Here, you are:\n"It is it"', example)
-    assert score.terms == {"instructions": 0.25, "all": 0.0}
-    assert not score.success
-    assert score.info == {
-        "follow_instruction_list_strict": [False, False, True, False],
-        "follow_instruction_list_loose": [True, True, True, False],
-        "prompt_strict": 0.0,
-        "prompt_loose": 0.0,
-        "instruction_strict": 0.25,
-        "instruction_loose": 0.75,
-    }
+    lists = {"strict": [False, False, True, False], "loose": [True, True, True, False]}
+    info = {f"follow_instruction_list_{how}": followed for how, followed in lists.items()}
+    info |= {"prompt_strict": 0.0, "prompt_loose": 0.0, "instruction_strict": 0.25, "instruction_loose": 0.75}
+    expected = Score({"instructions": 0.25, "all": 0.0}, success=False, info=info)
+    assert task.score('Here, you are:\n"It is it"', example) == expected
     score = task.score('"<<It>> is it"', example)
-    assert score.terms == {"instructions": 1.0, "all": 1.0}
-    assert score.success
+    assert (score.terms, score.success) == ({"instructions": 1.0, "all": 1.0}, True)
     assert json.loads(json.dumps(score.info)) == score.info
     assert think_again(task).counts(score, example) == task.counts(score, example)
     assert task.score("", example).terms == {"instructions": 0.0, "all": 0.0}
@@ -113,16 +106,11 @@ def test_the_hub_trains_on_rlvr_and_evaluates_on_ifeval(hub: dict[str, list[dict
     assert [len(task.train), len(task.heldout)] == [30, 7]
     assert min(example.query for example in task.heldout) == "Prompt 0, no commas."
     hub["allenai/RLVR-IFeval"][5]["messages"][0]["content"] = "prompt 3,  no COMMAS."
-    with pytest.raises(
-        DatasetError, match="1 of the 40 training prompts of allenai/RLVR-IFeval are also in google/IFEval"
-    ):
+    with pytest.raises(DatasetError, match=r"1 of the 40 training prompts of allenai/RLVR-IFeval are also in google"):
         make_task("ifeval")
-
-
-@pytest.mark.parametrize("name", ["google/IFEval", "google/IFeval"])
-def test_the_test_set_is_never_trained_on(name: str) -> None:
-    with pytest.raises(DatasetError, match=rf"{name} is the test set of IFEval.*train on allenai/RLVR-IFeval"):
-        make_task("ifeval", path=name)
+    for name in ("google/IFEval", "google/IFeval"):
+        with pytest.raises(DatasetError, match=rf"{name} is the test set of IFEval.*train on allenai/RLVR-IFeval"):
+            make_task("ifeval", path=name)
 
 
 def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
@@ -133,10 +121,9 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
     with caplog.at_level(logging.WARNING):
         assert len(make_task("ifeval").train) == 39
     assert "1 of 40 rows of allenai/RLVR-IFeval are skipped; the first: allenai/RLVR-IFeval, row 4" in caplog.text
-    forged = "x\n2026-01-01 00:00:00,000 ERROR sota_grpo: forged"
-    kwargs = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{forged: 1}], "prompt": "No commas."}
+    forged = [{"x\n2026-01-01 00:00:00,000 ERROR sota_grpo: forged": 1}]
+    rows[3] = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": forged, "prompt": "No commas."}
     caplog.clear()
-    rows[3] = kwargs
     with caplog.at_level(logging.WARNING):
         make_task("ifeval")
     assert "punctuation:no_comma has x\\n2026-01-01" in caplog.records[0].getMessage()
@@ -145,9 +132,7 @@ def test_a_few_broken_rows_of_the_hub_are_left_out_and_many_are_refused(
         make_task("ifeval")
 
 
-def test_missing_punkt_data_are_reported_only_where_they_matter(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_punkt_data_are_reported_only_where_they_matter(tmp_path, caplog, monkeypatch) -> None:
     import nltk.data
 
     monkeypatch.setattr(nltk.data, "path", [])
@@ -161,9 +146,7 @@ def test_missing_punkt_data_are_reported_only_where_they_matter(
 
 
 @pytest.mark.data
-def test_all_541_prompts_of_the_benchmark_can_be_read(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_541_prompts_of_the_benchmark_can_be_read(caplog, monkeypatch) -> None:
     import nltk.data
 
     path = shared_data("ifeval", "input_data.jsonl")
@@ -253,44 +236,27 @@ def test_every_constraint_of_rlvr_becomes_its_instruction() -> None:
             assert not task.score(differs, example).success, name
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"instruction_id_list": ["punctuation:no_comma", "a:b"]}, "'a:b' is not one of the 25 instructions of IFEval"),
-        ({"instruction_id_list": ["punctuation:no_comma"]}, "'kwargs' does not hold one mapping for each of the 1"),
-        ({"instruction_id_list": []}, r"'instruction_id_list' holds \[\], not a list of instructions"),
-        ({"instruction_id_list": "punctuation:no_comma"}, "'punctuation:no_comma' is not valid JSON"),
-        ({"instruction_id_list": None}, "'instruction_id_list' holds None"),
-        ({"kwargs": [{}, 3]}, "'kwargs' holds int, not a mapping"),
-        ({"kwargs": [{}, {"num_words": 3}]}, "length_constraints:number_words needs relation"),
-        ({"prompt": 3}, "'prompt' holds int, not text"),
-        ({"prompt": " "}, "there is no prompt"),
-    ],
-)
-def test_a_broken_row_of_ifeval_is_named(tmp_path: Path, change: dict, message: str) -> None:
-    rows = [ifeval_row(number) for number in range(5)]
-    rows[3] |= change
-    with pytest.raises(DatasetError, match=rf"rows.jsonl, row 4: .*{message}.*mend or remove the row"):
+def test_a_broken_row_is_named(tmp_path: Path) -> None:
+    no_comma, keywords = ["punctuation:no_comma"], {"func_name": "verify_keywords"}
+    for row, change, message in (
+        (ifeval_row, {"instruction_id_list": [*no_comma, "a:b"]}, "'a:b' is not one of the 25 instructions of IFEval"),
+        (ifeval_row, {"instruction_id_list": no_comma}, "'kwargs' does not hold one mapping for each of the 1"),
+        (ifeval_row, {"instruction_id_list": []}, r"'instruction_id_list' holds \[\], not a list of instructions"),
+        (ifeval_row, {"instruction_id_list": no_comma[0]}, "'punctuation:no_comma' is not valid JSON"),
+        (ifeval_row, {"kwargs": [{}, 3]}, "'kwargs' holds int, not a mapping"),
+        (ifeval_row, {"kwargs": [{}, {"num_words": 3}]}, "number_words needs relation, .*; mend or remove the row"),
+        (ifeval_row, {"prompt": 3}, "'prompt' holds int, not text"),
+        (rlvr_row, {"ground_truth": {"func_name": "rhymes"}}, "func_name 'rhymes' is not one of the 25"),
+        (rlvr_row, {"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
+        (rlvr_row, {"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
+        (rlvr_row, {"ground_truth": keywords | {"keyword_list": [3]}}, r"keyword_list=\[3\] must be a text"),
+        (rlvr_row, {"ground_truth": keywords | {"keyword_list": None}}, "keywords:existence needs keywords"),
+        (rlvr_row, {"messages": [{"role": "system", "content": "Hi"}]}, "'messages' must hold one message"),
+        (rlvr_row, {"messages": [{"role": "user", "content": 3}]}, "'messages' holds int, not text"),
+        (lambda _: {}, {"question": "?"}, "the columns found are 'question'"),
+    ):
+        with pytest.raises(DatasetError, match=rf"demo, row 7: .*{message}"):
+            IFEvalTask().read_row(row(1) | change, "demo, row 7")
+    rows = [ifeval_row(number) | ({"prompt": " "} if number == 3 else {}) for number in range(5)]
+    with pytest.raises(DatasetError, match=r"rows.jsonl, row 4: there is no prompt; mend or remove the row"):
         IFEvalTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"ground_truth": json.dumps({"func_name": "verify_rhymes"})},
-            "func_name 'verify_rhymes' is not one of the 25",
-        ),
-        ({"ground_truth": "[]"}, "'ground_truth' holds no constraint"),
-        ({"ground_truth": "42"}, "'ground_truth' holds int, not a mapping"),
-        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": [3]}}, r"keyword_list=\[3\] must be a text"),
-        ({"ground_truth": {"func_name": "verify_keywords", "keyword_list": None}}, "keywords:existence needs keywords"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "'messages' must hold one message, of the user"),
-        ({"messages": [{"role": "user", "content": 3}]}, "'messages' holds int, not text"),
-    ],
-)
-def test_a_broken_row_of_rlvr_is_named(change: dict, message: str) -> None:
-    with pytest.raises(DatasetError, match=rf"demo, row 7: .*{message}"):
-        IFEvalTask().read_row(rlvr_row(1) | change, "demo, row 7")
-    with pytest.raises(DatasetError, match="the columns found are 'question'"):
-        IFEvalTask().read_row({"question": "?"}, "demo, row 7")

@@ -103,42 +103,26 @@ def test_state_and_random_numbers_are_an_environments_own(make: Callable[..., In
     assert len(instances.workers) == 3, "workers live on"
 
 
-MISTAKES = {
-    "raise no\nreally": "error: ValueError: no",
-    "leave 3": "error: SystemExit: 3",
-    "rude": "error: Rude",
-    "odd": "error: ValueError: no picture of me",
-    "deep": "error: RecursionError: ",
-}
-
-
-def test_a_tool_that_fails_answers_the_policy_and_the_instance_continues(steady: Instances) -> None:
+def test_a_call_that_fails_or_fits_no_tool_answers_the_policy_and_the_instance_continues(steady: Instances) -> None:
+    mistakes = {
+        "raise no\nreally": "error: ValueError: no",
+        "leave 3": "error: SystemExit: 3",
+        "rude": "error: Rude",
+        "odd": "error: ValueError: no picture of me",
+        "deep": "error: RecursionError: ",
+    }
+    unfit = [("reset", {}), ("_private", {}), ("get_reward", {}), ("add", {}), ("add", {"x": 1})]
     key = opened(steady, start=1)
-    *answers, last = steady.call(key, [*(("act", {"mood": mood}) for mood in MISTAKES), ("add", {"number": 2})]).result(
-        WAIT_S
-    )
-    for answer, begin in zip(answers, MISTAKES.values(), strict=True):
+    calls = [*(("act", {"mood": mood}) for mood in mistakes), ("later", {"number": -3}), *unfit]
+    *answers, late, last = steady.call(key, [*calls, ("later", {"number": 1}), ("add", {"number": 2})]).result(WAIT_S)
+    unknown = "error: LookupError: there is no tool 'reset'; the tools are act, add, later"
+    begins = [*mistakes.values(), "error: RuntimeError: SystemExit", unknown, *["error: "] * 3, "error: TypeError"]
+    for answer, begin in zip(answers, begins, strict=True):
         assert answer.is_error
         assert answer.content.startswith(begin)
         assert "\n" not in answer.content
-    assert not last.is_error
+    assert (late, last) == (Answer("1", False), Answer("3", False)), "coroutines share one loop that continues"
     assert steady.finish(key).result(WAIT_S) == 3
-
-
-def test_calls_that_fit_no_tool_are_reported_too(steady: Instances) -> None:
-    key = opened(steady)
-    calls = [
-        ("reset", {}),
-        ("_private", {}),
-        ("get_reward", {}),
-        ("add", {}),
-        ("add", {"x": 1}),
-        ("add", {"number": "1"}),
-    ]
-    answers = steady.call(key, calls).result(WAIT_S)
-    assert all(answer.is_error for answer in answers)
-    assert answers[0].content == "error: LookupError: there is no tool 'reset'; the tools are act, add, later"
-    assert "TypeError" in answers[4].content
 
 
 def test_values_become_text_of_bounded_length(steady: Instances) -> None:
@@ -151,48 +135,29 @@ def test_values_become_text_of_bounded_length(steady: Instances) -> None:
     assert not any(answer.is_error for answer in answers)
 
 
-def test_coroutines_share_one_loop_that_continues(steady: Instances) -> None:
-    key = opened(steady)
-    answers = steady.call(key, [("later", {"number": 1}), ("later", {"number": -3}), ("later", {"number": 2})])
-    contents = [answer.content for answer in answers.result(WAIT_S)]
-    assert (contents[0], contents[2]) == ("1", "2")
-    assert contents[1].startswith("error: ")
-    assert "SystemExit" in contents[1]
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
+def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances) -> None:
+    for row, expected in (
         ({"mood": "raise no"}, "reset raised ValueError: no"),
         ({"mood": "list"}, "reset returned a value of type list, not a str or None"),
         ({"start": threading.Lock()}, "TypeError: cannot pickle"),
-    ],
-)
-def test_an_instance_that_cannot_be_reset_is_lost(steady: Instances, row: dict[str, Any], expected: str) -> None:
-    assert reason(steady.open(row)).startswith(expected)
+    ):
+        assert reason(steady.open(row)).startswith(expected)
     assert steady.open({"mood": "hello", "unknown": 1}).result(WAIT_S).observation == "hello"
 
 
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (None, None),
+def test_a_reward_is_a_number_or_none_and_ends_the_instance(steady: Instances) -> None:
+    key = opened(steady, reward=None)
+    assert steady.finish(key).result(WAIT_S) is None
+    assert "finished" in reason(steady.finish(key))
+    for reward, expected in (
         ("nan", "get_reward returned nan, not None or a number that is finite in float32"),
         ("list", "get_reward returned a value of type list, not None or"),
         ("4", "get_reward returned a value of type str, not None or"),
         ("raise no", "get_reward raised ValueError: no"),
-    ],
-)
-def test_a_reward_is_a_number_or_none_and_ends_the_instance(
-    steady: Instances, reward: str | None, expected: str | None
-) -> None:
-    key = opened(steady, reward=reward)
-    future = steady.finish(key)
-    if expected is None:
-        assert future.result(WAIT_S) is None
-    else:
-        assert reason(future).startswith(expected)
-    assert "finished" in reason(steady.finish(key))
+    ):
+        key = opened(steady, reward=reward)
+        assert reason(steady.finish(key)).startswith(expected)
+        assert "finished" in reason(steady.finish(key))
 
 
 LATE = "TimeoutError: no answer within 2 s"
@@ -207,9 +172,7 @@ FATES = {
 }
 
 
-def test_one_that_misbehaves_costs_its_worker_and_delays_no_other(
-    make: Callable[..., Instances], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_misbehaves_costs_its_worker_and_delays_no_other(make: Callable[..., Instances], capfd) -> None:
     instances = make(timeout_s=2.0, per_worker=1)
     good, *bad = [future.result(WAIT_S).key for future in [instances.open({"start": 1}) for _ in range(1 + len(FATES))]]
     pids = [int(act(instances, key, "pid")[0].content) for key in bad]
@@ -332,15 +295,12 @@ def test_what_cannot_be_used_is_one_sentence(
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_an_adapter_may_be_asynchronous_throughout_and_is_closed(
-    make: Callable[..., Instances], tmp_path: Path
-) -> None:
+def test_an_adapter_may_be_asynchronous_throughout_and_is_closed(make: Callable[..., Instances], tmp_path) -> None:
     note = tmp_path / "note"
     instances = make(InstanceSpec("tests.unit.environments.adapter:Adapter", options={"note": str(note)}))
-    key = instances.open({"b": 1, "a": 2}).result(WAIT_S)
-    assert key.observation == "['a', 'b']"
-    assert [one.is_error for one in instances.call(key.key, [("shout", {"word": "x"})] * 3).result(WAIT_S)] == [
-        False
-    ] * 3
-    assert instances.finish(key.key).result(WAIT_S) == 0.25
+    made = instances.open({"b": 1, "a": 2}).result(WAIT_S)
+    assert made.observation == "['a', 'b']"
+    answers = instances.call(made.key, [("shout", {"word": "x"})] * 3).result(WAIT_S)
+    assert not any(answer.is_error for answer in answers)
+    assert instances.finish(made.key).result(WAIT_S) == 0.25
     wait_for(note.exists)

@@ -47,15 +47,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def layout_of(groups: list[tuple[int, list[int]]]) -> Layout:
     """Of prompts of these lengths with responses of those; no responses: a prompt alone."""
-    lengths = [
-        (group, prompt, length) for group, (prompt, responses) in enumerate(groups) for length in responses or [0]
-    ]
-    width = max(prompt + length for _, prompt, length in lengths)
-    place = torch.arange(width)
-    tokens = torch.stack([torch.full((width,), 5 + group) for group, *_ in lengths])
-    real = torch.stack([place < prompt + length for _, prompt, length in lengths])
-    is_response = torch.stack([(place >= prompt) & (place < prompt + length) for _, prompt, length in lengths])
-    return pack(tokens, real, is_response)
+    rows = [(group, prompt, length) for group, (prompt, sizes) in enumerate(groups) for length in sizes or [0]]
+    group, prompt, length = torch.tensor(rows).T[:, :, None]
+    place = torch.arange(int((prompt + length).max()))
+    real = place < prompt + length
+    return pack((5 + group).expand(real.shape), real, real & (place >= prompt))
 
 
 GROUPS = {

@@ -34,8 +34,6 @@ def test_ours_keeps_every_law(name: str, adapter: Adapter) -> None:
     assert LAWS[name](adapter).verdict == HOLDS
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
-
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -87,11 +85,6 @@ def a_sum_in_place_of_the_mean(log_prob: Tensor, old: Tensor, mask: Tensor) -> T
     return (log_prob - old).where(mask, 0.0).sum(-1, keepdim=True).expand(mask.shape)
 
 
-class OneOfOne:
-    def __call__(self, rows):
-        return {keys.ADVANTAGE: rows["next", "reward"]}
-
-
 def unbounded(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     return -torch.min(log_ratio.exp() * advantage, log_ratio.exp().clamp(1 - clip_low, 1 + clip_high) * advantage)
 
@@ -136,7 +129,9 @@ FAULTS: dict[str, Plant] = {
     "zero_advantage": surrogate("clipped", lambda log_ratio, advantage: -(advantage + 0.01) * log_ratio.exp()),
     "advantage_form": advantages(lambda rewards: rewards - 0.5),
     "equal_rewards": advantages(mean_over),
-    "group_of_one": lambda patch: patch.setattr(ours, "GroupAdvantage", OneOfOne),
+    "group_of_one": lambda patch: patch.setattr(
+        ours, "GroupAdvantage", lambda: lambda rows: {keys.ADVANTAGE: rows["next", "reward"]}
+    ),
     "nan_reward": advantages(mean_over),
     "other_groups": advantages(lambda rewards: rewards - rewards.mean()),
 }
@@ -150,9 +145,6 @@ def test_every_law_has_a_fault() -> None:
 def test_a_planted_fault_breaks_the_law(name: str, adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[name](monkeypatch)
     assert LAWS[name](adapter).verdict == FAILS
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def column(name: str) -> dict[str, str]:
@@ -198,8 +190,6 @@ def test_the_page_judges_at_least_eight_trainers_and_explains_every_failure() ->
         assert failed == set(re.findall(r"`(\w+)`: ", part))
         assert all(len(line.split(". ", 1)[-1]) > 40 for line in lines), "a failure without its sentence"
 
-
-# --- the tools --------------------------------------------------------------------------------------------------------
 
 SOURCE = """
 from nowhere import anything

@@ -74,19 +74,29 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in learner.policy.named_parameters() if p.requires_grad}
 
 
+def with_nan() -> list[TensorDict]:
+    rows = make_rows(4)
+    rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
+    return rows
+
+
+def without_advantage(rows: list[TensorDict]) -> list[TensorDict]:
+    return [row.set(keys.ADVANTAGE, torch.zeros(1, 1)) for row in rows]
+
+
+def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
+    """The rows of each optimizer step of an epoch, in order."""
+    order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
+    return [[rows[index] for index in batch] for batch in order]
+
+
 def largest_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
 @pytest.mark.parametrize(
     ("aggregation", "budget", "grouped"),
-    [
-        ("token", 1, False),
-        ("token", 13, True),
-        ("sequence", 13, False),
-        ("sequence", 40, True),
-        ("constant", 40, False),
-    ],
+    [("token", 1, False), ("token", 13, True), ("sequence", 13, False), ("constant", 40, True)],
 )
 def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, grouped: bool, tmp_path: Path) -> None:
     learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
@@ -192,12 +202,10 @@ def out_of_memory_at(calls: set[int], learner: Learner) -> list[int]:
 
 
 @pytest.mark.parametrize("failing", [0, 3], ids=["scoring", "training"])
-def test_out_of_memory_once_is_as_if_the_micro_batches_had_been_half_as_large(
-    failing: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_out_of_memory_once_is_as_if_the_micro_batches_had_been_half_as_large(failing: int, tmp_path, caplog) -> None:
     """Two epochs of three optimizer steps of four rows each: later ones were planned with the whole budget."""
-    rows, sizes = siblings(), {"epochs": 2, "eps": 1e-3, "recompute": True, "aggregation": "constant"}
-    sizes["max_response_tokens"] = 16
+    rows, sizes = siblings(), {"epochs": 2, "eps": 1e-3, "recompute": True}
+    sizes |= {"aggregation": "constant", "max_response_tokens": 16}
     whole, half = (make_learner(tmp_path, micro_batch_tokens=budget, **sizes) for budget in (26, 13))
     before = weights(half)
     expected = half.update(lazy_stack([row.clone() for row in rows]))
@@ -229,9 +237,7 @@ def test_out_of_memory_again_or_on_several_ranks_ends_the_run_in_a_sentence(rank
 
 
 @pytest.mark.parametrize(("budget", "ranks", "expected"), [(26, 1, 13), (20, 1, 20), (26, 2, 26)])
-def test_a_resumed_run_has_the_micro_batches_that_were_halved(
-    budget: int, ranks: int, expected: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_micro_batches_that_were_halved(budget: int, ranks: int, expected: int, tmp_path) -> None:
     """Unless it has others, or several ranks, which would split their own rows among all ranks again."""
     halved = make_learner(tmp_path, micro_batch_tokens=26)
     out_of_memory_at({0}, halved)
@@ -264,12 +270,6 @@ def test_the_share_of_a_token_is_that_of_its_squared_derivative_in_the_whole_ste
         assert all(math.isfinite(value) for value in metrics.values() if value is not None)
 
 
-def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
-    """The rows of each optimizer step of an epoch, in order."""
-    order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
-    return [[rows[index] for index in batch] for batch in order]
-
-
 @pytest.mark.parametrize("size", [4, 6])
 def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     """12 rows in groups of 4. Steps of 4 hold one group each; steps of 6 cut the middle one of each order."""
@@ -287,13 +287,6 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     assert [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)] == orders[1]
 
 
-def silence(rows: list[TensorDict], *groups: int) -> list[TensorDict]:
-    for row in rows:
-        if int(row[keys.GROUP_ID]) in groups:
-            row.set(keys.ADVANTAGE, torch.zeros(1, 1))
-    return rows
-
-
 def siblings(count: int = 12) -> list[TensorDict]:
     """:func:`make_rows` with one prompt for each group."""
     rows = make_rows(count)
@@ -305,11 +298,10 @@ def siblings(count: int = 12) -> list[TensorDict]:
 
 
 @pytest.mark.parametrize("silent", [(), (0, 2), (0, 1, 2)])
-def test_groups_without_an_advantage_need_no_backward_pass(
-    silent: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_without_an_advantage_need_no_backward_pass(silent: tuple[int, ...], tmp_path, monkeypatch) -> None:
     """Weights, losses and diagnostics are what they are when every row has one; a row that learns is always left."""
-    rows, actual, learning = silence(siblings(), *silent), [], []
+    rows, actual, learning = siblings(), [], []
+    without_advantage([row for row in rows if int(row[keys.GROUP_ID]) in silent])
     for advantage_only in (False, True):
         monkeypatch.setattr(GRPOLoss, "advantage_only", advantage_only)
         learner = make_learner(tmp_path, optim_batch_size=12, weight_decay=0.1, eps=1e-2)  # steps along the gradient
@@ -325,9 +317,8 @@ def test_groups_without_an_advantage_need_no_backward_pass(
     (all_updates, all_weights), (few_updates, few_weights) = actual
     for one, other in zip(all_updates, few_updates):
         assert (one[SHARE] is None) == (other[SHARE] is None) == (len(silent) == 3)  # where no token has a gradient
-        assert {k: v for k, v in one.items() if "time" not in k and v is not None} == pytest.approx(
-            {k: v for k, v in other.items() if "time" not in k and v is not None}, rel=1e-4, abs=1e-6
-        )
+        left, right = ({k: v for k, v in each.items() if "time" not in k and v is not None} for each in (one, other))
+        assert left == pytest.approx(right, rel=1e-4, abs=1e-6)
     assert largest_gap(all_weights, few_weights) < 1e-6
 
 
@@ -400,20 +391,13 @@ def test_a_checkpoint_of_another_model_is_a_sentence(tmp_path: Path) -> None:
 def test_non_finite_step_stops_with_the_batch_and_unchanged_weights(tmp_path: Path) -> None:
     learner = make_learner(tmp_path)
     before = weights(learner)
-    rows = make_rows(4)
-    rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
     with pytest.raises(NonFiniteStep, match=r"non_finite_step_0\.pt"):
-        learner.update(lazy_stack(rows))
+        learner.update(lazy_stack(with_nan()))
     assert largest_gap(before, weights(learner)) == 0
     dumped = torch.load(tmp_path / "non_finite_step_0.pt", weights_only=True)
     assert torch.isnan(dumped["batch"]["advantage"]).any()
-
-
-def test_a_batch_that_cannot_be_saved_does_not_hide_why_the_step_stops(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path / "gone"), make_rows(4)
-    rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
     with pytest.raises(NonFiniteStep, match=r"is NaN or infinite .* its batch could not be saved to .*gone"):
-        learner.update(lazy_stack(rows))
+        make_learner(tmp_path / "gone").update(lazy_stack(with_nan()))
 
 
 @pytest.mark.parametrize("trained", ["fp32", "bf16"])
@@ -442,10 +426,8 @@ def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["advantage", "weights"])
 def test_fp16_hides_no_nan(where: str, tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path, precision="fp16"), make_rows(4)
-    if where == "advantage":
-        rows[1].set(keys.ADVANTAGE, torch.full((1, 1), float("nan")))
-    else:
+    learner, rows = make_learner(tmp_path, precision="fp16"), with_nan() if where == "advantage" else make_rows(4)
+    if where == "weights":
         learner.parameters[-1].data.fill_(float("nan"))
     scale = learner.scaler.get_scale()
     with pytest.raises(NonFiniteStep, match="loss/objective"):
@@ -499,18 +481,11 @@ def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torc
 
 
 def test_learning_rate_schedules() -> None:
-    common = {"lr": 1.0, "total_steps": 12, "optim_batch_size": 1, "warmup_steps": 2}
-    at = {
-        name: [
-            round(learning_rate_factor(step, LearnerSettings(schedule=name, **common)), 4) for step in (0, 1, 2, 7, 12)
-        ]
-        for name in ("constant", "linear", "cosine")
-    }
-    assert at == {
-        "constant": [0.5, 1.0, 1.0, 1.0, 1.0],
-        "linear": [0.5, 1.0, 1.0, 0.5, 0.0],
-        "cosine": [0.5, 1.0, 1.0, 0.5, 0.0],
-    }
+    fifth = 0.5 + 0.5 * math.cos(math.pi / 5)
+    for name, middle, end in (("constant", 1.0, 1.0), ("linear", 0.8, 0.0), ("cosine", fifth, 0.0)):
+        settings = LearnerSettings(lr=1.0, total_steps=12, optim_batch_size=1, warmup_steps=2, schedule=name)
+        factors = [learning_rate_factor(step, settings) for step in (0, 1, 2, 4, 12)]
+        assert factors == pytest.approx([0.5, 1.0, 1.0, middle, end]), name
 
 
 def _gradient(learner: Learner, rows: list[TensorDict], budget: int) -> tuple[dict[str, torch.Tensor], dict]:
@@ -563,6 +538,17 @@ def test_truncated_responses_that_are_dropped_do_not_count_among_the_entropies(t
         assert torch.equal(row[keys.OBJECTIVE_MASK], alone[keys.OBJECTIVE_MASK])
 
 
+def test_tokens_of_unknown_log_prob_do_not_count_among_the_entropies(tmp_path: Path) -> None:
+    learner, rows = make_learner(tmp_path, top_entropy_quantile=0.3), make_rows()
+    for row in rows:
+        row[keys.LOG_PROBS][row[keys.ASSISTANT_MASK].nonzero()[0]] = math.nan
+    _gradient(learner, rows, 40)
+    known = torch.cat([row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite() for row in rows])
+    kept = torch.cat([row[keys.OBJECTIVE_MASK] for row in rows])
+    assert not (kept & ~known).any()
+    assert kept.sum() == known.sum() - math.ceil(0.7 * (known.sum().item() - 1) - 1e-9)
+
+
 def _one_step(learner: Learner, rows: list[TensorDict]) -> dict[str, float | None]:
     plain = RowTable.of(rows).rows()
     return learner._step(plain, learner._passes(plain, learner.settings.micro_batch_tokens))
@@ -572,8 +558,7 @@ def test_rows_without_an_advantage_learn_from_a_bonus_that_begins_within_the_ste
     """A step is planned before its first optimizer step, when the coefficient is still 0."""
     adapts = {"entropy_target": 100.0, "entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "optim_batch_size": 4}
     rows = make_rows()
-    for row in rows[: len(rows) // 2]:
-        row.set(keys.ADVANTAGE, torch.zeros_like(row[keys.ADVANTAGE]))
+    without_advantage(rows[: len(rows) // 2])
     learner, by_hand = make_learner(tmp_path, epochs=2, **adapts), make_learner(tmp_path, epochs=2, **adapts)
     kept = learner.step_planner()
     learner.update(lazy_stack(rows))

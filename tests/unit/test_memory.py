@@ -92,13 +92,13 @@ def test_what_autograd_saves_is_what_is_counted(name: str) -> None:
 
 def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
     """Bytes of the distinct storages that a forward pass saves for its backward pass, the parameters left out."""
-    storages: dict[int, tuple[int, torch.Tensor]] = {}
+    storages = {}  # held, so that no address comes twice
     weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = (storage.nbytes(), tensor.detach())  # held, so that no address comes twice
+            storages[storage.data_ptr()] = storage
         return tensor
 
     padded = pad_rows(rows, pad_token_id=0)
@@ -106,7 +106,7 @@ def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             out = policy(padded.select(*policy.in_keys))
         assert out.get(keys.LOG_PROBS).requires_grad
-    return sum(size for size, _ in storages.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compiled, on an H100 (docs/log)
@@ -124,19 +124,11 @@ def test_the_peak_is_that_of_a_gpu(
 ) -> None:
     """Groups of a prompt and eight responses of 1,024 tokens each; within 10 %."""
     family, sizes = SHAPES[shape]
-    rows = make_rows_of_length(tokens)
-    counted = learner_memory(
-        architecture_from(CONFIG_MAPPING[family](**sizes)),
-        Learning(product_bytes=2, on_cpu=False, compiled=True, saved_bytes=int(79.2 * 2**30) // 12, **how),
-        [rows] * batches,
-    )
+    response = tokens - 1024 * -(-tokens // (9 * 1024))
+    on_gpu = Learning(product_bytes=2, on_cpu=False, compiled=True, saved_bytes=int(79.2 * 2**30) // 12, **how)
+    model, batch = architecture_from(CONFIG_MAPPING[family](**sizes)), MicroBatch(tokens, response, 2 * response)
+    counted = learner_memory(model, on_gpu, [batch] * batches)
     assert sum(counted.values()) / 2**30 == pytest.approx(measured, rel=0.1)
-
-
-def make_rows_of_length(tokens: int) -> MicroBatch:
-    prompts = -(-tokens // (9 * 1024))
-    response = tokens - 1024 * prompts
-    return MicroBatch(tokens, response, 2 * response)
 
 
 def test_ranks_divide_weights_and_moments_but_not_the_gathered_layers() -> None:
@@ -151,11 +143,9 @@ def test_ranks_divide_weights_and_moments_but_not_the_gathered_layers() -> None:
 
 
 def test_vllm_has_nothing_left_where_its_share_is_smaller_than_the_weights() -> None:
-    model = architecture_of("meta-llama/Llama-2-7b-hf")
-    assert model is not None
-    assert memory.vllm_pool_bytes(model, 12 * 2**30, number_bytes=2, rows=64) < 0
-    halves = memory.vllm_pool_bytes(model, 12 * 2**30, number_bytes=2, rows=64, parallel=2)
-    assert halves > 0
+    share = (architecture_of("meta-llama/Llama-2-7b-hf"), 12 * 2**30)
+    alone, halves = (memory.vllm_pool_bytes(*share, number_bytes=2, rows=64, parallel=many) for many in (1, 2))
+    assert alone < 0 < halves
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,6 +31,8 @@ from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 from tests.unit.test_objectives import scene, total
 
+FACTS = Facts("org/model", "demo", longest_prompt=100, num_train=1000)
+
 
 def halved(log_prob: torch.Tensor, advantage: torch.Tensor, clip_high: float) -> torch.Tensor:
     return -0.5 * (1 + clip_high) * advantage * log_prob
@@ -75,11 +77,7 @@ def test_options_are_judged_by_its_parameters() -> None:
             validate(config_of(**options))
     with pytest.raises(ValueError, match="'halved', which has no ratio"):
         GRPOLoss(torch.nn.Identity(), objective="halved", ratio="sequence")
-
-
-def test_the_exporter_says_that_verl_does_not_have_it() -> None:
-    verl, report = verl_options(config_of(), Facts("org/model", "demo", longest_prompt=100, num_train=1000))
-    assert verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+    _, report = verl_options(config_of(), FACTS)
     assert "verl has no such loss" in report.comments["algorithm.objective"]
 
 
@@ -192,9 +190,9 @@ def test_a_file_is_judged_before_it_is_run(mine: Path) -> None:
     ):
         with pytest.raises(UserError, match=sentence):
             validate(config_of(objective, **options))
-    config = config_of(f"{mine}:clipped")
-    verl, _ = verl_options(config, Facts("org/model", "demo", longest_prompt=100, num_train=1000))
+    verl, report = verl_options(config_of(f"{mine}:clipped"), FACTS)
     assert verl["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
+    assert "verl has no such loss" in report.comments["algorithm.objective"]
     with pytest.raises(UserError, match=r"mine\.py, line 20: .* cannot be imported \(RuntimeError: it was run"):
         surrogate(f"{mine}:clipped").loss(log_ratio=None)
 
@@ -219,20 +217,12 @@ def test_a_run_is_known_by_what_the_file_of_its_function_holds(
 
 def test_an_own_estimator_gives_the_advantage_that_the_scale_divides(mine: Path) -> None:
     """By hand: above the least of its group, times its length, and 10 for a missing term; a failed grader has none."""
-    rows = [
-        TensorDict(
-            {
-                "masks": {"all_assistant_mask": torch.arange(4) >= 4 - length},
-                "next": {
-                    "reward": torch.tensor([reward]),
-                    "reward_error": torch.tensor([bool(failed)]),
-                    "reward_terms": {"brief": torch.tensor([reward])} if reward == 1 else {},
-                },
-                "group_id": torch.tensor(group),
-            }
-        )
-        for group, reward, length, failed in ((7, 1.0, 1, 0), (4, 3.0, 2, 0), (7, 3.0, 3, 0), (4, 0.0, 1, 1))
-    ]
+    rows = []
+    for group, reward, length, failed in ((7, 1.0, 1, 0), (4, 3.0, 2, 0), (7, 3.0, 3, 0), (4, 0.0, 1, 1)):
+        row = {keys.GROUP_ID: torch.tensor(group), keys.ASSISTANT_MASK: torch.arange(4) >= 4 - length}
+        row |= {keys.REWARD: torch.tensor([reward]), keys.REWARD_ERROR: torch.tensor([bool(failed)])}
+        brief = {("next", "reward_terms", "brief"): torch.tensor([reward])} if reward == 1 else {}
+        rows.append(TensorDict(row | brief))
     table = RowTable.of(rows)
     baseline = f"{mine}:above_least"
     assert GroupAdvantage(baseline, "none")(table).get("advantage").flatten().tolist() == [1.0, 10.0, 16.0, 0.0]

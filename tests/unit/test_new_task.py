@@ -93,15 +93,12 @@ def test_options_that_it_does_not_take_are_refused() -> None:
         validate(config_of(2.0, dataset="gsm8k", max_steps=1))
 
 
-def test_its_data_are_named_by_its_class() -> None:
+def test_its_data_are_named_by_its_class_and_without_a_hub_it_wants_a_place(monkeypatch) -> None:
     config = config_of()
     assert task_of(config).place == "somebody/parity"
     assert "datasets: [somebody/parity]" in model_card(config, 1, [])
     with pytest.raises(UserError, match=r"nowhere\.txt"):
         preflight(config_of(dataset_path="./nowhere.txt"))
-
-
-def test_a_task_without_a_hub_wants_a_place(monkeypatch) -> None:
     monkeypatch.delattr(ParityTask, "hub_name")
     with pytest.raises(ConfigError, match=r"env\.dataset=parity has no data of its own"):
         validate(config_of())
@@ -178,21 +175,16 @@ def test_a_task_file_needs_consent_and_is_known_by_what_it_holds(tmp_path: Path,
     assert (named.env.dataset, own.env.dataset) == ("parity", place)
 
 
-@pytest.mark.parametrize(
-    ("written", "sentence"),
-    [
+def test_a_wrong_file_or_class_is_one_sentence(tmp_path: Path) -> None:
+    riddles(tmp_path)
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    for written, sentence in (
         ("none.py:Riddles", "there is no file .*none.py; correct env.dataset"),
         ("riddles.py:Missing", "riddles.py has no class 'Missing'; its classes are Rule, Riddles, Half"),
         ("riddles.py:Half", "Half has no messages, gold_response, read_row; derive it from .*FileTask"),
         ("broken.py:Riddles", "broken.py, line 2: it cannot be imported .*ZeroDivisionError"),
-    ],
-)
-def test_a_wrong_file_or_class_is_one_sentence(tmp_path: Path, written: str, sentence: str) -> None:
-    riddles(tmp_path)
-    (tmp_path / "broken.py").write_text("\n1 / 0\n")
-    config = config_of(dataset=str(tmp_path / written))
-    with pytest.raises(UserError, match=sentence):
-        validate(config)
-    config.env.dataset, config.env.mixture = "parity", {"own": {"dataset": str(tmp_path / written)}}
-    with pytest.raises(ConfigError, match=f"env.mixture.own: .*{sentence}"):
-        validate(config)
+    ):
+        with pytest.raises(UserError, match=sentence):
+            validate(config_of(dataset=str(tmp_path / written)))
+        with pytest.raises(ConfigError, match=f"env.mixture.own: .*{sentence}"):
+            validate(config_of(mixture={"own": {"dataset": str(tmp_path / written)}}))

@@ -25,8 +25,7 @@ NAMES = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            kind.package is not None and importlib.util.find_spec(kind.package) is None,
-            reason=f"needs {kind.package}",
+            kind.package is not None and importlib.util.find_spec(kind.package) is None, reason=f"needs {kind.package}"
         ),
     )
     for name, kind in OPTIMIZERS.items()
@@ -99,10 +98,9 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(tmp_path: Path) ->
 
 def test_muons_step_is_orthogonal_with_the_size_of_adamws() -> None:
     """Against a float64 SVD: ``-lr 0.2 sqrt(max(m, n)) U V^T``; singular values of 0.6 to 1.3 (Jordan 2024)."""
-    weight = nn.Parameter(torch.randn(24, 40))
-    bias = nn.Parameter(torch.randn(7))
+    weight, bias = nn.Parameter(torch.randn(24, 40)), nn.Parameter(torch.randn(7))
     optimizer = make_optimizer("muon", [bias, weight], [weight], RATES)
-    before, average = weight.detach().double(), torch.zeros(24, 40, dtype=torch.float64)
+    average = torch.zeros(24, 40, dtype=torch.float64)
     for _ in range(2):
         before = weight.detach().double().clone()
         weight.grad, bias.grad = torch.randn(24, 40), torch.randn(7)
@@ -120,8 +118,7 @@ def test_muons_step_is_orthogonal_with_the_size_of_adamws() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_a_matrix_of_a_layer_is_adamws(name: str, shape: tuple[int, ...]) -> None:
     """Two steps on a small tensor, which no optimizer keeps in 8 bits, against the equations in float64."""
-    vector = nn.Parameter(torch.randn(shape))
-    matrix = nn.Parameter(torch.randn(8, 8))
+    vector, matrix = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(8, 8))
     optimizer = make_optimizer(name, [vector, matrix], [matrix], RATES)
     expected, first, second = vector.detach().double(), torch.zeros(shape).double(), torch.zeros(shape).double()
     for step in (1, 2):
@@ -138,16 +135,13 @@ def test_moments_of_8_bits_make_nearly_adamws_steps() -> None:
     """Dettmers et al. 2022: a block's largest number is exact, small ones lose relative precision."""
     pytest.importorskip("bitsandbytes")
     one, other = (nn.Parameter(torch.zeros(64, 128)) for _ in range(2))
-    pairs = [
-        (one, make_optimizer("adamw", [one], [one], RATES)),
-        (other, make_optimizer("adamw_8bit", [other], [other], RATES)),
-    ]
+    both = make_optimizer("adamw", [one], [one], RATES), make_optimizer("adamw_8bit", [other], [other], RATES)
     for _ in range(10):
-        gradient = torch.randn(64, 128)
-        for parameter, optimizer in pairs:
-            parameter.grad = gradient.clone()
+        one.grad = torch.randn(64, 128)
+        other.grad = one.grad.clone()
+        for optimizer in both:
             optimizer.step()
-    assert pairs[1][1].state[other]["state1"].dtype == torch.uint8
+    assert both[1].state[other]["state1"].dtype == torch.uint8
     gap = float((one - other).detach().norm() / one.detach().norm())
     assert 0 < gap < 0.05
 

@@ -16,6 +16,7 @@ import torch
 from sota_grpo.assembly.learning import make_model, reference_options
 from sota_grpo.assembly.sampling import engine_options, make_env, task_of
 from sota_grpo.config import Config
+from sota_grpo.config.spelling import with_options
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.vllm_server import engine_arguments, refuse_arguments
 from sota_grpo.envs.dialogs import TurnTokens
@@ -46,38 +47,38 @@ def env_of(config: Config, tokenizer: Any = None) -> Any:
     return make_env(config, task, tokenizer or load_tokenizer(TINY), grader)
 
 
+def with_template(options: dict[str, Any] | None) -> Config:
+    config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
+    return with_options(config, {"env.chat_template_kwargs": options})
+
+
 def test_the_template_is_given_them_in_prompts_and_between_turns() -> None:
     tokenizer, off = thinking_tokenizer(), {"enable_thinking": False}
     prompts = []
     for options in (None, off):
-        config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
-        config.env.chat_template_kwargs = options
-        env = env_of(config, tokenizer)
+        env = env_of(with_template(options), tokenizer)
         prompts.append(tokenizer.decode(env.prompt_ids(env.task.train[0])))
         reply = TurnTokens(tokenizer, env.template_kwargs).ids([{"role": "user", "content": "Again?"}], -1)
         assert tokenizer.decode(reply).endswith("<think></think>") == (options is off)
     assert prompts[1] == prompts[0] + "<think></think>"
-
-
-def test_what_a_template_does_not_read_is_refused() -> None:
-    config = composed("grpo_cpu", "env.num_heldout=8", "env.max_samples=8")
-    config.env.chat_template_kwargs = {"enable_thinkin": False}
     with pytest.raises(UserError, match="has enable_thinkin, which the chat template of tiny does not read"):
-        env_of(config, thinking_tokenizer())
+        env_of(with_template({"enable_thinkin": False}), tokenizer)
 
 
 LONG = "long " * 300
 
 
-def table(path: Path, prompts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": one, "answer": "4"}) + "\n" for one in prompts))
-    return path
+def table(folder: Path, odd: str) -> Path:
+    """Forty rows, of which those numbered 3, 10, 17, ... begin with ``odd``."""
+    rows = [{"prompt": f"{odd if i % 7 == 2 else ''}row {i}?", "answer": "4"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
 
 
 @pytest.fixture
 def long_rows(tmp_path: Path) -> Path:
-    """Forty rows, of which those numbered 3, 10, 17, ... are too long for a context of 128 tokens."""
-    return table(tmp_path / "rows.jsonl", [f"{LONG if i % 7 == 2 else ''}row {i}?" for i in range(40)])
+    """Those are too long for a context of 128 tokens."""
+    return table(tmp_path, LONG)
 
 
 def of_table(path: Path, *more: str) -> Config:
@@ -90,9 +91,7 @@ def test_a_prompt_that_cannot_be_used_names_its_row(long_rows: Path) -> None:
         env_of(of_table(long_rows))
 
 
-def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
-    long_rows: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(long_rows: Path, caplog) -> None:
     whole = task_of(of_table(long_rows))
     with caplog.at_level(logging.WARNING):
         env = env_of(of_table(long_rows, "env.skip_unreadable=true"))
@@ -103,16 +102,14 @@ def test_rows_that_cannot_be_used_are_left_out_of_both_sides_where_they_stood(
     again = env_of(of_table(long_rows, "env.skip_unreadable=true"))
     again.stream.load_state_dict(env.stream.state_dict())
     assert again.stream.draw(30) == env.stream.draw(30)
-    told = caplog.records[0].getMessage()
-    start, rows = re.match(
-        r"6 prompts are skipped \((.*), row ([\d, ]+)\)\. Reason for the first: the prompt of", told
-    ).groups()
-    assert start == str(long_rows)
+    told = re.escape(f"6 prompts are skipped ({long_rows}, row ")
+    told += r"([\d, ]+)\)\. Reason for the first: the prompt of"
+    (rows,) = re.match(told, caplog.records[0].getMessage()).groups()
     assert sorted(map(int, rows.split(", "))) == [3, 10, 17, 24, 31, 38]
 
 
 def test_a_prompt_with_half_of_a_surrogate_pair_is_one_that_cannot_be_read(tmp_path: Path) -> None:
-    path = table(tmp_path / "rows.jsonl", [("half \ud83d " if i % 7 == 2 else "") + f"row {i}?" for i in range(40)])
+    path = table(tmp_path, "half \ud83d ")
     with pytest.raises(UserError, match=rf"^the prompt of 'half .*' \({path}, row \d+\): .* half of a surrogate pair"):
         env_of(of_table(path))
     task = env_of(of_table(path, "env.skip_unreadable=true")).task
@@ -131,19 +128,15 @@ def test_a_row_cannot_forge_a_line_of_the_log(long_rows: Path, caplog: pytest.Lo
     assert "cannot render messages of the roles x\\n2026-01-01 ERROR sota_grpo: forged, user" in record.getMessage()
 
 
-def test_vllm_is_given_what_is_no_option_here() -> None:
-    options = EngineOptions("m", eos_token_ids=[1], engine_kwargs={"max_num_batched_tokens": 4096})
+def test_vllm_is_given_what_is_no_option_here_and_nothing_that_is_set_here() -> None:
+    plain = EngineOptions("m", eos_token_ids=[1], tensor_parallel_size=2)
+    options = replace(plain, tensor_parallel_size=1, engine_kwargs={"max_num_batched_tokens": 4096})
     for on_cpu in (True, False):
         refuse_arguments(options, on_cpu=on_cpu)
         assert engine_arguments(options, on_cpu=on_cpu)["max_num_batched_tokens"] == 4096
-
-
-def test_vllm_is_given_nothing_that_is_set_here() -> None:
-    plain = EngineOptions("m", eos_token_ids=[1], tensor_parallel_size=2)
-    for on_cpu in (True, False):
         for name in engine_arguments(plain, on_cpu=on_cpu):
             with pytest.raises(UserError, match=f"has {name}, which sota-grpo itself sets"):
-                refuse_arguments(replace(plain, tensor_parallel_size=1, engine_kwargs={name: 1}), on_cpu=on_cpu)
+                refuse_arguments(replace(options, engine_kwargs={name: 1}), on_cpu=on_cpu)
 
 
 def test_vllm_is_given_nothing_that_would_make_samples_wrong() -> None:
@@ -174,9 +167,7 @@ def test_an_engine_that_auto_selects_refuses_them_too(tmp_path: Path) -> None:
         engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)
 
 
-def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(monkeypatch, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
     seen: list[Any] = []
@@ -193,6 +184,9 @@ def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(
     rollout_worker(engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)).close()
     assert seen == [(True, "eager")] * 2
     assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
+    config.model.load_kwargs = {"use_safetensor": True}
+    with pytest.raises(UserError, match=r"model.load_kwargs=.*is not accepted by the model .*use_safetensor"):
+        make_model(config, torch.device("cpu"))
 
 
 def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_least_ten_minutes(tmp_path: Path) -> None:
@@ -202,12 +196,6 @@ def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_lea
         assert (limits.start, limits.push, limits.control) == (longest, longest, limit)
 
 
-def test_an_argument_that_the_model_does_not_take_is_a_sentence() -> None:
-    config = composed("grpo_cpu", "model.load_kwargs={use_safetensor: true}")
-    with pytest.raises(UserError, match=r"model.load_kwargs=.*is not accepted by the model .*use_safetensor"):
-        make_model(config, torch.device("cpu"))
-
-
 def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
     """vLLM's own end at 512, in steps of 16; what a user says of compilation stays."""
 
@@ -215,11 +203,9 @@ def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
         resolved = EngineOptions(str(TINY), eos_token_ids=(), max_rows=rows, **options).resolved()
         return engine_arguments(resolved, on_cpu=on_cpu).get("compilation_config")
 
-    assert [compilation(rows) for rows in (512, 1024, 1000)] == [
-        None,
-        {"max_cudagraph_capture_size": 1024},
-        {"max_cudagraph_capture_size": 992},
-    ]
+    for rows, captured in ((1024, 1024), (1000, 992)):
+        assert compilation(rows) == {"max_cudagraph_capture_size": captured}
+    assert compilation(512) is None
     assert compilation(1024, on_cpu=True) is compilation(1024, engine_kwargs={"enforce_eager": True}) is None
     own = {"engine_kwargs": {"compilation_config": {"max_cudagraph_capture_size": 64, "mode": 3}}}
     assert compilation(1024, **own) == {"max_cudagraph_capture_size": 64, "mode": 3}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections import Counter
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -70,8 +69,7 @@ def test_equals_full_logits_with_every_gradient(family, dtype, monkeypatch: pyte
     for name, gradient in theirs.items():
         scale = gradient.abs().max().item()
         # Gemma's norms sum their weight gradient in float32 whatever the dtype of the model.
-        in_float32 = dtype == torch.float32 or family.startswith(("gemma", "cohere"))
-        close = 1e-4 if in_float32 else 1e-10
+        close = 1e-4 if dtype == torch.float32 or family.startswith(("gemma", "cohere")) else 1e-10
         torch.testing.assert_close(ours[name], gradient, rtol=0, atol=close * scale, msg=name)
 
 
@@ -227,16 +225,11 @@ def test_a_loaded_model_computes_the_same_in_training_mode(saved):
 
 @pytest.mark.parametrize(("checkpointing", "runs"), [(False, 1), (True, 2)])
 def test_gradient_checkpointing_really_recomputes(saved, checkpointing, runs):
-    model = load_model(saved[0], gradient_checkpointing=checkpointing)
-    calls = Counter()
-    layer = model.model.layers[0].mlp
-    layer.register_forward_pre_hook(lambda *_: calls.update(["mlp"]))
-    rows = make_rows([8, 5])
-    policy = CausalPolicy(model)
-    calls.clear()
+    model, plain = load_model(saved[0], gradient_checkpointing=checkpointing), saved[1]
+    policy, rows, calls = CausalPolicy(model), make_rows([8, 5]), []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append("mlp"))
     actual = gradients(model, policy(rows)[keys.LOG_PROBS].sum())
-    assert calls["mlp"] == runs
-    plain = saved[1]
+    assert len(calls) == runs
     expected = gradients(plain, CausalPolicy(plain)(rows)[keys.LOG_PROBS].sum())
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, msg=name)
@@ -256,8 +249,6 @@ def test_a_missing_model_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(ModelNotFoundError, match=r"^ref_model.name=\S+ could not be loaded .* ref_model.name=tiny"):
         load_model(str(tmp_path), option="ref_model.name")
-    with pytest.raises(ModelNotFoundError, match="could not be loaded from"):
-        load_model(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for loader in (load_model, load_tokenizer):
         with pytest.raises(ModelNotFoundError, match=r"model.name=no-such/model .*check the network") as caught:
@@ -268,15 +259,18 @@ def test_a_missing_model_is_one_sentence(tmp_path, monkeypatch):
         resolve_model_path("tiny")
 
 
-@pytest.mark.parametrize("option", ["vocab_size", "num_hidden_layers", "intermediate_size"])
-def test_a_config_of_more_than_the_files_hold_is_one_sentence(saved, option: str, tmp_path):
+def test_weights_that_a_folder_does_not_hold_or_are_damaged_are_one_sentence(saved, tmp_path):
     """What a folder's files lack would be made of random numbers, without end."""
     folder = shutil.copytree(saved[0], tmp_path / "model")
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {option: 10**9}))
-    with pytest.raises(
-        ModelNotFoundError, match=r"weights of \d{10,} elements or more, but all weight files have only \d+ bytes"
-    ):
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    described = config.read_text()
+    for option in ("vocab_size", "num_hidden_layers", "intermediate_size"):
+        config.write_text(json.dumps(json.loads(described) | {option: 10**9}))
+        with pytest.raises(ModelNotFoundError, match=r"weights of \d{10,} elements or more, but all weight files have"):
+            load_model(str(folder))
+    config.write_text(described)
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelNotFoundError, match=r"could not be loaded from .*model"):
         load_model(str(folder))
 
 
@@ -315,8 +309,7 @@ def test_an_export_has_the_dropout_of_the_model_that_was_trained(tmp_path: Path)
     assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("most_bytes", [10**9, 10**6])
+@pytest.mark.parametrize(("adapter", "most_bytes"), [(False, 10**6), (True, 10**6), (True, 10**9)])
 def test_an_export_that_is_written_weight_by_weight_is_what_transformers_writes(
     adapter: bool, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,12 +373,3 @@ def test_a_frozen_reference_does_not_follow_the_policy():
     reference.close()
     with pytest.raises(RuntimeError, match="closed"):
         reference(rows)
-
-
-def test_a_damaged_weight_file_is_a_sentence(tmp_path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(resolve_model_path("tiny"), folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ModelNotFoundError, match=r"could not be loaded from .*model"):
-        load_model(str(folder))

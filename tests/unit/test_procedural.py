@@ -125,13 +125,11 @@ def test_rows_of_countdown_are_read_with_or_without_a_solution() -> None:
     assert example == COUNTDOWN.read_row({**row, "nums": row.pop("numbers")}, "here")
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"nums": [1, 2]}, {"target": 3}, {"nums": "1, 2", "target": 3}, {"nums": [1, "2"], "target": 3},
-            {"nums": [1], "target": 1}, {"nums": [1, 2], "target": 3.0}, {"nums": [1, True], "target": 2}]
-)  # fmt: skip
-def test_a_row_that_is_no_problem_is_refused(row: dict) -> None:
-    with pytest.raises(DatasetError, match=r"rows\.jsonl, line 3: nums must be"):
-        COUNTDOWN.read_row(row, "rows.jsonl, line 3")
+def test_a_row_that_is_no_problem_is_refused() -> None:
+    both = (("1, 2", 3), ([1, "2"], 3), ([1], 1), ([1, 2], 3.0), ([1, True], 2))
+    for row in ({}, {"nums": [1, 2]}, {"target": 3}, *({"nums": nums, "target": target} for nums, target in both)):
+        with pytest.raises(DatasetError, match=r"rows\.jsonl, line 3: nums must be"):
+            COUNTDOWN.read_row(row, "rows.jsonl, line 3")
 
 
 def test_every_product_has_its_own_true_answer() -> None:
@@ -144,39 +142,28 @@ def test_every_product_has_its_own_true_answer() -> None:
     assert "<calc>" in task.messages(task.train[0])[0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("response", "content"),
-    [
+def test_a_call_is_answered_by_the_tool() -> None:
+    for response, content in (
         ("First: <calc>347×28</calc>\n", "9716"),
         ("<calc>1+1</calc> and <calc>2+2</calc>", "4"),
         ("<calc>1+1</calc> and <calc>2+", "2"),
         ("<think><calc>1+1</calc></think><calc>3*3</calc>", "9"),
-        ("<calc>10/4</calc>", "2.5"),
         ("<calc>-7/3</calc>", "-2.33333333333"),
         ("<calc>1/0</calc>", "error: division by zero"),
         ("<calc>__import__('os').system('ls')</calc>", "error: unexpected '_'"),
         ("<calc>999999999 * 999999999 * 10</calc>", "error: the result is too large"),
-    ],
-)
-def test_a_call_is_answered_by_the_tool(response: str, content: str) -> None:
-    score = CALCULATOR.score(response, PRODUCT)
-    assert score == Score({"correct": 0.0}, False, info={"tool_calls": 1}, reply={"role": "tool", "content": content})
+    ):
+        expected = Score({"correct": 0.0}, False, info={"tool_calls": 1}, reply={"role": "tool", "content": content})
+        assert CALCULATOR.score(response, PRODUCT) == expected
 
 
-@pytest.mark.parametrize(
-    ("response", "correct"),
-    [
-        ("9716 + 591 = 10307\n#### 10,307", 1.0),
-        ("<calc>347*28</calc> is 9716\n#### 10307", 1.0),
-        ("<calc>347*28</calc>\n#### 9716", 0.0),
-        ("I do not know", 0.0),
-        ("<calc>347 * 28", 0.0),
-        ("<think><calc>347 * 28</calc>", 0.0),
-        ("</calc>3<calc>", 0.0),
-    ],
-)
-def test_an_answer_ends_the_dialog_and_so_does_silence(response: str, correct: float) -> None:
-    assert CALCULATOR.score(response, PRODUCT) == Score({"correct": correct}, correct == 1, info={"tool_calls": 0})
+def test_an_answer_ends_the_dialog_and_so_does_silence() -> None:
+    right = ("9716 + 591 = 10307\n#### 10,307", "<calc>347*28</calc> is 9716\n#### 10307")
+    wrong = ("<calc>347*28</calc>\n#### 9716", "I do not know", "<calc>347 * 28")
+    wrong += ("<think><calc>347 * 28</calc>", "</calc>3<calc>")
+    for response in (*right, *wrong):
+        expected = Score({"correct": float(response in right)}, response in right, info={"tool_calls": 0})
+        assert CALCULATOR.score(response, PRODUCT) == expected, response
 
 
 def test_the_calculator_is_exact_for_integers() -> None:
@@ -191,9 +178,7 @@ def test_the_calculator_is_exact_for_integers() -> None:
 def test_a_wrong_response_is_asked_to_think_again_and_nothing_else_changes() -> None:
     inner = ArithmeticTask(seed=SEED, num_train=50, num_heldout=5)
     task = think_again(inner)
-    assert (task.name, task.term_weights, task.train, task.heldout) == (
-        *(inner.name, inner.term_weights, inner.train, inner.heldout),
-    )
+    assert all(getattr(task, name) == getattr(inner, name) for name in ("name", "term_weights", "train", "heldout"))
     for example in task.train[:5]:
         gold = task.gold_response(example)
         assert (gold, task.messages(example)) == (inner.gold_response(example), inner.messages(example))
@@ -204,13 +189,10 @@ def test_a_wrong_response_is_asked_to_think_again_and_nothing_else_changes() -> 
     assert travelled("no", inner.train[0]).reply == {"role": "user", "content": "Again?"}
 
 
-class Failing(ArithmeticTask):
-    def score(self, response: str, example: Example) -> Score:
-        return Score({"correct": 0.0}, False, error="ValueError: no")
-
-
 def test_a_failed_grader_asks_nothing_and_a_reply_of_the_tasks_own_comes_first() -> None:
-    assert think_again(Failing()).score("no", PRODUCT).reply is None
+    failing = ArithmeticTask()
+    failing.score = lambda response, example: Score({"correct": 0.0}, False, error="ValueError: no")
+    assert think_again(failing).score("no", PRODUCT).reply is None
     assert think_again(CALCULATOR).score("<calc>2*3</calc>", PRODUCT).reply == {"role": "tool", "content": "6"}
     assert think_again(CALCULATOR).score("#### 1", PRODUCT).reply == {"role": "user", "content": MESSAGE}
     assert think_again(COUNTDOWN).score("no", NUMBERS) == COUNTDOWN.score("no", NUMBERS)

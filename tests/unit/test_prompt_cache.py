@@ -109,11 +109,10 @@ def test_many_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sota_grpo.engines.transformers_engine.PREFILL_TOKENS", 16)
     model, plain = both("qwen2")
     assert use_decode_attention(model)
-    shapes = []
+    shapes, prompts = [], some_prompts(4, 10, 6, 3, 6, 5)
     hook = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    prompts = some_prompts(4, 10, 6, 3, 6, 5)
     with torch.no_grad():
         cache = SharedPrompts(model, prompts, torch.arange(6), pad_token_id=0)
     hook.remove()
@@ -129,9 +128,8 @@ def test_a_prompt_is_kept_once_for_its_siblings_and_until_they_have_ended():
         few, many = (
             SharedPrompts(model, prompts, torch.arange(2).repeat_interleave(count), pad_token_id=0) for count in (1, 16)
         )
-    sizes = [[cache.held[layer][0].numel() for layer in range(2)] for cache in (few, many)]
-    assert sizes[0] == sizes[1] == [2 * 2 * 6 * 4] * 2  # groups, key heads, tokens before the last, width
-    with torch.no_grad():
+        sizes = [[cache.held[layer][0].numel() for layer in range(2)] for cache in (few, many)]
+        assert sizes[0] == sizes[1] == [2 * 2 * 6 * 4] * 2  # groups, key heads, tokens before the last, width
         many.next_logits(model, torch.arange(32) + 3)
         many.keep(torch.arange(16, 32))
     assert many.held[0][0].shape == (1, 2, 3, 4)
@@ -146,10 +144,9 @@ def test_an_engine_reports_the_log_probs_of_a_plain_forward(case: str, device: s
     if case == "sharing them changes":
         for layer in model.get_decoder().layers:
             forget_prompts(layer.self_attn)
+    options = {"eos_token_ids": [2], "pad_token_id": 0, "device": device, "copy_model": case in FAMILIES}
     with caplog.at_level(logging.WARNING):
-        engine = TransformersEngine(
-            model, eos_token_ids=[2], pad_token_id=0, device=device, copy_model=case in FAMILIES
-        )
+        engine = TransformersEngine(model, **options)
     reasons = [record.getMessage() for record in caplog.records]
     assert reasons == [] if case == "qwen2" else REPEATED.get(case, case) in reasons[0]
     requests = [GroupRequest(i, tuple(prompt), 3, seed=i) for i, prompt in enumerate(some_prompts(3, 1, 12))]
@@ -174,7 +171,7 @@ def test_half_precision_is_summed_in_float32(device: str):
     torch.testing.assert_close(out.double(), expected, rtol=0.0, atol=5e-3)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 3, 16, 37, 1000])
+@pytest.mark.parametrize("vocab", [1, 2, 16, 37, 1000])
 def test_a_draw_is_where_the_cumulative_probabilities_pass_u(vocab: int):
     probs = torch.randn(500, vocab).mul(2).softmax(-1)
     probs[:, ::3] = 0 if vocab > 3 else probs[:, ::3]

@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled
 from sota_grpo.policy.load import load_tokenizer, save_hf
-from sota_grpo.policy.lora import (
-    adapter_pack,
-    add_lora,
-    dequantized,
-    engine_weights,
-    packed_weights,
-    quantize,
-)
+from sota_grpo.policy.lora import adapter_pack, add_lora, dequantized, engine_weights, packed_weights, quantize
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.learner import Learner
@@ -51,10 +44,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     names = [name for name, module in packed.named_modules() if type(module).__name__ == "Linear4bit"]
     assert len(names) == 7 * plain.config.num_hidden_layers
     for name in names:
-        before = plain.get_submodule(name).weight
-        after = dequantized(packed.get_submodule(name).weight)
-        assert after.dtype == before.dtype
-        assert packed.get_submodule(name).weight.dtype == torch.uint8
+        before, stored = plain.get_submodule(name).weight, packed.get_submodule(name).weight
+        after = dequantized(stored)
+        assert (after.dtype, stored.dtype) == (before.dtype, torch.uint8)
         assert 0.01 < float((after - before.detach()).norm() / before.detach().norm()) < 0.2
         with torch.no_grad():
             before.copy_(after)
@@ -127,9 +119,8 @@ def test_a_quantised_learner_is_resumed_bit_for_bit(tmp_path: Path) -> None:
 
     def learner() -> Learner:
         policy = CausalPolicy(adapted(quantize(copy.deepcopy(plain), "nf4")))
-        return Learner(
-            policy, GRPOLoss(policy, entropy_bonus=False), learner_settings(), pad_token_id=0, dump_dir=tmp_path
-        )
+        loss = GRPOLoss(policy, entropy_bonus=False)
+        return Learner(policy, loss, learner_settings(), pad_token_id=0, dump_dir=tmp_path)
 
     one, other = learner(), learner()
     batches = [ragged_rows(8) for _ in range(3)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.rewards.extract import ANSWER_FORMATS
-from sota_grpo.rl.records import Example
+from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import make_task, task_class
 from sota_grpo.tasks.dataset import DatasetError, normalised
@@ -70,9 +70,7 @@ def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Examp
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @pytest.mark.parametrize(("name", "rows", "least"), [("gsm8k", gsm8k_rows, 0.0), ("math", math_rows, -0.5)])
-def test_gold_earns_the_most_in_every_format(
-    tmp_path: Path, name: str, rows: Any, least: float, answer_format: str
-) -> None:
+def test_gold_earns_the_most_in_every_format(tmp_path, name: str, rows: Any, least: float, answer_format: str) -> None:
     path = write(tmp_path / "rows.jsonl", rows(30))
     task = make_task(name, path=path, num_heldout=5, answer_format=answer_format, format_weight=0.25)
     assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], least)
@@ -98,12 +96,13 @@ def test_every_real_gold_answer_earns_the_most() -> None:
           for answer in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")),
         ("math", {"question": "?"}, "no column 'ground_truth' or .* columns found are 'question'"),
         ("math", {"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),
-        ("math", {"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
         ("math", {"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
         ("math", {"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
         ("math", {"ground_truth": "1"}, "no column 'question' or 'problem' or 'prompt' has a value"),
+        ("math", {"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
+        ("reasoning", {"answer": "2"},
+         "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
         ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion' has .* 'question'"),
-        ("reasoning", {"answer": "2"}, "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
         ("reasoning", {"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
         ("reasoning", {"question": " ", "answer": "2"}, "the question is empty"),
         ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the gold answer .* contains a think"),
@@ -130,21 +129,18 @@ def test_terms_of_gsm8k() -> None:
 
 def test_right_wrong_and_missing_answers_of_math_earn_what_is_asked() -> None:
     task = MathTask(correct=3.0, wrong=-2.0, no_answer=0.5)
-    assert task.score("so \\boxed{0.5}", HALF).terms == {"answer": 3.0, "format": 1.0}
-    assert task.score("so \\boxed{2}", HALF).terms == {"answer": -2.0, "format": 1.0}
-    assert task.score("so 0.5", HALF).terms == {"answer": 0.5, "format": 0.0}
-    assert task.score("so \\boxed{0.5", HALF).terms == {"answer": 0.5, "format": 0.0}
+    earned = {"so \\boxed{0.5}": (3.0, 1.0), "so \\boxed{2}": (-2.0, 1.0), "so 0.5": (0.5, 0.0)}
+    for response, (answer, form) in (earned | {"so \\boxed{0.5": (0.5, 0.0)}).items():
+        assert task.score(response, HALF).terms == {"answer": answer, "format": form}
     assert task.score("\\boxed{0.5}", HALF).info == {"extracted": "0.5"}
     assert task.term_weights == {"answer": 1.0, "format": 0.0}
     assert "\\boxed{<answer>}" in task.messages(HALF)[0]["content"]
     assert "<answer><answer></answer>" in MathTask(answer_format="tags").messages(HALF)[0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("row", "gold"),
-    [
+def test_gold_answers_of_math_are_read_bare_delimited_boxed_or_from_a_solution() -> None:
+    for row, gold in (
         ({"question": "?", "ground_truth": 42}, "42"),
-        ({"question": "?", "ground_truth": 0.5}, "0.5"),
         ({"question": "?", "ground_truth": " $\\frac12$ "}, "$\\frac12$"),
         ({"problem": "?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
         ({"problem": "?", "solution": "so it is $\\boxed 5$."}, "5"),
@@ -153,10 +149,8 @@ def test_right_wrong_and_missing_answers_of_math_earn_what_is_asked() -> None:
         ({"question": "?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}, "10"),
         ({"prompt": "?", "answer": "\\boxed{x}", "ground_truth": None}, "x"),
         ({"answer": "7"}, "7"),
-    ],
-)
-def test_gold_answers_of_math_are_read_bare_delimited_boxed_or_from_a_solution(row: dict, gold: str) -> None:
-    assert MathTask().read_row(row, "demo, row 1") == Example("?" if len(row) > 1 else "", gold)
+    ):
+        assert MathTask().read_row(row, "demo, row 1") == Example("?" if len(row) > 1 else "", gold)
 
 
 FORMS = [  # a response of the reasoning task, its thinking, its answer, and what its form is worth
@@ -195,10 +189,10 @@ FORMS = [  # a response of the reasoning task, its thinking, its answer, and wha
 ]
 
 
-@pytest.mark.parametrize(("response", "thinking", "answer", "value"), FORMS)
-def test_forms(response: str, thinking: str | None, answer: str | None, value: float) -> None:
-    parts = parse_response(response)
-    assert (parts.thinking, parts.answer, format_term(parts)) == (thinking, answer, value)
+def test_forms() -> None:
+    for response, thinking, answer, value in FORMS:
+        parts = parse_response(response)
+        assert (parts.thinking, parts.answer, format_term(parts)) == (thinking, answer, value), response
 
 
 def test_words() -> None:
@@ -249,13 +243,11 @@ def test_reward_of_reasoning_by_hand() -> None:
 def test_success_is_the_answer_alone() -> None:
     task, example = ReasoningTask(), Example("Capital of France?", "Paris")
     right = task.score("I know it. <ANSWER> paris. </ANSWER>", example)
-    assert right.success
-    assert right.terms == {"answer": 1.0, "format": 0.0, "thinking": -1.0}
-    assert right.info == {"think_words": 0, "answer_found": "paris."}
+    info = {"think_words": 0, "answer_found": "paris."}
+    assert right == Score({"answer": 1.0, "format": 0.0, "thinking": -1.0}, success=True, info=info)
     wrong = task.score(f"<think>{THOUGHT}</think><answer>Rome</answer>", example)
-    assert not wrong.success
-    assert wrong.terms == {"answer": 0.0, "format": 1.0, "thinking": 0.0}
-    assert wrong.info == {"think_words": 20, "answer_found": "Rome"}
+    info = {"think_words": 20, "answer_found": "Rome"}
+    assert wrong == Score({"answer": 0.0, "format": 1.0, "thinking": 0.0}, success=False, info=info)
     assert all(tag in task.messages(example)[0]["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
 
 
@@ -292,19 +284,16 @@ def test_the_gold_response_is_the_worked_answer_where_that_is_long_enough() -> N
     )
 
 
-@pytest.mark.parametrize(
-    ("answer_format", "response"),
-    [
+def test_the_answer_may_be_looked_for_elsewhere() -> None:
+    for answer_format, response in (
         ("any", "<think>a</think>\\boxed{18}"),
         ("boxed", "So \\boxed{18}."),
         ("hash", "So\n#### 18"),
         ("last_number", "So it is 18."),
         ("any", "<answer>18</answer> 19"),
-    ],
-)
-def test_the_answer_may_be_looked_for_elsewhere(answer_format: str, response: str) -> None:
-    assert ReasoningTask(answer_format=answer_format).score(response, TWICE).success
-    assert ReasoningTask().score(response, TWICE).success == ("<answer>" in response)
+    ):
+        assert ReasoningTask(answer_format=answer_format).score(response, TWICE).success
+        assert ReasoningTask().score(response, TWICE).success == ("<answer>" in response)
 
 
 @pytest.mark.timeout(30)  # half a second; what is quadratic takes minutes
@@ -329,9 +318,7 @@ def test_a_single_row_of_reasoning_needs_no_question() -> None:
 def test_every_real_gold_response_of_reasoning_earns_the_full_reward() -> None:
     task = ReasoningTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
     assert (len(task.train), len(task.heldout)) == (6961, 512)
-    examples = [*task.train, *task.heldout]
-    for example in examples:
+    for example in (*task.train, *task.heldout):
         score = task.score(task.gold_response(example), example)
         assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example
-    for example in examples[::20]:
         assert not task.score(f"<answer>{split_gold(example.answer)[1]}1</answer>", example).success

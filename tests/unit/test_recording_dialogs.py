@@ -18,6 +18,7 @@ from sota_grpo.report.groups import dialog_columns, scan
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import SUBTASK, TASK, Example, Sample
 from sota_grpo.rl.table import Key, RowTable
+from tests.unit.test_recording import rollout
 
 EXAMPLE = Example("?", "!")
 
@@ -72,29 +73,22 @@ def test_calls_are_shown_with_their_replies_and_masked_turns_with_their_role() -
     }
 
 
-def test_a_graded_dialog_has_the_roles_of_its_replies() -> None:
-    record = {"replies": [[{"role": "user", "content": "no"}], [{"role": "tool", "content": "4"}]]}
-    actual = dialog_of(row_of([("a", True), ("no", False), ("b", True), ("4", False), ("c", True)], record), Letters())
-    assert actual is not None
-    assert [turn["role"] for turn in actual.pop("turns")] == ["assistant", "user", "assistant", "tool", "assistant"]
-    assert actual == {}
-
-
-@pytest.mark.parametrize("record", [None, {"ended": "answer"}], ids=["nothing", "of-another-partner"])
-def test_without_a_record_the_mask_says_who_spoke(record: dict[str, Any] | None) -> None:
-    actual = dialog_of(row_of([("a", True), ("?", False), ("b", True)], record), Letters())
-    assert actual is not None
-    assert [(turn["role"], turn["trained"]) for turn in actual["turns"]] == [
-        *(("assistant", True), ("unknown", False), ("assistant", True))
-    ]
-
-
-def test_what_was_said_at_one_go_is_a_dialog_with_tools() -> None:
-    record = {"messages": [spoken("abc")], "failed": [], "ended": "answer", "error": None}
-    assert dialog_of(row_of([("abc", True)], record), Letters()) == {
-        "turns": [{"role": "assistant", "trained": True, "tokens": 3, "text": "abc"}],
-        **{"ended": "answer", "error": None},
-    }
+@pytest.mark.parametrize(
+    ("record", "roles"),
+    [
+        ({"replies": [[{"role": "user", "content": "no"}], [{"role": "tool", "content": "4"}]]}, ("user", "tool")),
+        (None, ("unknown", "unknown")),
+        ({"ended": "answer"}, ("unknown", "unknown")),  # of another partner
+    ],
+)
+def test_a_graded_dialog_has_the_roles_of_its_replies_or_the_mask_says_who_spoke(record: Any, roles: Any) -> None:
+    row = row_of([("a", True), ("no", False), ("b", True), ("4", False), ("c", True)], record)
+    dialog = dialog_of(row, Letters())
+    assert dialog.keys() == {"turns", *(record or {})} - {"replies"}
+    assert not any("calls" in turn for turn in dialog["turns"])
+    turns = [(turn["role"], turn["trained"]) for turn in dialog["turns"]]
+    assert turns[::2] == [("assistant", True)] * 3
+    assert turns[1::2] == [(role, False) for role in roles]
 
 
 def test_a_turn_of_a_tree_says_what_it_follows() -> None:
@@ -130,10 +124,7 @@ def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> Non
 
 
 def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsing(tmp_path: Path) -> None:
-    texts = dict.fromkeys(("query", "answer", "prompt", "response"), "text")
-    numbers = {"group_id": 3, "sample_id": 0, "response_tokens": 1, "reward": 0.0, "advantage": 0.0}
-    plain = {**texts, **numbers, "success": False, "truncated": False, "policy_version": 2}
-    plain |= {"reward_terms": {}, "reward_info": {}}
+    plain = rollout(3, 0, 0.0) | {"policy_version": 2}
     dialog = {"turns": [{"role": "tool", "text": '"policy_version": 9}'}]}
     records: list[Any] = []
     sink: Any = SimpleNamespace(log_samples=lambda step, rows: records.extend(rows), close=lambda exit_code: None)

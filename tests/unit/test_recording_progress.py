@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import re
@@ -42,24 +43,17 @@ def test_a_success_that_is_a_reward_above_a_limit_is_not_shown() -> None:
 
 
 def test_the_time_left_forgets_slow_steps():
-    time = 0.0
-    progress = Progress(100, stream=io.StringIO(), clock=lambda: time)
-    progress.update(1, {})
-    time = 1000.0
-    line = progress.update(2, {})
-    for done in range(3, 41):
-        time += 2.0
-        line = progress.update(done, {})
+    times = iter([0.0, *(1000.0 + 2 * step for step in range(39))])
+    progress = Progress(100, stream=io.StringIO(), clock=lambda: next(times))
+    *_, line = (progress.update(done, {}) for done in range(1, 41))
     assert line.endswith("ETA 2:00")  # 60 steps of 2 s: the thousand seconds have left the window
 
 
 def test_plain_lines_are_periodic_whole_and_without_control_characters(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    time = 0.0
-    stream = io.StringIO()
-    with Progress(10, stream=stream, every_s=2.5, clock=lambda: time) as progress:
+    stream, times = io.StringIO(), itertools.count()
+    with Progress(10, stream=stream, every_s=2.5, clock=lambda: next(times)) as progress:
         for done in range(1, 11):
-            time += 1.0
             progress.update(done, SHOWN)
     text = stream.getvalue()
     assert readable(text) == text
@@ -81,20 +75,17 @@ def made_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def screen(written: str) -> list[str]:
     """Return the lines that a terminal shows, without colours; the cursor moves within its line only."""
-    lines = [[" "] * 200]
-    column = 0
+    lines, column = [""], 0
     for sign in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.|\n", written):
-        if sign == "\n":
-            lines.append([" "] * 200)
-            column = 0
-        elif sign == "\r":
+        if sign in "\r\n":
+            lines += [""] if sign == "\n" else []
             column = 0
         elif sign == "\x1b[2K":
-            lines[-1] = [" "] * 200
+            lines[-1] = ""
         elif sign[0] != "\x1b":
-            lines[-1][column] = sign
+            lines[-1] = lines[-1][:column].ljust(column) + sign + lines[-1][column + 1 :]
             column += 1
-    return ["".join(line).rstrip() for line in lines]
+    return [line.rstrip() for line in lines]
 
 
 def test_a_terminal_shows_a_bar_and_one_line_redrawn_below_the_log_and_is_given_back(monkeypatch: Any) -> None:
@@ -149,9 +140,7 @@ def test_what_is_printed_above_the_line_is_text(monkeypatch: Any) -> None:
 
 def test_a_process_without_stderr_logs_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    console = ConsoleHandler()
-    record = logging.makeLogRecord({"msg": "so far", "redrawn": True, "levelno": logging.INFO})
-    console.emit(record)
+    ConsoleHandler().emit(logging.makeLogRecord({"msg": "so far", "redrawn": True, "levelno": logging.INFO}))
 
 
 def test_a_line_too_long_for_a_terminal_is_cut_and_its_bar_shrinks(monkeypatch: Any) -> None:
@@ -224,9 +213,6 @@ def test_the_closing_lines_show_only_what_was_measured():
     assert closing_lines({}, {}, {"learn": 2.0}, avg_at_k=0, wall_s=2.0) == ["Time: 0:02, of which learn 100 %"]
     half = closing_lines({}, {"eval/accuracy": 0.5, "eval/reward": 0.5}, {}, avg_at_k=0, wall_s=1.0)
     assert half == ["Held out: greedy 50.0 %", "Time: 0:01, of which other 100 %"]
-
-
-# --- in a notebook ----------------------------------------------------------------------------------------------------
 
 
 def test_the_progress_of_a_run_takes_that_line(monkeypatch: Any) -> None:

@@ -32,8 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Modul
 
 def service_of(launcher: Any, path: str, num_workers: int, **settings: Any) -> ReferenceService:
     options = {"model_name": path, "temperature": 0.7, "token_budget": BUDGET, "num_threads": torch.get_num_threads()}
-    spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
-    start = starter(launcher, "reference", spec)
+    start = starter(launcher, "reference", WorkerSpec("sota_grpo.workers.reference:reference_worker", options))
     fleet = Fleet("reference", start, num_workers, capacity=2, silence_s=60.0)
     return ReferenceService(fleet, num_workers=num_workers, **settings)
 
@@ -52,9 +51,7 @@ def in_threads() -> Iterator[ThreadLauncher]:
 
 
 @pytest.mark.parametrize("gives_back", [True, False])
-def test_a_worker_keeps_nothing_in_reserve_where_engines_sleep(
-    gives_back: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_keeps_nothing_in_reserve_where_engines_sleep(gives_back: bool, monkeypatch) -> None:
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     model = make_model("llama", vocab_size=64)

@@ -57,12 +57,12 @@ def page_of(*runs: Path, out: Path, plotly: bool = False) -> tuple[Reader, dict[
     return reader, json.loads(reader.scripts[0])
 
 
-def test_hostile_text_is_data_and_nothing_else(tmp_path: Path) -> None:
+def test_hostile_text_is_data_and_nothing_else_and_secrets_are_left_out(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=4, response=lambda step, group, sample: HOSTILE[step])
+    (run_dir / "config.yaml").write_text("model: {hub_token: sesame}\nengine: {api_key: sesame}\n")  # another program's
     reader, data = page_of(run_dir, out=tmp_path / "report.html")
-    assert len(reader.scripts) == 3
-    assert not reader.addresses
-    assert not reader.handlers
+    assert "sesame" not in (tmp_path / "report.html").read_text()
+    assert (len(reader.scripts), reader.addresses, reader.handlers) == (3, [], [])
     shown = [sample["text"] for group in data["runs"][0]["groups"] for sample in group["samples"]]
     assert set(shown) == set(HOSTILE)
 
@@ -74,12 +74,6 @@ def test_the_policy_allows_the_pages_own_scripts_only(tmp_path: Path) -> None:
     assert rules["default-src"] == "'none'"
     assert sorted(rules["script-src"].split()) == sorted(f"'sha256-{digest}'" for digest in digests)
     assert "connect-src" not in rules
-
-
-def test_secrets_are_not_passed_on(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path)
-    (run_dir / "config.yaml").write_text("model: {hub_token: sesame}\nengine: {api_key: sesame}\n")  # another program's
-    assert "sesame" not in write_report([run_dir], tmp_path / "report.html").read_text()
 
 
 def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path) -> None:
@@ -98,10 +92,8 @@ def test_seeds_of_a_run_from_python_are_known_by_what_was_passed(tmp_path: Path)
 
 def test_a_page_stays_under_ten_megabytes_with_every_step_in_its_curves(tmp_path: Path) -> None:
     """And of the groups what fits: these would fill three megabytes of each run."""
-    runs = [
-        write_run(tmp_path / str(seed), steps=300, groups=1, siblings=2, seed=seed, response=lambda *_: "words " * 1600)
-        for seed in range(3)
-    ]
+    options = {"steps": 300, "groups": 1, "siblings": 2, "response": lambda *_: "words " * 1600}
+    runs = [write_run(tmp_path / str(seed), seed=seed, **options) for seed in range(3)]
     _, data = page_of(*runs, out=tmp_path / "report.html", plotly=True)
     assert (tmp_path / "report.html").stat().st_size <= MAX_BYTES < 10_000_000
     assert data["stride"] == 1
@@ -122,12 +114,10 @@ def test_the_command_writes_next_to_the_run_or_to_the_named_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir, other = write_run(tmp_path / "sweep" / "0"), write_run(tmp_path / "sweep" / "1", seed=1)
-    assert told(["report", str(run_dir)], capsys)[0] == 0
-    assert told(["report", str(tmp_path / "sweep")], capsys)[0] == 0
-    assert told(["report", str(run_dir), str(other)], capsys)[0] == 0
+    for paths in ([run_dir], [tmp_path / "sweep"], [run_dir, other]):
+        assert told(["report", *map(str, paths)], capsys)[0] == 0
     assert told(["report", str(run_dir), "--out", "mine.html"], capsys)[1].startswith("mine.html (")
-    written = [run_dir, tmp_path / "sweep", tmp_path]
-    assert all((folder / "report.html").is_file() for folder in written)
+    assert all((folder / "report.html").is_file() for folder in (run_dir, tmp_path / "sweep", tmp_path))
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,9 +154,7 @@ def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path, monkey
     assert written[-1] >= 1990
 
 
-def test_before_the_first_line_of_metrics_and_where_none_is_wanted_there_is_no_page(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_metrics_or_where_unwanted_there_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).touch()
     assert TrainingReport(tmp_path).write() == 0
     assert os.listdir(tmp_path) == [METRICS_FILE]
@@ -186,20 +174,19 @@ def test_the_report_has_the_newest_of_each_question(tmp_path: Path) -> None:
     assert page_of(run_dir, out=tmp_path / "report.html")[1]["runs"][0]["replays"] == [newest, replay_record()]
 
 
+ODD_PARTS = ({"notes": [["<b>"]]}, {"tables": [[["", "a"], ["b"]]]}, {"tables": [[["", "a"], ["b", 0.5]]]})
+NO_REPLAYS = ("{broken", *(json.dumps(replay_record(**parts)) for parts in ODD_PARTS))
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{broken", "it was not written by sota-grpo replay"),
-        (json.dumps(replay_record(notes=[["<b>"]])), "it was not written by sota-grpo replay"),
-        (json.dumps(replay_record(tables=[[["", "a"], ["b"]]])), "it was not written by sota-grpo replay"),
-        (json.dumps(replay_record(tables=[[["", "a"], ["b", 0.5]]])), "it was not written by sota-grpo replay"),
+        *((text, "it was not written by sota-grpo replay") for text in NO_REPLAYS),
         (" " * (65 << 10), "it has more than 65536 bytes"),
         (None, "it is a link that leaves the run directory"),
     ],
 )
-def test_what_is_no_replay_is_named_and_the_others_are_shown(
-    tmp_path: Path, content: str | None, sentence: str
-) -> None:
+def test_what_is_no_replay_is_named_and_others_are_shown(tmp_path: Path, content: str | None, sentence: str) -> None:
     run_dir = write_run(tmp_path / "run", steps=1)
     odd = save_replay(run_dir, 0, [], replay_record()).with_name("odd\u202e.json")
     if content is None:

@@ -30,15 +30,11 @@ def put(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_an_evaluation_and_the_turn_after_it_are_one_row(tmp_path: Path) -> None:
+def test_an_evaluation_and_the_turn_after_it_are_one_row_and_an_unfinished_line_is_none(tmp_path: Path) -> None:
     lines = ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 0, "reward": 0.25}\n', '{"step": 1, "reward": 0.75}\n']
     run = read_run(put(tmp_path, *lines, '{"step": 2, "eval/accuracy": 0.875}\n'))
     assert run.rows[0] == {"step": 0, "eval/accuracy": 0.5, "reward": 0.25}
-    assert [row["step"] for row in run.rows] == [0, 1, 2]
-    assert run.steps == 2
-
-
-def test_a_line_that_is_being_written_is_left_alone_and_numbers_that_json_lacks_are_nothing(tmp_path: Path) -> None:
+    assert ([row["step"] for row in run.rows], run.steps) == ([0, 1, 2], 2)
     for torn in ('{"step": 2, "rew', '{"step": 2, "reward": 1.0}'):
         run = read_run(put(tmp_path, '{"step": 0, "reward": NaN, "kl": -Infinity}\n', '{"step": 1, "lr": 0.5}\n', torn))
         assert run.rows == [{"step": 0, "reward": None, "kl": None}, {"step": 1, "lr": 0.5}]
@@ -48,8 +44,9 @@ def test_runs_below_a_folder_are_found_once_and_in_natural_order(tmp_path: Path)
     for name in ("sweep/10", "sweep/2", "sweep/2/checkpoints/odd", "sweep/.hidden"):
         put(tmp_path / name, '{"step": 0}\n')
     put(tmp_path / "sweep/3")
-    (tmp_path / "sweep/4/.hydra").mkdir(parents=True)
-    (tmp_path / "sweep/4/.hydra/overrides.yaml").write_text("[seed=1]")
+    for name in ("sweep/4", "."):  # what another program left in the folder itself hides no run
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra/overrides.yaml").write_text("[seed=1]")
     note_failure(tmp_path / "sweep/4", UserError("There is no model there."))
     runs, left_out = read_runs(find_runs([tmp_path, tmp_path / "sweep" / "2"]))
     assert [run.path.name for run in runs] == ["2", "10"]
@@ -82,44 +79,36 @@ FILES = ("config.yaml", "gate.json", "run.json", "metrics.jsonl", "rollouts.json
 ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "", "text", [], [1, [2]], {}, {"a": {"b": 1}})
 
 
-def damage(run_dir: Path, name: str, rng: random.Random) -> None:
-    """Put something odd in the place of one value, somewhere in a file of the run."""
-    path = run_dir / name
-    lines = [yaml.safe_load(path.read_text())] if name[-1] != "l" or name == "config.yaml" else None
-    actual = lines if lines is not None else [json.loads(line) for line in path.read_text().splitlines()]
+def damage(path: Path) -> None:
+    """Put something odd in the place of one value, somewhere in a file of a run."""
+    text = path.read_text()
+    actual = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [yaml.safe_load(text)]
     places = [(actual, index) for index in range(len(actual))]
     for value, key in places:
         inside = value[key]
         keys = inside if isinstance(inside, dict) else range(len(inside)) if isinstance(inside, list) else ()
         places += [(inside, inner) for inner in keys]
-    value, key = rng.choice(places)
-    value[key] = rng.choice(ODD)
-    if name == "config.yaml":
-        path.write_text(yaml.safe_dump(actual[0]))
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in actual))
+    value, key = random.choice(places)
+    value[key] = random.choice(ODD)
+    dump = yaml.safe_dump if path.suffix == ".yaml" else json.dumps
+    path.write_text("".join(dump(row) + "\n" for row in actual))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_with_an_odd_file_does_not_cost_the_others_their_page(tmp_path: Path, name: str) -> None:
-    seed = random.randrange(1 << 30)
-    rng = random.Random(seed)
     sound, damaged = write_run(tmp_path / "sweep" / "0", steps=2, groups=2), tmp_path / "sweep" / "1"
-    whole = write_run(tmp_path / "whole", steps=2, groups=2, finished=rng.random() < 0.5)
+    whole = write_run(tmp_path / "whole", steps=2, groups=2, finished=random.random() < 0.5)
     checks = [{"name": "ratio", "passed": True, "sentence": "it is 1", "seconds": 0.25}]
     (whole / "gate.json").write_text(json.dumps({"mode": "warn", "checks": checks}))
     (whole / "failure.json").write_text(json.dumps({"reason": "it failed"}))
-    for attempt in range(4):
+    for _ in range(4):
         shutil.copytree(whole, damaged)
-        damage(damaged, name, rng)
-        where = f"random.Random({seed}), attempt {attempt}: {(damaged / name).read_text()[:2000]}"
-        try:
-            data = json.loads(report_json(*read_runs([sound, damaged]), budget=1 << 20))
-            assert len(read_sweep(tmp_path / "sweep").runs) == 2
-        except Exception as error:
-            pytest.fail(f"{type(error).__name__}: {error}; {where}")
-        assert data["runs"][0]["groups"], where
-        assert len(data["runs"]) + len(data["left_out"]) >= 2, where
+        damage(damaged / name)
+        print((damaged / name).read_text()[:2000])  # of the last attempt
+        data = json.loads(report_json(*read_runs([sound, damaged]), budget=1 << 20))
+        assert len(read_sweep(tmp_path / "sweep").runs) == 2
+        assert data["runs"][0]["groups"]
+        assert len(data["runs"]) + len(data["left_out"]) >= 2
         shutil.rmtree(damaged)
 
 
@@ -177,30 +166,23 @@ def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypat
     for name in ("a", "b"):
         write_run(tmp_path / name)
     locked = tmp_path / "b"
+
+    def refusing(function: Any) -> Any:
+        def refuse(path: Any, *args: Any, **named: Any) -> Any:
+            if locked in (Path(path), *Path(path).parents):
+                raise PermissionError(13, "Permission denied")
+            return function(path, *args, **named)
+
+        return refuse
+
     for module, name in ((os, "listdir"), (os, "open"), (Path, "is_file")):
-        monkeypatch.setattr(module, name, _refusing(getattr(module, name), locked))
+        monkeypatch.setattr(module, name, refusing(getattr(module, name)))
     runs, left_out = read_runs(find_runs([tmp_path]))
     assert [run.path.name for run in runs] == ["a"]
     assert left_out == [f"{locked / 'metrics.jsonl'} cannot be read (Permission denied)."]
     notes = {run.name: run.note for run in read_sweep(tmp_path).runs}
     assert notes["a"] == ""
     assert "metrics.jsonl cannot be read (Permission denied)" in notes["b"]
-
-
-def _refusing(function: Any, folder: Path) -> Any:
-    def refuse(path: Any, *args: Any, **named: Any) -> Any:
-        if Path(path) == folder or folder in Path(path).parents:
-            raise PermissionError(13, "Permission denied")
-        return function(path, *args, **named)
-
-    return refuse
-
-
-def test_a_run_of_other_programs_hides_no_run_below_it(tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("[]")
-    write_run(tmp_path / "a")
-    assert find_runs([tmp_path]) == [tmp_path / "a"]
 
 
 def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tmp_path: Path) -> None:
@@ -224,8 +206,7 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
     run_dir = write_run(tmp_path / "run")
     report = TrainingReport(run_dir)
     report.write()
-    before = (run_dir / "report.html").read_bytes()
-    files = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
     write = Path.write_text
 
     def full(path: Path, text: str, *args: object, **options: object) -> int:
@@ -237,8 +218,7 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
     monkeypatch.setattr(Path, "write_text", full)
     assert report.write() > 0
     assert report.write() == 0
-    assert (run_dir / "report.html").read_bytes() == before
-    assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == files
-    (message,) = [one.getMessage() for one in caplog.records]
+    assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
+    (message,) = caplog.messages
     assert "No space left on device" in message
     assert "the run writes no other" in message

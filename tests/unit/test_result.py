@@ -30,19 +30,14 @@ def write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_steps_and_evaluations_are_two_tables(run_dir: Path) -> None:
+def test_steps_and_evaluations_are_two_tables_up_to_the_last_whole_line(run_dir: Path) -> None:
     result = Result(str(run_dir))
-    assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3}
-    assert result.metrics["kl"].isna().to_dict() == {0: True, 1: False}
-    assert "eval/accuracy" not in result.metrics
-    assert result.evaluations["eval/accuracy"].to_dict() == {0: 0.25, 2: 0.75}
-
-
-def test_a_run_that_is_training_is_read_up_to_its_last_whole_line(run_dir: Path) -> None:
-    result = Result(run_dir)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "reward": 0.5}) + "\n" + '{"step": 3, "rew')
     assert result.metrics["reward"].to_dict() == {0: 0.1, 1: 0.3, 2: 0.5}
+    assert result.metrics["kl"].isna().to_dict() == {0: True, 1: False, 2: True}
+    assert "eval/accuracy" not in result.metrics
+    assert result.evaluations["eval/accuracy"].to_dict() == {0: 0.25, 2: 0.75}
 
 
 def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
@@ -59,9 +54,7 @@ def test_the_summary_says_how_far_and_how_well(run_dir: Path) -> None:
     assert "0.0 % right of 8 problems, greedy\n             -3.25 -> -1.25 mean reward" in repr(Result(run_dir))
     rows[0]["eval/num_samples"] = 2  # of a quarter, with eval.target
     write(run_dir / "metrics.jsonl", rows)
-    assert repr(Result(run_dir)).endswith(
-        "held out   0.0 % right of 8 problems, greedy\n             -1.25 mean reward"
-    )
+    assert repr(Result(run_dir)).endswith("0.0 % right of 8 problems, greedy\n             -1.25 mean reward")
     write(run_dir / "metrics.jsonl", [{"step": n, "reward": float(n)} for n in range(100)])
     assert "reward     4.5 -> 94.5 (first and last 10 steps)" in repr(Result(run_dir))
     write(run_dir / "metrics.jsonl", [])
@@ -77,19 +70,13 @@ def test_the_model_is_the_exported_one_and_loaded_once(run_dir: Path) -> None:
     model.model.norm.weight.data.fill_(0.5)
     save_hf(model, tokenizer, run_dir / "hf")
     result = Result(run_dir)
+    result.config["model"]["trust_remote_code"] = True  # a copy, the reader's own
+    assert result.config == {"model": {"trust_remote_code": False}}
     assert result.model is result.model
     assert result.model.model.norm.weight.unique().tolist() == [0.5]
     chat = [{"role": "user", "content": "2 + 2?"}]
-    assert result.tokenizer.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(
-        chat, tokenize=False
-    )
-
-
-def test_a_change_of_the_config_is_the_readers_own(run_dir: Path) -> None:
-    (run_dir / "config.yaml").write_text("train:\n  epochs: 1\n")
-    result = Result(run_dir)
-    result.config["train"]["epochs"] = 99
-    assert result.config == {"train": {"epochs": 1}}
+    ours, theirs = (each.apply_chat_template(chat, tokenize=False) for each in (result.tokenizer, tokenizer))
+    assert ours == theirs
 
 
 def test_what_is_missing_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:

@@ -31,8 +31,6 @@ from sota_grpo.training.gate import _as_sampled
 from tests.training_rigs import make_env, make_saying
 from tests.unit.test_table import verl_row
 
-SEED = random.randrange(1 << 30)
-
 VERL_FILE = '''
 import re
 
@@ -85,15 +83,13 @@ def test_a_function_of_trls_form_is_given_the_sampled_ids(tmp_path: Path) -> Non
     assert [score.terms["length"] for score in scores(task, sampled, example_of())] == [2.0, 1.0]
     (of_a_file,) = scores(task, ["4"], example_of())
     assert of_a_file.error == "TypeError: length needs completion_ids, which only a response sampled by an engine has"
-    env = make_env()
-    ids_seen: list[list[int]] = []
+    env, ids_seen = make_env(), []
 
-    def score(response: str, example: Example) -> Score:
-        assert isinstance(response, SampledText)
+    def grade(response: SampledText, example: Example) -> Score:
         ids_seen.append(list(response.token_ids))
         return Score({"correct": 1.0}, True)
 
-    env.grader = LocalGrader(score, ["correct"])
+    env.grader = LocalGrader(grade, ["correct"])
     prompts = [Prompt(0, env.task.train[0], 2, seed=1)]
     (group,) = Rollouts(env, make_saying(env, lambda request, index: "ab" * index)).stream(prompts, Sampling(8))
     assert ids_seen == [sample.token_ids.tolist() for sample in group.samples]
@@ -115,7 +111,6 @@ def score(task: Task, response: str, example: Example | None = None) -> Score:
 
 def test_verls_reward_file_runs_unchanged(tmp_path: Path) -> None:
     task = task_of(tmp_path, VERL_FILE)
-    assert isinstance(task, Task)
     example = PLAIN.read_row(verl_row(3), "demo")
     assert task.gold_response(example) is None
     assert scores(task, ["So\n#### 6", "#### -1", "none"], example) == [
@@ -130,42 +125,28 @@ def test_trls_functions_run_unchanged_in_a_process_and_see_the_group(tmp_path: P
     chat = [{"role": "user", "content": "2+2?"}]
     example = example_of(prompt=chat, solution="4", level=3)
     unsolved = example_of(prompt=chat, solution=None, level=1)
-    info = [{"accuracy/content": text, "shortest/mean_length": 5 / 3} for text in ("4", "four", "")]
+    expected = {"4": (2.0, 0.0, True), "four": (0.0, 0.0, False), "": (0.0, 3.0, True)}
     with grading_pool(task, num_workers=1, timeout_s=60) as pool:
-        assert pool.scores([(text, example) for text in ("4", "four", "")]).result(120) == [
-            Score({"accuracy": 2.0, "shortest": 0.0}, True, info=info[0]),
-            Score({"accuracy": 0.0, "shortest": 0.0}, False, info=info[1]),
-            Score({"accuracy": 0.0, "shortest": 3.0}, True, info=info[2]),
-        ]
+        actual = pool.scores([(text, example) for text in expected]).result(120)
+    for one, (text, (accuracy, shortest, success)) in zip(actual, expected.items(), strict=True):
+        info = {"accuracy/content": text, "shortest/mean_length": 5 / 3}
+        assert one == Score({"accuracy": accuracy, "shortest": shortest}, success, info=info)
     assert score(task, "4", unsolved).terms == {"accuracy": None, "shortest": 1.0}, "a term that does not apply"
 
 
 def test_a_group_is_graded_as_its_responses_are_alone(tmp_path: Path) -> None:
     """Of functions that look at one response at a time."""
-    rng = random.Random(SEED)
     text = """
 def verl(solution_str, ground_truth):
     return {"score": len(solution_str) / 7, "same": solution_str == ground_truth}
 def trl(completions, level, **kwargs):
     return [None if len(c) % 3 == 0 else float(c) / l for c, l in zip(completions, level)]
 """
-    task = task_of(tmp_path, text, "verl", "trl", weights=[rng.random(), rng.random()])
+    task = task_of(tmp_path, text, "verl", "trl", weights=[random.random(), random.random()])
     for _ in range(30):
-        example = example_of(level=rng.randint(0, 3))
-        pairs = [(rng.choice(["4", "44", "444", "four"]), example) for _ in range(rng.randint(1, 6))]
-        alone = [score for pair in pairs for score in guarded_scores(task.score, task.term_weights, [pair])]
-        together = guarded_scores(task.score, task.term_weights, pairs)
-        for one, other in zip(alone, together, strict=True):
-            assert one == other, SEED
-
-
-def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
-    body = "return [(p == '2+2?') / len(c) for p, c in zip(prompts, completions)]"
-    text = f"\n\ndef f(prompts, completions, **columns):\n    {body}\n"
-    path = str(tmp_path / "reward_function.py")
-    actual = scores(task_of(tmp_path, text, "f"), ["ab", "", "abcd"], example_of())
-    assert [one.terms["f"] for one in actual] == [0.5, 0.0, 0.25]
-    assert [one.error for one in actual] == [None, f"ZeroDivisionError: division by zero ({path}, line 4)", None]
+        example = example_of(level=random.randint(0, 3))
+        responses = random.choices(["4", "44", "444", "four"], k=random.randint(1, 6))
+        assert scores(task, responses, example) == [score(task, response, example) for response in responses]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +166,6 @@ def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, kind: st
     good, bad = scores(task_of(tmp_path, text), ["ok", "4"], example_of())
     assert (good.error, good.terms) == (None, {"compute_score": 1.0})
     assert bad.terms == {"compute_score": 0.0}
-    assert bad.error is not None
     assert bad.error.startswith(error)
 
 
@@ -201,36 +181,36 @@ def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, kind: st
 )
 def test_what_is_no_list_of_rewards_is_an_error_of_all(tmp_path: Path, body: str, error: str) -> None:
     actual = scores(task_of(tmp_path, f"def f(completions, **kwargs):\n    {body}\n", "f"), ["a", "b"], example_of())
-    assert actual[0].error is not None
     assert actual[0].error.startswith(error)
     assert all(one.error is not None and one.terms == {"f": 0.0} for one in actual)
 
 
-def test_numbers_of_any_library_are_rewards(tmp_path: Path) -> None:
-    values = ("True", "1", "numpy.float32(1)", "numpy.ones(())", "torch.tensor(1.0)", "1 + 0j == 1")
-    text = "import numpy, torch\n" + "".join(
-        f"def verl{i}(solution_str): return {value}\ndef trl{i}(completions): return [{value}]\n"
-        for i, value in enumerate(values)
-    )
-    names = [f"{form}{i}" for i in range(len(values)) for form in ("verl", "trl")]
-    assert score(task_of(tmp_path, text, *names), "4").terms == dict.fromkeys(names, 1.0)
+def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
+    body = "return [(p == '2+2?') / len(c) for p, c in zip(prompts, completions)]"
+    task = task_of(tmp_path, f"\n\ndef f(prompts, completions, **columns):\n    {body}\n", "f")
+    actual = [(one.terms["f"], one.error) for one in scores(task, ["ab", "", "abcd"], example_of())]
+    error = f"ZeroDivisionError: division by zero ({tmp_path}/reward_function.py, line 4)"
+    assert actual == [(0.5, None), (0.0, error), (0.25, None)]
 
 
-def test_arrays_of_rewards_and_of_findings_are_read(tmp_path: Path) -> None:
+def test_numbers_and_arrays_of_any_library_are_rewards_and_findings(tmp_path: Path) -> None:
     text = """
 import numpy, torch
-def compute_score(solution_str):
+def found(solution_str):
     return {"score": 1, "acc": numpy.float32(1), "n": 7**9999, "spans": numpy.arange(2), "at": object}
 def array(completions): return numpy.ones(len(completions))
 def tensor(completions): return torch.ones(len(completions))
 def generated(completions): return (1 for _ in completions)
 """
-    names = ("compute_score", "array", "tensor", "generated")
+    names = ["found", "array", "tensor", "generated"]
+    values = ("True", "1", "numpy.float32(1)", "numpy.ones(())", "torch.tensor(1.0)", "1 + 0j == 1")
+    for i, value in enumerate(values):
+        text += f"def verl{i}(solution_str): return {value}\n"
+        text += f"def trl{i}(completions): return [{value} for _ in completions]\n"
+        names += [f"verl{i}", f"trl{i}"]
     for actual in scores(task_of(tmp_path, text, *names), ["4", "5"], example_of()):
         assert actual.terms == dict.fromkeys(names, 1.0)
-        assert actual.info["compute_score/acc"] == 1.0
-        assert actual.info["compute_score/spans"] == [0, 1]
-        assert actual.info["compute_score/n"] is None
+        assert actual.info | {"found/acc": 1.0, "found/spans": [0, 1], "found/n": None} == actual.info
         json.dumps(dict(actual.info))
 
 
@@ -258,7 +238,7 @@ async def f(completions, **kwargs):
         assert actual[1].terms["f"] == 2.0
 
 
-def test_coroutines_are_awaited_where_a_loop_runs_already(tmp_path: Path) -> None:
+def test_coroutines_are_awaited_where_a_loop_runs_already_and_in_a_forked_process(tmp_path: Path) -> None:
     """As in every cell of a notebook."""
     task = task_of(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
 
@@ -267,10 +247,7 @@ def test_coroutines_are_awaited_where_a_loop_runs_already(tmp_path: Path) -> Non
 
     with ThreadPoolExecutor(1) as pool:  # a browser's test leaves a loop of its own in the main thread
         assert pool.submit(asyncio.run, in_a_cell()).result() == 0.5
-
-
-def test_coroutines_are_awaited_in_a_forked_process(tmp_path: Path) -> None:
-    """Which has a copy of the loop, and no thread that runs it."""
+    # which has a copy of the loop, and no thread that runs it
     path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
     text = f"""
 import os
@@ -288,22 +265,20 @@ os.waitpid(child, 0)
     assert done.stdout.split() == ["0.5", "0.25"], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("returned", "success"),
-    [
-        ("0.5", True),
-        ("0.25", False),
-        ("{'score': 1.0, 'acc': False}", False),
-        ("{'score': -1.0, 'success': True}", True),
-        ("{'score': 1.0, 'correct': 0.5}", False),
-        ("{'score': 1.0, 'acc': 'no'}", True),
-    ],
-)
-def test_a_success_is_what_the_function_says_or_a_reward_above_the_bound(
-    tmp_path: Path, returned: str, success: bool
-) -> None:
+SUCCESSES = {
+    "0.5": True,
+    "{'score': -1.0, 'success': True}": True,
+    "{'score': 1.0, 'acc': 'no'}": True,
+    "0.25": False,
+    "{'score': 1.0, 'acc': False}": False,
+    "{'score': 1.0, 'correct': 0.5}": False,
+}
+
+
+@pytest.mark.parametrize("returned", SUCCESSES)
+def test_a_success_is_what_the_function_says_or_a_high_reward(tmp_path: Path, returned: str) -> None:
     text = f"def compute_score(solution_str): return {returned}"
-    assert score(task_of(tmp_path, text, success_above=0.25), "4").success is success
+    assert score(task_of(tmp_path, text, success_above=0.25), "4").success is SUCCESSES[returned]
 
 
 def test_the_tasks_reward_may_be_combined_with_functions(tmp_path: Path) -> None:
@@ -335,21 +310,14 @@ def f(prompts, completions, answer, ground_truth):
     assert score(exact, "Albany, NY", exact.train[0]).success
 
 
-def test_a_function_cannot_change_the_data(tmp_path: Path) -> None:
-    text = """
-def compute_score(solution_str, ground_truth, extra_info):
-    return extra_info.pop("x") + ground_truth.pop()
-"""
+def test_a_function_is_given_its_own_copy_of_the_row(tmp_path: Path) -> None:
+    """And as ``extra_info`` the rest of it, where it has no such column."""
+    body = "return extra_info.pop('x') + ground_truth.pop()"
+    task = task_of(tmp_path, f"def compute_score(solution_str, ground_truth, extra_info): {body}")
     example = example_of(extra_info={"x": 1}, ground_truth=[2])
-    assert [one.terms["compute_score"] for one in scores(task_of(tmp_path, text), ["a", "b"], example)] == [3.0, 3.0]
-
-
-def test_extra_info_is_the_rest_of_the_row_where_there_is_no_such_column(tmp_path: Path) -> None:
-    text = """
-def compute_score(solution_str, ground_truth, extra_info):
-    return float(extra_info == {"ground_truth": 4, "k": [1]})
-"""
-    assert score(task_of(tmp_path, text), "4", example_of(ground_truth=4, k=[1])).terms == {"compute_score": 1.0}
+    assert [one.terms["compute_score"] for one in scores(task, ["a", "b"], example)] == [3.0, 3.0]
+    text = "def compute_score(solution_str, extra_info): return extra_info == {'ground_truth': 4, 'k': [1]}"
+    assert score(task_of(tmp_path, text), "4", example_of(ground_truth=4, k=[1])).success
 
 
 def test_a_scorer_loads_its_file_where_it_runs(tmp_path: Path) -> None:
@@ -365,54 +333,38 @@ def test_a_scorer_loads_its_file_where_it_runs(tmp_path: Path) -> None:
         os.chdir(here)
     sent = pickle.dumps((scorer_of(task), example_of()))
     assert len(sent) < 2000
-    code = (
-        "import pickle, sys; score, example = pickle.load(sys.stdin.buffer);"
-        "print(score('4', example).terms, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=sent,
-        cwd=tmp_path / "elsewhere",
-        env={**os.environ, "PYTHONPATH": str(here), "PYTHONDONTWRITEBYTECODE": ""},
-        capture_output=True,
-        check=True,
-    )
+    code = "import pickle, sys; score, example = pickle.load(sys.stdin.buffer);"
+    code += "print(score('4', example).terms, 'torch' in sys.modules)"
+    options = {"cwd": tmp_path / "elsewhere", "env": os.environ | {"PYTHONPATH": str(here)}}
+    options["env"]["PYTHONDONTWRITEBYTECODE"] = ""
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, **options)
     assert done.stdout.decode().strip() == "{'compute_score': 0.75} False"
     assert not list(tmp_path.rglob("reward_function*.pyc"))
 
 
-def test_a_file_beside_the_reward_file_shadows_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
-    reward_file(tmp_path, "raise RuntimeError('not me')", "tabnanny.py")
-    task_of(tmp_path, "import tabnanny\ndef compute_score(solution_str): return tabnanny.verbose")
-
-
 def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -> None:
-    text = "import time\ntime.sleep(1.5)\ndef f(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    text = "import time\ntime.sleep(1.5)\ndef f(completions): return [1.0 for _ in completions]\n"
     with grading_pool(task_of(tmp_path, text, "f"), num_workers=1, timeout_s=1.0) as pool:
         pool.wait_ready()
-        actual = pool.scores([("a", example_of())]).result(60)
-        assert actual[0].error is None
+        (actual,) = pool.scores([("a", example_of())]).result(60)
+        assert actual.error is None
         assert pool.fleet.restarts == 0
 
 
 def test_a_task_answers_turns_whichever_reward_grades_them(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def f(completions, **columns):\n    return [0.5 for _ in completions]\n")
-    task = with_reward_functions(CalculatorTask(num_train=1, num_heldout=1), str(tmp_path / "r.py"), ["f"])
-    score = task.score("<calc>2 * 3</calc>", task.train[0])
-    assert score.reply == {"role": "tool", "content": "6"}
-    assert score.terms == {"f": 0.5}
+    own = CalculatorTask(num_train=1, num_heldout=1)
+    task = task_of(tmp_path, "def f(completions): return [0.5 for _ in completions]", "f", task=own)
+    actual = task.score("<calc>2 * 3</calc>", task.train[0])
+    assert (actual.reply, actual.terms) == ({"role": "tool", "content": "6"}, {"f": 0.5})
 
 
 TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "level": 1}, "demo")])
 NEITHER = r"is neither verl's compute_score\(data_source, .*\) nor TRL's function\(prompts, completions, \*\*columns\)"
 
 
-def refusal(path: Path, text: str | None, names: list[str], weights: list[float] | None = None) -> str:
-    if text is not None:
-        path.write_text(text)
+def refusal(folder: Path, text: str, *names: str, weights: list[float] | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        with_reward_functions(TASK, str(path), names, weights)
+        task_of(folder, text, *names, task=TASK, weights=weights)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -428,47 +380,47 @@ def refusal(path: Path, text: str | None, names: list[str], weights: list[float]
     ],
 )
 def test_both_forms_are_known_by_their_parameters(tmp_path: Path, signature: str, form: str) -> None:
-    path = tmp_path / "rewards.py"
-    path.write_text(f"def f({signature}): return 0\n")
-    (function,) = load_functions(str(path), ["f"])
+    path = reward_file(tmp_path, f"def f({signature}): return 0\n")
+    (function,) = load_functions(path, ["f"])
     assert (function.name, function.form) == ("f", form)
-    with_reward_functions(TASK, str(path), ["f"])
+    with_reward_functions(TASK, path, ["f"])
 
 
 def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
-    path = tmp_path / "rewards.py"
-    path.write_text(
-        "import functools\n"
-        "def base(completions, factor, **kwargs): return [factor] * len(completions)\n"
-        "double = functools.partial(base, factor=2.0)\n"
-        "class Judge:\n"
-        "    def __call__(self, solution_str, ground_truth): return 3.0\n"
-        "judge = Judge()\n"
-    )
-    task = with_reward_functions(TASK, str(path), ["double", "judge"])
-    assert task.score("4", TASK.train[0]).terms == {"double": 2.0, "judge": 3.0}
+    text = """
+import functools
+def base(completions, factor, **kwargs): return [factor] * len(completions)
+double = functools.partial(base, factor=2.0)
+class Judge:
+    def __call__(self, solution_str, ground_truth): return 3.0
+judge = Judge()
+"""
+    assert score(task_of(tmp_path, text, "double", "judge"), "4").terms == {"double": 2.0, "judge": 3.0}
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("x = 1\ny = x / 0\n", "rewards.py, line 2: it cannot be imported (ZeroDivisionError"),
-        ("x = 1\n\ndef f(:\n", "rewards.py, line 3: it cannot be imported (SyntaxError"),
-        ("import sys\n\nsys.exit(1)\n", "rewards.py, line 3: it cannot be imported (SystemExit: 1)"),
+        ("x = 1\ny = x / 0\n", "reward_function.py, line 2: it cannot be imported (ZeroDivisionError"),
+        ("x = 1\n\ndef f(:\n", "reward_function.py, line 3: it cannot be imported (SyntaxError"),
+        ("import sys\n\nsys.exit(1)\n", "reward_function.py, line 3: it cannot be imported (SystemExit: 1)"),
         ("\0", "it cannot be imported (SyntaxError"),
         ("import os\ndef grade(x): ...\ndef mark(x): ...\ndef _own(): ...\n", "'; its functions are grade, mark:"),
         ("compute_score = 3\n", "has no function 'compute_score'"),
+        ("def kl(completions, **columns): return 0\n", "kl is the name of a built-in reward term"),
+        ("def a(completions): return 0\ndef b(completions): return 0\n", "; its functions are a, b"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
-    actual = refusal(tmp_path / "rewards.py", text, ["compute_score"])
+    actual = refusal(tmp_path, text)
     assert sentence in actual
-    assert str(tmp_path / "rewards.py") in actual
+    assert str(tmp_path / "reward_function.py") in actual or sentence.startswith("kl is")
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    assert f"there is no file {tmp_path}/a.py; correct reward.path" in refusal(tmp_path / "a.py", None, ["f"])
-    assert "there is no file" in refusal(tmp_path, None, ["f"]), "a folder"
+    for path in (tmp_path / "a.py", tmp_path):  # the second is a folder
+        with pytest.raises(UserError, match=f"there is no file {path}; correct reward.path"):
+            with_reward_functions(TASK, str(path), ["f"])
 
 
 @pytest.mark.parametrize(
@@ -482,7 +434,7 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, sentence: str) -> None:
-    assert re.search(sentence, refusal(tmp_path / "rewards.py", f"def f({signature}): return 0\n", ["f"]))
+    assert re.search(sentence, refusal(tmp_path, f"def f({signature}): return 0\n", "f"))
 
 
 @pytest.mark.parametrize(
@@ -499,36 +451,37 @@ def test_names_and_weights_that_do_not_match_are_reported(
     tmp_path: Path, names: list[str], weights: list[float] | None, sentence: str
 ) -> None:
     text = "def f(solution_str): return 0\ndef g(solution_str): return 0\ndef kl(solution_str): return 0\n"
-    assert sentence in refusal(tmp_path / "rewards.py", text, names, weights)
+    assert sentence in refusal(tmp_path, text, *names, weights=weights)
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, though it has the same length and was written in the same second."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    path = tmp_path / "rewards.py"
     for value in (1.0, 2.0, 3.0):
-        path.write_text(f"def compute_score(solution_str): return {value}\n")
-        assert with_reward_functions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": value}
+        task = task_of(tmp_path, f"def compute_score(solution_str): return {value}\n")
+        assert score(task, "").terms == {"compute_score": value}
 
 
-def test_a_file_may_define_dataclasses_with_deferred_annotations(tmp_path: Path) -> None:
-    path = tmp_path / "rewards.py"
-    path.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom typing import ClassVar\n"
-        "@dataclass\nclass Settings:\n    kind: ClassVar[str] = 'a'\n    factor: float = 2.0\n"
-        "def compute_score(solution_str): return Settings().factor\n"
-    )
-    assert with_reward_functions(TASK, str(path)).score("", TASK.train[0]).terms == {"compute_score": 2.0}
+def test_a_file_may_define_dataclasses_and_shadow_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+@dataclass
+class Settings:
+    kind: ClassVar[str] = 'a'
+    factor: float = 2.0
+def compute_score(solution_str): return Settings().factor
+"""
+    assert score(task_of(tmp_path, text), "").terms == {"compute_score": 2.0}
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    reward_file(tmp_path, "raise RuntimeError('not me')", "tabnanny.py")
+    task_of(tmp_path, "import tabnanny\ndef compute_score(solution_str): return tabnanny.verbose")
 
 
 def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("from json import dumps\ndef brief(completions, **columns): return [0.5 for _ in completions]\n")
-    task = with_reward_functions(TASK, str(path), weights=[2.0])
+    text = "from json import dumps\ndef brief(completions, **columns): return [0.5 for _ in completions]\n"
+    task = with_reward_functions(TASK, reward_file(tmp_path, text), weights=[2.0])
     scorer = pickle.loads(pickle.dumps(task.score))  # as a grader's process has it
     assert task.term_weights == {"brief": 2.0}
     assert scorer("four", TASK.train[0]).terms == {"brief": 0.5}
-    path.write_text("def kl(completions, **columns): return 0\n")
-    assert "kl is the name of a built-in reward term" in refusal(path, None, ["compute_score"])
-    path.write_text("def a(completions): return 0\ndef b(completions): return 0\n")
-    assert "has no function 'compute_score'; its functions are a, b" in refusal(path, None, ["compute_score"])

@@ -12,7 +12,6 @@ from sota_grpo.rewards.expressions import MAX_DEPTH, MAX_EXPRESSION_CHARS, Expre
 from sota_grpo.rewards.extract import ANSWER_FORMATS, extract_answer, find_last_number, numbers_equal, parse_number
 from sota_grpo.rl.records import SampledText
 
-RNG = random.Random(random.randrange(1 << 30))
 LENGTH = 100_000
 
 NUMBERS = r"""
@@ -35,27 +34,19 @@ def entries(table: str) -> list[str]:
     return table.strip().replace("\n", " | ").split(" | ")
 
 
-def test_numbers_are_read() -> None:
+def test_numbers_are_read_and_anything_else_is_none() -> None:
     for text, _, value in (entry.rpartition(" == ") for entry in entries(NUMBERS)):
         assert parse_number(text) == Fraction(value), text
     assert parse_number("1\u202f080\u202f000") == 1_080_000
-
-
-def test_anything_but_one_number_is_no_number() -> None:
     for text in (*entries(NO_NUMBERS), "", "9" * 257):
         assert parse_number(text) is None, text
 
 
-def test_the_power_of_a_unit_is_not_the_last_number() -> None:
+def test_the_last_number_has_its_sign_and_is_no_power_of_a_unit() -> None:
     for unit in ("m^2", "cm^{2}", "\\text{ cm}^2", "square meters"):
         assert find_last_number(f"2 * 9 is 18, so the area is 18 {unit}.") == "18"
-    assert find_last_number("from 3\u20135") == "5"
-
-
-def test_a_sign_apart_belongs_to_its_number() -> None:
     assert find_last_number("So x = - 5.") == "-5"
-    assert find_last_number("so $x$ - 5 apples") == "5"
-    for text in ("Items:\n- 5 pens", "10 - 5", "- 5 pens", "x =\n- 5"):
+    for text in ("from 3\u20135", "so $x$ - 5 apples", "Items:\n- 5 pens", "10 - 5", "- 5 pens", "x =\n- 5"):
         assert find_last_number(text) == "5", text
 
 
@@ -114,10 +105,14 @@ def test_answers_are_found(text: str, answer_format: str, answer: str | None) ->
 
 @pytest.mark.parametrize("wrapped", ["#### 5", "\\boxed{5}", "<answer>5</answer>", "5"])
 def test_thinking_is_no_answer(wrapped: str) -> None:
-    assert extract_answer(f"<think>{wrapped}</think> I am not sure", "any") is None
-    assert extract_answer(f"{wrapped}</think> I am not sure", "any") is None
-    assert extract_answer(f"Hm <think>{wrapped}", "any") is None
+    for text in ("<think>{}</think> I am not sure", "{}</think> I am not sure", "Hm <think>{}"):
+        assert extract_answer(text.replace("{}", wrapped), "any") is None
     assert extract_answer(f"<think>7</think>{wrapped}", "any") == "5"
+    assert extract_answer(f"[THINK]{wrapped}[/THINK]No box.", "boxed") is None
+    thought = SampledText(f"So {wrapped}", thinks=True)
+    assert (extract_answer(thought, "any"), extract_answer(str(thought), "any")) == (None, "5")
+    assert extract_answer(SampledText(f"Hm.</think>{wrapped}", thinks=True), "any") == "5"
+    assert pickle.loads(pickle.dumps(thought)).thinks
 
 
 @pytest.mark.parametrize(
@@ -147,15 +142,6 @@ def test_answers_in_sentences_are_found_where_mathematics_is_required(text: str,
     assert extract_answer(text, "any") == find_last_number(text)
 
 
-def test_what_is_thought_is_no_answer() -> None:
-    said = "[THINK]\\boxed{1}[/THINK]No box."
-    assert extract_answer(said, "boxed") is None
-    thought = SampledText("So \\boxed{1}, but", thinks=True)
-    assert (extract_answer(thought, "any"), extract_answer(str(thought), "any")) == (None, "1")
-    assert extract_answer(SampledText("Hm.</think>\\boxed{1}", thinks=True), "any") == "1"
-    assert pickle.loads(pickle.dumps(thought)).thinks
-
-
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(ValueError, match="'last' is not one of tags, boxed, hash, last_number, any"):
         extract_answer("5", "last")
@@ -173,7 +159,7 @@ HOSTILE = [
 @pytest.mark.timeout(15)  # a sixth of a second; quadratic time would be half a minute and more
 @pytest.mark.parametrize("unit", [*HOSTILE, None])
 def test_a_long_text_of_anything_takes_linear_time(unit: str | None) -> None:
-    text = "".join(RNG.choices(HOSTILE, k=LENGTH // 4)) if unit is None else unit * (LENGTH // len(unit))
+    text = "".join(random.choices(HOSTILE, k=LENGTH // 4)) if unit is None else unit * (LENGTH // len(unit))
     for answer_format in ANSWER_FORMATS[:-1]:  # the last, any, is these one after the other
         answer = extract_answer(text, answer_format)
         assert answer is None or len(answer) < 64 or parse_number(answer) is None
@@ -185,12 +171,7 @@ def test_a_number_may_fill_an_answer_and_none_is_the_end_of_a_longer_list() -> N
         assert parse_number(number) == value
         assert find_last_number(f"so {number}.") == number
     for longer in ("1" + ",00" * 20_000 + ",000", "1" + ",123" * 90 + ",12" * 3 + ",123", "7" + ",123" * 20_000):
-        last = find_last_number(longer)
-        assert last is not None
-        assert parse_number(last) is None
-
-
-SEED = random.randrange(1 << 30)
+        assert parse_number(find_last_number(longer)) is None
 
 
 VALUES = """
@@ -199,9 +180,12 @@ VALUES = """
 """
 
 
-def test_by_hand() -> None:
+def test_expressions_by_hand() -> None:
     for text, _, value in (entry.rpartition(" == ") for entry in entries(VALUES)):
         assert parse_expression(f" {text} ").value == Fraction(value), text
+    assert parse_expression("3 - -(2 * 4)").numbers == (3, 2, 4)
+    assert parse_expression("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH).value == 1
+    assert parse_expression("9" * MAX_EXPRESSION_CHARS).value == 10**MAX_EXPRESSION_CHARS - 1
 
 
 @pytest.mark.parametrize(
@@ -228,29 +212,16 @@ def test_what_is_refused_and_why(text: str, reason: str) -> None:
         parse_expression(text)
 
 
-def test_numbers_come_from_left_to_right_without_signs() -> None:
-    assert parse_expression("3 - -(2 * 4)").numbers == (3, 2, 4)
-
-
-def test_the_bounds_are_inclusive() -> None:
-    assert parse_expression("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH).value == 1
-    assert parse_expression("9" * MAX_EXPRESSION_CHARS).value == 10**MAX_EXPRESSION_CHARS - 1
-
-
-def reason_of(text: str) -> str:
-    try:
-        parse_expression(text)
-    except ExpressionError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.timeout(120)  # about a second
 def test_hostile_text_is_refused_in_linear_time() -> None:
-    rng = random.Random(SEED)
     pieces = [*"()+-*/.×÷−", " ", "9" * 50, "1", "__import__", "\x00", "٣", "\U0001f600", "<answer>", "**"]
     texts = ["(" * 1_000_000, "9" * 1_000_000, "-" * 1_000_000, "1/" * 99 + "3", " " * 1_000_000]
-    texts += ["".join(rng.choices(pieces, k=rng.randint(1, 80))) for _ in range(1500)]
-    reasons = [reason for reason in map(reason_of, texts) if reason]
-    assert len(reasons) > 1200
-    assert max(map(len, reasons)) < 60, f"seed {SEED}"
+    texts += ["".join(random.choices(pieces, k=random.randint(1, 80))) for _ in range(500)]
+    reasons = []
+    for text in texts:
+        try:
+            parse_expression(text)
+        except ExpressionError as error:
+            reasons.append(str(error))
+    assert len(reasons) > 400
+    assert max(map(len, reasons)) < 60

@@ -236,7 +236,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path) -> None:
     fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
-    with pytest.raises(UserError, match="there is no run in"):
+    with pytest.raises(UserError, match=r"there is no run in .*, or start a run there with hydra\.run\.dir="):
         opened(fresh, str(tmp_path / "nowhere"))
     assert not (tmp_path / "nowhere").exists()
     old = started(run_at(tmp_path, "2026-01-01", "10-00-00"))
@@ -322,6 +322,22 @@ def test_a_run_under_a_schedule_becomes_longer_where_it_is_named(tmp_path: Path)
         opened(fresh, str(run_dir), with_option("train", "epochs", 2, longer), 2 * STEPS)
 
 
+def test_a_longer_run_that_a_full_disk_stops_between_its_files_is_started_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_option("optimizer", "schedule", "linear")
+    with opened(tmp_path, None, config) as place:
+        place.start(json.dumps(config))
+    longer = with_option("train", "total_dialog_turns", 128, config)
+    with opened(tmp_path, "auto", longer, 2 * STEPS) as place, monkeypatch.context() as patch:
+        left = [runs.write_text]  # room for one file
+        patch.setattr(runs, "write_text", lambda path, text: left.pop()(path, text) if left else os.read(-1, 1))
+        with pytest.raises(UserError, match="cannot be written"):
+            place.start(json.dumps(longer))
+    with opened(tmp_path, "auto", longer, 2 * STEPS) as place:
+        assert place.resumed
+
+
 def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path: Path) -> None:
     fresh, other = run_at(tmp_path, "2026-01-02", "10-00-00"), run_at(tmp_path, "2026-01-01", "10-00-00")
     for folder in (fresh, other):
@@ -379,3 +395,7 @@ def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path
         place.require_models(models | {"ref_model.name": "bb"})  # was not known
         with pytest.raises(RunRefused, match=r"other files of model.name .digest aa, now cc.; restore"):
             place.require_models({"model.name": "cc"})
+
+
+def test_an_error_to_which_the_system_gave_no_reason_is_named() -> None:
+    assert "cannot be written (quota);" in str(runs.unwritable(Path("run"), OSError("quota")))

@@ -27,6 +27,7 @@ from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows, unpad_row
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, GroupOutput, Sample, Sampling, SamplingSupport
 from sota_grpo.rl.table import RowTable
+from sota_grpo.rl.transforms import ReferenceKL
 from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.base import pending_future
@@ -141,14 +142,21 @@ def test_a_token_that_its_set_does_not_have_is_refused() -> None:
         CausalPolicy(tiny_model())(pad_rows(rows, pad_token_id=PAD))
 
 
-def test_torchrls_wrappers_which_know_no_sets_are_refused() -> None:
+def test_torchrls_wrappers_which_know_no_sets_and_no_trees_are_refused() -> None:
+    """Also where only some of the rows are such."""
+
     class Wrapper(torch.nn.Module):
         def get_dist(self) -> None: ...
 
     loss = GRPOLoss(CausalPolicy(tiny_model()))
     loss.actor_network = Wrapper()
-    with pytest.raises(ValueError, match="sampling support"):
-        loss(lazy_stack(rows_of(sampled(tiny_model(), top_k=3))))
+    truncated = rows_of(sampled(tiny_model(), top_k=3))
+    trees = [row.exclude(keys.SUPPORT_IDS, keys.SUPPORT_COUNTS) for row in truncated]
+    trees[0].set(keys.PARENTS, torch.arange(-1, len(trees[0][keys.FULL_TOKENS]) - 1))
+    for rows in (truncated, trees):
+        for read in (loss, ReferenceKL(Wrapper(), pad_token_id=PAD, token_budget=64)):
+            with pytest.raises(ValueError, match="but TorchRL's wrappers compute log-probs over the whole vocabulary"):
+                read(lazy_stack(rows))
 
 
 def same(one: TensorDict, other: TensorDict) -> bool:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, Engine, EngineOptions
+from sota_grpo.engines import Deadlines, EngineOptions
 from sota_grpo.engines import server_engine as server_module
 from sota_grpo.engines.server_engine import ServerDied, ServerEngine
 from sota_grpo.engines.sglang_server import SGLangEngine
@@ -42,17 +42,17 @@ class Rigs:
         running = fake if fake.url else self._stack.enter_context(fake.running())
         kind = ServerEngine if isinstance(fake, FakeVLLM) else SGLangEngine
         options = EngineOptions("model", eos_token_ids=[3, 1], **overrides)
-        engine = kind(
-            HttpClient(running.url, api_key=key),
-            options,
-            shapes=SHAPES,
-            tied={"head": "embed"},
-            process=None,
-            weight_folder=WeightFolder(SHAPES, None),
-            can_sleep=False,
-        )
+        given = {"shapes": SHAPES, "tied": {"head": "embed"}, "process": None, "can_sleep": False}
+        client, folder = HttpClient(running.url, api_key=key), WeightFolder(SHAPES, None)
+        engine = kind(client, options, weight_folder=folder, **given)
         self._stack.callback(engine.close)
         return engine
+
+    def held(self, kind: str = "vllm", **overrides: Any) -> tuple[ServerEngine, FakeServer]:
+        """An engine whose server does not answer prompts that begin with 20 before ``fake.held[20]`` is set."""
+        fake = fake_of(kind)
+        fake.held = {20: threading.Event()}
+        return self.engine(fake, **overrides), fake
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def rigs() -> Iterator[Rigs]:
 
 
 def fake_of(kind: str) -> FakeServer:
-    return FakeVLLM() if kind == "vllm" else FakeSGLang()
+    return FakeVLLM() if kind == "vllm" else FakeSGLang(spans="without" not in kind)
 
 
 def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -91,23 +91,14 @@ def sampled(engine: ServerEngine, sampling: Sampling, **options: Any) -> GroupOu
 def test_what_vllm_is_sent_and_how_its_answer_is_read(rigs: Rigs):
     """Choices come in reverse: index 1 ended for length, 0 and 2 at a stop token; sample ``i`` has ``seed + i``."""
     engine = rigs.engine(fake := FakeVLLM())
-    assert isinstance(engine, Engine)
     assert engine.max_model_len == CONTEXT
     sampling = Sampling(max_tokens=100, temperature=0.5, top_p=0.9, top_k=4, min_p=0.05)
     output = sampled(engine, sampling, group_id=77, num_samples=3, first_sample=2)
     sent = fake.bodies(GENERATE["vllm"])[-1]
     assert sent["token_ids"] == [9, 5, 6]
     assert sent["sampling_params"] == {
-        "n": 3,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 4,
-        "min_p": 0.05,
-        "max_tokens": CONTEXT - 3,
-        "seed": sample_seed(8) + 2,
-        "stop_token_ids": [1, 3],
-        "ignore_eos": False,
-        "logprobs": 0,
+        **{"n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.05, "max_tokens": CONTEXT - 3},
+        **{"seed": sample_seed(8) + 2, "stop_token_ids": [1, 3], "ignore_eos": False, "logprobs": 0},
         "detokenize": False,
     }
     assert output.group_id == 77
@@ -126,14 +117,12 @@ def test_what_sglang_is_sent_and_how_its_answer_is_read(rigs: Rigs):
     engine = rigs.engine(fake := FakeSGLang())
     output = sampled(engine, Sampling(max_tokens=7, temperature=0.5, ignore_eos=True), first_sample=3)
     (sent,) = fake.bodies("/generate")
-    assert sent["input_ids"] == [[9, 5, 6]] * 2
-    assert sent["return_logprob"] is True
+    assert (sent["input_ids"], sent["return_logprob"]) == ([[9, 5, 6]] * 2, True)
     assert [name.rpartition(".")[2] for name in sent["rid"]] == ["0", "1"]
     params = sent["sampling_params"]
     assert [each.pop("sampling_seed") for each in params] == [sample_seed(8, index) % 2**31 for index in (3, 4)]
-    assert params[0] == params[1]
-    assert (params[0]["temperature"], params[0]["max_new_tokens"], params[0]["ignore_eos"]) == (0.5, 7, True)
-    assert params[0]["stop_token_ids"] == []
+    expected = {"temperature": 0.5, "max_new_tokens": 7, "ignore_eos": True, "stop_token_ids": []}
+    assert params[0] == params[1] == params[0] | expected
     for sample in output.samples:
         torch.testing.assert_close(sample.log_probs, -sample.token_ids / 1000)
         assert sample.versions.tolist() == [0] * 7
@@ -150,41 +139,33 @@ def test_sampling_is_refused_where_sglang_reports_other_log_probs_or_rows_do_not
 
 
 def test_groups_come_back_in_the_order_in_which_they_end(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event(), 21: threading.Event()}
-    engine = rigs.engine(fake)
+    engine, fake = rigs.held()
+    fake.held[21] = threading.Event()
     slow, middle, fast = add(engine, [request(20), request(21), request(22)], SAMPLING)
     assert steps_until(engine)[0][0] == fast
-    fake.held[21].set()
-    assert steps_until(engine)[0][0] == middle
-    fake.held[20].set()
-    assert steps_until(engine)[0][0] == slow
+    for number, group in ((21, middle), (20, slow)):
+        fake.held[number].set()
+        assert steps_until(engine)[0][0] == group
 
 
-def test_many_groups_need_no_more_threads_than_are_answered_at_once(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event()}
-    engine, before = rigs.engine(fake, max_rows=2), set(threading.enumerate())
+@pytest.mark.timeout(120)
+def test_groups_need_no_more_threads_than_are_answered_at_once(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
+    engine, fake = rigs.held(max_rows=2)
+    before = set(threading.enumerate())
     add(engine, [request(20, group=group, num_samples=1) for group in range(30)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 2)
     names = [thread.name for thread in set(threading.enumerate()) - before]
     assert sum(name.startswith(f"{engine.name}-") for name in names) == 2
     fake.held[20].set()
     assert sorted(output.group_id for _, output in steps_until(engine, 30)) == list(range(30))
-
-
-@pytest.mark.timeout(120)
-def test_a_step_without_anything_in_flight_does_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "_STEP_S", 3600.0)
-    assert step(rigs.engine(FakeVLLM())) == []
+    assert step(engine) == []
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "sglang without spans"])
 def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
     """A server that reports no spans: all tokens have the oldest possible version."""
-    fake = FakeVLLM() if kind == "vllm" else FakeSGLang(spans=kind == "sglang")
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
+    engine, fake = rigs.held(kind)
     add(engine, [request(20, num_samples=1)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.update_weights(weights(2.5).items(), 7)
@@ -200,7 +181,7 @@ def test_a_push_reaches_what_is_in_flight(rigs: Rigs, kind: str):
 def test_a_server_that_ended_with_its_folder_is_reported_by_the_push(rigs: Rigs, monkeypatch: pytest.MonkeyPatch):
     """Its launcher deletes the folder for weights, which a push may find before anything else shows the death."""
     engine = rigs.engine(FakeVLLM())
-    died = ServerDied("The inference server ended before it took new weights (was ended by SIGKILL); ...")
+    died = ServerDied("The inference server ended before it took new weights; ...")
     process = Mock(has_ended=Mock(return_value=True), died=Mock(return_value=died))
     monkeypatch.setattr(engine, "_process", process)
     engine._weights.close()
@@ -213,14 +194,13 @@ def test_a_server_that_ended_with_its_folder_is_reported_by_the_push(rigs: Rigs,
 
 @pytest.mark.parametrize(("kind", "field"), [("vllm", "cache_salt"), ("sglang", "extra_key")])
 def test_cached_prompts_are_kept_apart_by_engine_and_push(rigs: Rigs, kind: str, field: str):
-    fake = fake_of(kind)
-    salts = []
+    fake, salts = fake_of(kind), set()
     for engine in (rigs.engine(fake), rigs.engine(fake)):
         for version in (3, 3):  # a version that is pushed twice may have other weights the second time
             engine.update_weights(weights().items(), version)
-            list(engine.generate([request(22)], SAMPLING))
-            salts.append(str(fake.bodies(GENERATE[kind])[-1][field]))
-    assert len(set(salts)) == 4
+            sampled(engine, SAMPLING)
+            salts.add(str(fake.bodies(GENERATE[kind])[-1][field]))
+    assert len(salts) == 4
 
 
 def test_vllm_is_paused_while_it_loads_and_wrong_weights_are_not_sent(rigs: Rigs):
@@ -237,6 +217,9 @@ def test_vllm_is_paused_while_it_loads_and_wrong_weights_are_not_sent(rigs: Rigs
     folder = fake.bodies("/collective_rpc")[0]["kwargs"]["weights_path"]
     with pytest.raises(FileNotFoundError):
         fake.load(folder)
+    fake.hang_up_once = {GENERATE["vllm"], "/collective_rpc"}  # closed connections are opened again
+    engine.update_weights(weights().items(), 2)
+    assert sampled(engine, SAMPLING).samples[0].versions.tolist() == [2] * 6
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -250,9 +233,7 @@ def test_weights_are_read_back_from_a_server_that_can_say(rigs: Rigs, kind: str)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(
-    rigs: Rigs, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_server_elsewhere_shares_a_folder(rigs: Rigs, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     fake = fake_of(kind)
     monkeypatch.setattr(server_module, "is_own_address", lambda host: False)
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {"head": "embed"}))
@@ -273,19 +254,12 @@ def test_a_server_elsewhere_reads_weights_in_a_folder_that_both_see(
 
 
 def test_of_merged_weights_only_those_with_an_adapter_are_written_again(rigs: Rigs):
-    fake = FakeVLLM()
     base, other = (lambda: weights().items()), (lambda: weights().items())
-    engine, loads = rigs.engine(fake), []
+    engine, loads = rigs.engine(fake := FakeVLLM()), []
     load = fake.load
-
-    def counted(folder: str) -> None:
-        load(folder)
-        loads.append(set(fake.weights))
-
-    fake.load = counted
-
-    adapter = WeightPack.of([("norm:A", torch.ones(1)), ("norm:B", torch.ones(2, 1))])
-    adapter = replace(adapter, scales={"norm": 2.0})
+    fake.load = lambda folder: load(folder) or loads.append(set(fake.weights))
+    factors = WeightPack.of([("norm:A", torch.ones(1)), ("norm:B", torch.ones(2, 1))])
+    adapter = replace(factors, scales={"norm": 2.0})
     pushes = [base, base, base, None, other, other, base]
     for version, engine.base in enumerate(pushes, 1):
         engine.update_weights(adapter if engine.base else weights().items(), version)
@@ -297,9 +271,7 @@ def test_of_merged_weights_only_those_with_an_adapter_are_written_again(rigs: Ri
 
 
 def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
-    fake = FakeSGLang()
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
+    engine, fake = rigs.held("sglang")
     engine.update_weights(weights().items(), 1)
     add(engine, [request(20)], SAMPLING)
     engine.update_weights(weights().items(), 2)
@@ -312,9 +284,7 @@ def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
-    fake = fake_of(kind)
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
+    engine, fake = rigs.held(kind)
     future = engine.submit(request(20), SAMPLING)
     engine.advance()
     wait_for(lambda: fake.num_sampling == 1)
@@ -328,20 +298,8 @@ def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     assert output.group_id == 5
 
 
-def test_a_connection_that_the_server_closed_is_opened_again(rigs: Rigs):
-    fake = FakeVLLM()
-    engine = rigs.engine(fake)
-    fake.hang_up_once = {GENERATE["vllm"], "/collective_rpc"}
-    engine.update_weights(weights().items(), 1)
-    (output,) = engine.generate([request(22)], SAMPLING)
-    assert output.samples[0].versions.tolist() == [1] * 6
-
-
 STEP_FAULTS = {
-    "an error": (
-        lambda body: (500, {"error": {"message": "EngineCore has a problem"}}),
-        "status 500: .*EngineCore",
-    ),
+    "an error": (lambda body: (500, {"error": {"message": "EngineCore has a problem"}}), "status 500: .*EngineCore"),
     "another form": (lambda body: (200, {"choices": [{"index": 0, "text": "hello"}]}), "unknown form.*hello"),
     "fewer samples": (lambda body: (200, {"choices": []}), "returned 0 samples for a request of 2"),
     "an abort by another client": (
@@ -365,13 +323,9 @@ def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault:
 
 
 @pytest.mark.parametrize(("kind", "path"), [("vllm", "/weight_info"), ("sglang", "/health_generate")])
-def test_a_hung_server_is_found_long_before_a_group_is_due(
-    rigs: Rigs, kind: str, path: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_hung_server_is_found_long_before_a_group(rigs: Rigs, kind: str, path: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "_PROBE_EVERY_S", 0.1)
-    fake = fake_of(kind)
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake, deadlines=Deadlines(control=0.3))
+    engine, fake = rigs.held(kind, deadlines=Deadlines(control=0.3))
     add(engine, [request(20)], SAMPLING)
     for _ in range(5):
         step(engine)  # it works, and answers: no error however long a group takes
@@ -387,11 +341,8 @@ def test_a_hung_server_is_found_long_before_a_group_is_due(
     ("vllm", "/collective_rpc", "/resume"),
     ("sglang", "/update_weights_from_disk", "/continue_generation"),
 ])  # fmt: skip
-def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running(
-    rigs: Rigs, kind: str, path: str, go_on: str
-):
-    fake = fake_of(kind)
-    engine = rigs.engine(fake)
+def test_weights_that_did_not_load_break_the_engine_and_not_the_server(rigs: Rigs, kind: str, path: str, go_on: str):
+    engine = rigs.engine(fake := fake_of(kind))
     fake.answers[path] = lambda _: (400 if kind == "sglang" else 500, {"success": False, "message": "out of memory"})
     fake.calls.clear()
     with pytest.raises(ServerError, match="out of memory"):
@@ -400,19 +351,15 @@ def test_weights_that_did_not_load_break_the_engine_and_leave_the_server_running
     assert engine.version == 0
     with pytest.raises(RuntimeError, match="engine failed"):
         engine.submit(request(9), SAMPLING)
-
-
-def test_what_sglang_says_of_weights_that_did_not_load_is_one_line(rigs: Rigs):
-    fake = FakeSGLang()
-    engine = rigs.engine(fake)
-    fake.answers["/update_weights_from_disk"] = lambda _: (200, "no\n2026-01-01 ERROR sota_grpo: forged")
-    with pytest.raises(ServerError, match=r"failed to load the weights in [^\n]*: no\\n2026-01-01 ERROR"):
-        engine.update_weights(weights().items(), 1)
+    if kind == "sglang":  # what it says is one line
+        engine = rigs.engine(fake)
+        fake.answers[path] = lambda _: (200, "no\n2026-01-01 ERROR sota_grpo: forged")
+        with pytest.raises(ServerError, match=r"failed to load the weights in [^\n]*: no\\n2026-01-01 ERROR"):
+            engine.update_weights(weights().items(), 1)
 
 
 def test_weights_of_another_trainer_in_the_server_are_found(rigs: Rigs):
-    fake = FakeVLLM()
-    mine, other = rigs.engine(fake), rigs.engine(fake)
+    mine, other = rigs.engine(fake := FakeVLLM()), rigs.engine(fake)
     other.update_weights(weights().items(), 1)
     add(mine, [request(9)], SAMPLING)
     with pytest.raises(RuntimeError, match=r"this engine's labels are .*use one server per trainer"):
@@ -444,9 +391,7 @@ def test_a_server_with_another_key_context_or_log_prob_is_refused(rigs: Rigs):
 
 
 def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
-    fake = FakeVLLM()
-    fake.held = {20: threading.Event()}
-    engine = rigs.engine(fake)
+    engine, fake = rigs.held()
     add(engine, [request(20)], SAMPLING)
     wait_for(lambda: fake.num_sampling == 1)
     engine.close()
@@ -464,20 +409,14 @@ def test_a_url_without_an_answer_is_a_sentence(name: str):
 
 
 @pytest.mark.parametrize(("has_gpu", "variable"), [(False, "TMPDIR"), (True, "VLLM_RPC_BASE_PATH")])
-def test_what_a_server_leaves_behind_lies_in_the_folder_that_ends_with_it(
-    has_gpu: bool, variable: str, monkeypatch: pytest.MonkeyPatch
-):
-    actual = {}
-
-    def start(command: object, environment: dict, log_path: Path, scratch: Path) -> None:
-        actual.update(environment, scratch=str(scratch))
-        raise InterruptedError
-
+def test_what_a_server_leaves_ends_with_its_folder(has_gpu: bool, variable: str, monkeypatch: pytest.MonkeyPatch):
+    process = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(server_module, "find_spec", lambda name: object())
     monkeypatch.setattr(server_module, "expected_weights", lambda *_, **__: (SHAPES, {}))
-    monkeypatch.setattr(server_module, "ServerProcess", start)
+    monkeypatch.setattr(server_module, "ServerProcess", process)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     with pytest.raises(InterruptedError):
         server_module.server_engine(EngineOptions("model", engine="vllm_server", eos_token_ids=[1]))
-    assert actual[variable] == actual["scratch"]
-    assert not Path(actual["scratch"]).exists()
+    _, environment, _, scratch = process.call_args.args
+    assert environment[variable] == str(scratch)
+    assert not scratch.exists()

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,8 +43,7 @@ def test_ranks_make_equally_many_passes_over_every_row_once(count: int, shared: 
     planner = passes_of(policy, settings, Ranks(0, 3)).step_planner()
     parts = planner.micro_batches(range(count), prompts, 30)
     assert len({len(part) for part in parts}) == 1
-    seen = Counter(index for part in parts for micro, real in part if real for index in micro)
-    assert seen == Counter(range(count))
+    assert sorted(index for part in parts for micro, real in part if real for index in micro) == list(range(count))
     shortest = min(row[keys.FULL_TOKENS].shape[0] for row in rows)
     for micro, real in itertools.chain(*parts):
         longest = max(rows[index][keys.FULL_TOKENS].shape[0] for index in micro)
@@ -88,8 +88,7 @@ def test_a_share_that_travelled_is_learned_like_the_whole(options: dict[str, Any
     actual = sent.update_share(pickle.loads(pickle.dumps(share, protocol=5)))
     expected = whole.update(rows)
     assert actual | {"time/learn_s": 0} == expected | {"time/learn_s": 0}
-    for mine, theirs in zip(sent.parameters, whole.parameters, strict=True):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(list(sent.parameters), list(whole.parameters), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -99,9 +98,9 @@ def test_the_shape_is_the_models(lora: bool) -> None:
     model = add_lora(model, r=3, alpha=6) if lora else model
     layer = 2 * 16 * 16 + 2 * 8 * 16 + 3 * 32 * 16
     adapters = 3 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32))
-    expected = ModelShape(2 * adapters, 2 * layer, 2 * 16, VOCAB * 16, False) if lora else None
+    trained, frozen = (2 * adapters, 2 * layer) if lora else (2 * layer, 0)
     actual = passes_of(CausalPolicy(model), learner_settings(), None).shape
-    assert actual == (expected or ModelShape(2 * layer, 0, 2 * 16, VOCAB * 16))
+    assert actual == ModelShape(trained, frozen, 2 * 16, VOCAB * 16, not lora)
 
 
 def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
@@ -112,18 +111,13 @@ def test_ranks_keep_no_half_precision_copy_of_every_layer() -> None:
             assert torch.is_autocast_cache_enabled() == (size == 1)
 
 
-def test_rows_arrive_without_their_text() -> None:
+def test_rows_arrive_without_their_text_and_a_state_as_it_was() -> None:
     rows = row_list(ragged_rows(9))
     actual = pickle.loads(pickle.dumps(travelling(rows), protocol=5))
     for mine, theirs in zip(rows, actual, strict=True):
         names = {name for name, value in mine.items(True, True) if isinstance(value, torch.Tensor)}
         assert set(theirs) == names == set(mine.keys(True, True)) - {keys.RESPONSE_TEXT}
-        for name in names:
-            assert torch.equal(theirs[name], mine[name])
-            assert theirs[name].dtype == mine[name].dtype
-
-
-def test_a_state_arrives_as_it_was() -> None:
+        torch.testing.assert_close(dict(theirs), {name: mine[name] for name in theirs}, rtol=0, atol=0)
     state = {
         "model": {"w": torch.randn(3, 2), "h": torch.randn(4).bfloat16()},
         "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"betas": (0.9, 0.99), "lr": None}]},
@@ -131,7 +125,6 @@ def test_a_state_arrives_as_it_was() -> None:
     actual = pickle.loads(pickle.dumps(StatePack.of(state), protocol=5)).state()
     torch.testing.assert_close(actual, state, rtol=0, atol=0)
     assert actual["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    assert actual["optimizer"]["state"][0]["step"].shape == ()
 
 
 class Rank:
@@ -150,9 +143,7 @@ class Rank:
 
         def answer() -> None:
             try:
-                if self.killed.is_set():
-                    raise WorkerDied(f"{self.name} was killed")
-                future.set_result(self.answers[method]())
+                future.set_result(self.never() if self.killed.is_set() else self.answers[method]())
             except Exception as error:
                 future.set_exception(error)
 
@@ -176,9 +167,7 @@ def facade(*ranks: Rank, **changes: float) -> RemoteLearner:
     return RemoteLearner(ranks, learner_settings(), **options)
 
 
-def test_a_model_goes_to_the_folder_of_the_driver_and_not_to_that_of_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_goes_to_the_folder_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a running Ray cluster works where `ray start` was called."""
     monkeypatch.chdir(tmp_path)
     rank = Rank(0, export_hf=lambda: None)
@@ -186,11 +175,8 @@ def test_a_model_goes_to_the_folder_of_the_driver_and_not_to_that_of_a_rank(
     assert ("export_hf", str(tmp_path / "run" / "hf")) in rank.calls
 
 
-def failing(error: Exception) -> Any:
-    def answer() -> None:
-        raise error
-
-    return answer
+def failing(error: Exception) -> Mock:
+    return Mock(side_effect=error)
 
 
 def test_a_rank_that_does_not_answer_is_named_though_the_others_are_stuck_too() -> None:
@@ -214,7 +200,6 @@ def test_a_rank_that_dies_while_something_else_is_waited_for_is_noticed(gone: st
     ranks = [Rank(number) for number in range(2)]
     remote = facade(*ranks)
     remote.wait_ready()
-    remote.poll()  # all live
     dead = failing(WorkerDied("learner-1 (pid 7) is gone: its node has died"))
     ranks[1].answers["ping"] = dead if gone == "died" else ranks[1].never
     with pytest.raises(LearnerDied, match=r"rank 1 .*(its node has died|does not answer).*train\.resume=auto"):
@@ -246,9 +231,7 @@ class Clocked:
         self.remote.poll()
 
 
-def test_a_rank_that_does_not_answer_does_not_hide_that_another_is_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_does_not_answer_does_not_hide_that_another_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noticed by the second look, ten seconds after the first, and not when the first rank's 600 s are over."""
     ranks = Clocked(monkeypatch)
     ranks.poll(0.0)
@@ -262,9 +245,7 @@ def test_a_rank_that_does_not_answer_does_not_hide_that_another_is_dead(
         ranks.poll(10.1)
 
 
-def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled_and_however_late_they_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Clocked(monkeypatch)
     ranks.poll(0.0)
     for pings in ranks.pings:
@@ -290,17 +271,17 @@ def test_a_call_to_a_dead_learner_names_the_rank_that_failed_first(first: str, t
     ranks = [Rank(number, **answers) for number in range(3)]
     remote = facade(*ranks)
     _, shards = remote.begin_save(tmp_path)
-    began, message = time.monotonic(), r"rank 2 .*makes no progress"
-    ranks[2].answers["written"] = ranks[2].never
+    began, failed = time.monotonic(), ranks[2].answers
+    failed["written"] = ranks[2].never
     if first == "checkpoint":  # poll() asks who lives, not who makes progress
-        ranks[2].answers["ping"] = lambda: time.monotonic() - began
+        failed["ping"], message = lambda: time.monotonic() - began, "makes no progress"
     elif first == "samples":  # its write hangs as well
-        ranks[2].answers["ping"], message = failing(WorkerDied("its node has died")), r"rank 2 .*its node has died"
+        failed["ping"], message = failing(WorkerDied("its node has died")), "its node has died"
     else:
-        ranks[2].answers["written"], message = failing(WorkerDied("SIGKILL")), r"rank 2 .*SIGKILL"
+        failed["written"], message = failing(WorkerDied("SIGKILL")), "SIGKILL"
     with ThreadPoolExecutor(1) as checkpoint:
         written = checkpoint.submit(shards.written)
-        with pytest.raises(LearnerDied, match=message) as caught:
+        with pytest.raises(LearnerDied, match=f"rank 2 .*{message}") as caught:
             wait_for_samples(remote)
         assert written.exception() is caught.value
     assert all(rank.killed.is_set() for rank in ranks)
@@ -308,19 +289,24 @@ def test_a_call_to_a_dead_learner_names_the_rank_that_failed_first(first: str, t
 
 def test_slow_ranks_that_make_progress_are_waited_for() -> None:
     pack = WeightPack.of([("w", torch.ones(1))])
-    ranks = [Rank(0, weights=lambda: time.sleep(1.2) or (pack, 1)), Rank(1, weights=lambda: time.sleep(1.0))]
+    ranks = [Rank(0, weights=lambda: time.sleep(1.0) or (pack, 1)), Rank(1, weights=lambda: time.sleep(0.8))]
     assert facade(*ranks).weights().buffers == pack.buffers
     assert not any(rank.killed.is_set() for rank in ranks)
 
 
-def test_an_error_that_all_survive_is_raised_as_it_is() -> None:
+def test_an_error_ends_all_ranks_unless_all_survive_it_and_the_dead_rank_is_named() -> None:
     ranks = [Rank(0, restore=failing(ValueError("rank 0's"))), Rank(1, restore=lambda: None)]
     with pytest.raises(ValueError, match="rank 0's"):
         facade(*ranks).restore()
     assert not any(rank.killed.is_set() for rank in ranks)
 
+    def late() -> None:
+        time.sleep(0.1)
+        raise WorkerDied("learner-1 was ended by SIGKILL")
 
-def test_an_error_for_which_the_others_wait_ends_all() -> None:
+    ranks[1].answers["restore"] = late  # rank 0 notices first
+    with pytest.raises(LearnerDied, match=r"rank 1 .*SIGKILL"):
+        facade(*ranks).restore()
     ranks = [Rank(0), Rank(1, restore=failing(ValueError("a row without a prompt")))]
     ranks[0].answers["restore"] = ranks[0].never
     with pytest.raises(LearnerDied, match=r"rank 1 .*a row without a prompt.*train\.resume=auto"):
@@ -328,26 +314,11 @@ def test_an_error_for_which_the_others_wait_ends_all() -> None:
     assert all(rank.killed.is_set() for rank in ranks)
 
 
-def test_the_dead_rank_is_named_and_not_the_one_that_noticed_first() -> None:
-    def late() -> None:
-        time.sleep(0.1)
-        raise WorkerDied("learner-1 was ended by SIGKILL")
-
-    ranks = [Rank(0, restore=failing(RuntimeError("connection closed by peer"))), Rank(1, restore=late)]
-    with pytest.raises(LearnerDied, match=r"rank 1 .*SIGKILL"):
-        facade(*ranks).restore()
-
-
-@pytest.mark.parametrize(
-    ("ping", "message"),
-    [
-        (failing(WorkerDied("learner-1 could not be constructed: no such model")), "no such model"),
-        (None, "has not answered"),
-    ],
-)
-def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> None:
+@pytest.mark.parametrize("message", ["no such model", "has not answered"])
+def test_a_rank_that_does_not_start_is_a_sentence(message: str) -> None:
     ranks = [Rank(0), Rank(1)]
-    ranks[1].answers["ping"] = ping or ranks[1].never
+    broken = failing(WorkerDied("learner-1 could not be constructed: no such model"))
+    ranks[1].answers["ping"] = broken if message == "no such model" else ranks[1].never
     with pytest.raises(LearnerDied, match=rf"rank 1 \(learner-1\).*{message}"):
         facade(*ranks, start_silence_s=0.3).update(ragged_rows(2))
     assert all(rank.killed.is_set() for rank in ranks)
@@ -355,8 +326,8 @@ def test_a_rank_that_does_not_start_is_a_sentence(ping: Any, message: str) -> No
 
 def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
     began = time.monotonic()
-    waits = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: time.monotonic() - began}
-    works = {"ping": lambda: time.sleep(4.0), IDLE_METHOD: lambda: 0.0}
+    waits = {"ping": lambda: time.sleep(3.0), IDLE_METHOD: lambda: time.monotonic() - began}
+    works = {"ping": lambda: time.sleep(3.0), IDLE_METHOD: lambda: 0.0}
     facade(Rank(0, slow=True, **waits), Rank(1, slow=True, **works), start_silence_s=1.5).wait_ready()
     ranks = [Rank(number, slow=True, **waits) for number in range(2)]
     with pytest.raises(LearnerDied, match=r"did nothing for 1\.5 s while it was being started"):
@@ -365,7 +336,6 @@ def test_ranks_may_take_long_to_start_while_one_of_them_works() -> None:
 
 
 def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
-
     class Slow(Rank):
         def call(self, method: str, *args: Any) -> Future[Any]:
             time.sleep(0.002 * random.random())
@@ -374,11 +344,8 @@ def test_every_rank_is_given_the_calls_of_all_threads_in_one_order() -> None:
     ranks = [Slow(number, perturb=lambda: None, restore=lambda: None) for number in range(3)]
     remote = facade(*ranks)
     calls = [remote.perturb, remote.restore] * 25
-    threads = [threading.Thread(target=lambda part=calls[n::4]: [call() for call in part]) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda call: call(), calls))
     orders = [[call for call in rank.calls if call[0] != "ping"] for rank in ranks]
     assert orders[0] == orders[1] == orders[2]
     assert len(orders[0]) == 50

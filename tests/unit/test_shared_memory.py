@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +29,7 @@ def test_rays_store_on_the_disk_is_reported(
     free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_cluster, "_require_cluster", lambda address: None)
-    ray = Mock()
-    ray.cluster_resources.return_value = {"object_store_memory": 7.1 * 2**30}
+    ray = Mock(**{"cluster_resources.return_value": {"object_store_memory": 7.1 * 2**30}})
     ray_cluster._connect(ray, None, 1, None)
     assert "has 0.06 GiB free, but Ray's object store takes 7.1 GiB" in caplog.text
     assert "--shm-size=8g" in caplog.text
@@ -42,14 +40,10 @@ def test_rays_store_on_the_disk_is_reported(
     assert not caplog.records
 
 
-def test_weights_for_a_server_on_the_disk_are_reported(
-    free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
+def test_server_weights_on_the_disk_are_reported(free_bytes: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
     shapes = {"w": torch.Size([1 << 14, 1 << 14])}
-    folder = WeightFolder(shapes, torch.bfloat16)
+    WeightFolder(shapes, torch.bfloat16).close()
     assert "has 0.06 GiB free and a push of weights takes 0.50 GiB" in caplog.text
-    folder.close()
     caplog.clear()
     free_bytes.free = 1 << 30
     WeightFolder(shapes, torch.bfloat16).close()
@@ -57,15 +51,12 @@ def test_weights_for_a_server_on_the_disk_are_reported(
 
 
 @pytest.mark.parametrize("length", [30, 60])
-def test_sockets_lie_where_their_paths_are_short_enough(
-    length: int, free_bytes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_of_sockets_are_short(length: int, free_bytes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch system's TMPDIR may be long, and the path of a Unix socket has 107 bytes at most."""
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix, dir: f"{dir}/{prefix}12345678")
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    ray = Mock()
-    ray.cluster_resources.return_value = {}
+    ray = Mock(**{"cluster_resources.return_value": {}})
     ray_cluster._connect(ray, None, 1, 1)
     rays, servers = ray.init.call_args.kwargs["_temp_dir"], WeightFolder({"w": torch.Size([9999, 9999])}, None).path
     assert len(f"{rays}/session_2026-11-26_14-32-10_123456_4194304/sockets/plasma_store") <= 107

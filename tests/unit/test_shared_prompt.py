@@ -96,6 +96,15 @@ def test_packed_rows_equal_padded_ones(case: str) -> None:
     assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
 
 
+def test_rows_are_padded_once_the_attention_is_another() -> None:
+    """By ``set_attn_implementation`` of this model, or of another one with the same config object."""
+    packed, padded = policies("llama")
+    rows = make_groups(GROUPS)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    packed.model.set_attn_implementation("eager")
+    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+
+
 def test_scores_are_capped_where_rows_are_padded_too() -> None:
     """transformers' SDPA leaves the cap out, with ``model.attn_implementation=sdpa`` and where packing is refused."""
     capped = {"attn_logit_softcapping": 0.5}

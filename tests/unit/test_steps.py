@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from sota_grpo.recording.stored_steps import (
 )
 from sota_grpo.rl.records import TASK
 from sota_grpo.rl.table import RowTable
+from tests.unit.test_row_table import same
 
 ORIGIN = Origin(device="cpu", precision="fp32", num_ranks=0, num_threads=2, rng=torch.arange(5, dtype=torch.uint8))
 HALF_A_PAIR = "\ud83d"  # text of a dataset may hold it; no encoding can
@@ -55,14 +56,14 @@ def make_row(prompt: int, response: int, *, group: int = 0, sample: int = 0, ter
         {
             "query": f"{HALF_A_PAIR} {group}?",
             "answer": "7",
+            "text": {"response": NonTensorData("seven")},
             "group_id": torch.tensor(group),
             "sample_id": torch.tensor(sample),
+            "next": following,
             "tokens": {"full": tokens, "prompt": tokens[:prompt], "response": tokens[prompt:]},
             "masks": {"all_attention_mask": torch.ones(length).bool(), "all_assistant_mask": mask},
             "log_probs": {"full": torch.where(mask, -0.25, 0.0)},
-            "text": {"response": NonTensorData("seven")},
             "advantage": torch.tensor([[1.5]]),
-            "next": following,
         }
     )
 
@@ -95,13 +96,7 @@ def test_a_stored_step_comes_back_as_it_was_written(tmp_path: Path) -> None:
     actual = read_step(path)
     for name in ("step", "metrics", "fields", "pieces", "samples"):
         assert getattr(actual, name) == getattr(stored, name)
-    for row, wanted in zip(actual.rows, stored.rows, strict=True):
-        assert row.keys() == wanted.keys()
-        for name, other in wanted.items():
-            if isinstance(other, torch.Tensor):
-                torch.testing.assert_close(row[name], other, rtol=0.0, atol=0.0)
-            else:
-                assert row[name] == other
+    same(actual.rows, stored.rows)
     assert torch.equal(actual.origin.rng, ORIGIN.rng)
     assert (actual.origin.device, actual.origin.num_threads) == ("cpu", 2)
 
@@ -123,28 +118,13 @@ def test_a_sample_has_one_entry_for_each_token_after_its_prompt(tmp_path: Path) 
         assert sample["log_probs"] == [-0.25] * len(sample["pieces"])
 
 
-def test_steps_from_the_restart_on_are_dropped(tmp_path: Path) -> None:
-    for step in (0, 2, 4):
-        save_step(tmp_path, make_stored(step))
+def test_steps_from_the_restart_on_are_dropped_and_the_oldest_go_first_but_for_step_0(tmp_path: Path) -> None:
+    size = max(save_step(tmp_path, make_stored(step)).stat().st_size for step in (0, 2, 4))
     torn = tmp_path / STEPS_FOLDER / ".step_000004.pt.5f3a.tmp"
     torn.write_bytes(b"half")
     drop_steps(tmp_path, 2)
     assert list(stored_steps(tmp_path)) == [0]
     assert not torn.exists()
-
-
-def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", refused)
-    (tmp_path / STEPS_FOLDER).mkdir()
-    with pytest.raises(UserError, match=r"steps cannot be read \(Permission denied\)"):
-        stored_steps(tmp_path)
-
-
-def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
-    size = save_step(tmp_path, make_stored(0)).stat().st_size
     for step in (1, 2, 3):
         save_step(tmp_path, make_stored(step), most_bytes=int(2.5 * size))
     assert list(stored_steps(tmp_path)) == [0, 3]
@@ -152,10 +132,13 @@ def test_the_oldest_steps_go_first_but_for_step_0(tmp_path: Path) -> None:
     assert list(stored_steps(tmp_path)) == [0, 4]
 
 
-def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
+def test_a_file_system_that_refuses_ends_the_run_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / STEPS_FOLDER).write_text("a file where the folder should be")
     with pytest.raises(RunFailed, match=r"logging\.store_steps=false"):
         save_step(tmp_path, make_stored())
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"steps cannot be read \(Permission denied\)"):
+        stored_steps(tmp_path)
 
 
 class Watched:
@@ -176,6 +159,10 @@ class Watched:
         return {"grad_norm": 1.0}
 
 
+def stored_steps_of(learner: Watched, folder: Path, *, enabled: bool = True) -> StoredSteps:
+    return StoredSteps(SimpleNamespace(), learner, folder, Letters(), device="cpu", enabled=enabled)
+
+
 def take(stored: StoredSteps, step: int) -> float:
     batch = RowTable.of([make_row(2, 3)])
     if stored.collector.post_collect_hook is not None:
@@ -186,14 +173,14 @@ def take(stored: StoredSteps, step: int) -> float:
 
 def test_the_first_step_and_those_after_a_checkpoint_are_stored(tmp_path: Path) -> None:
     learner = Watched()
-    stored = StoredSteps(SimpleNamespace(), learner, tmp_path, Letters(), device="cpu", enabled=True)
+    stored = stored_steps_of(learner, tmp_path)
     seconds = [take(stored, 5), take(stored, 6)]
     stored.after_checkpoint()
     seconds += [take(stored, 7), take(stored, 8)]
     assert list(stored_steps(tmp_path)) == [5, 7]
     assert learner.calls == ["measured", "update", "update", "measured", "update", "update"]
     assert [each > 0 for each in seconds] == [True, False, True, False]
-    off = StoredSteps(SimpleNamespace(), learner, tmp_path / "off", Letters(), device="cpu", enabled=False)
+    off = stored_steps_of(learner, tmp_path / "off", enabled=False)
     take(off, 0)
     off.after_checkpoint()
     take(off, 1)
@@ -212,7 +199,7 @@ def test_storing_takes_no_more_than_its_share_of_the_time(tmp_path: Path, monkey
             now_s[0] += 40.0
             return super().measured(rows)
 
-    stored = StoredSteps(SimpleNamespace(), Slow(), tmp_path, Letters(), device="cpu", enabled=True)
+    stored = stored_steps_of(Slow(), tmp_path)
     for step in range(30):
         began_s = now_s[0]
         take(stored, step)
@@ -227,17 +214,12 @@ def in_bytes(ids) -> str:
     return bytes(ids).decode(errors="replace")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a€b", ["a", "", "", "€", "b"]),
-        ("🙂", ["", "", "", "🙂"]),
-        (b"A\xe2\x82", ["A", "", "\ufffd"]),  # half a character at the end is not lost
-        ("\ufffd!", ["", "", "", "\ufffd!"]),  # the mark itself may be half a character before the next
-    ],
-)
-def test_a_character_of_several_tokens_is_shown_at_its_last(text: str | bytes, expected: list[str]) -> None:
-    assert text_pieces(list(text if isinstance(text, bytes) else text.encode()), in_bytes) == expected
+def test_a_character_of_several_tokens_is_shown_at_its_last() -> None:
+    for text, pieces in {"a€b": ["a", "", "", "€", "b"], "🙂": ["", "", "", "🙂"]}.items():
+        assert text_pieces(list(text.encode()), in_bytes) == pieces
+    assert text_pieces(list(b"A\xe2\x82"), in_bytes) == ["A", "", "\ufffd"]  # half a character at the end is not lost
+    # the mark itself may be half a character before the next
+    assert text_pieces(list("\ufffd!".encode()), in_bytes) == ["", "", "", "\ufffd!"]
 
 
 def test_a_space_that_a_decoder_drops_at_the_start_belongs_to_its_word() -> None:
@@ -251,33 +233,28 @@ def test_a_space_that_a_decoder_drops_at_the_start_belongs_to_its_word() -> None
 
 def test_the_pieces_of_any_tokens_join_to_their_text() -> None:
     tokenizer = load_tokenizer("tiny")
-    dice = random.Random(random.getrandbits(32))
     for _ in range(20):
-        ids = [dice.randrange(len(tokenizer)) for _ in range(dice.randrange(60))]
+        ids = random.choices(range(len(tokenizer)), k=random.randrange(60))
         assert "".join(text_pieces(ids, tokenizer.decode)) == tokenizer.decode(ids), ids
-        raw = [dice.randrange(256) for _ in range(200)]
+        raw = random.choices(range(256), k=200)
         assert "".join(text_pieces(raw, in_bytes)) == in_bytes(raw), raw
 
 
 def row(prompt: int, response: int, reward: float, advantage: float, version: int, cut: bool) -> TensorDict:
-    length = prompt + response
-    return TensorDict(
-        {
-            "tokens": {"prompt": torch.zeros(prompt, dtype=torch.long)},
-            "masks": {"all_assistant_mask": torch.arange(length) >= prompt},
-            "advantage": torch.tensor([[advantage]]),
-            "next": {
-                "reward": torch.tensor([reward]),
-                "reward_terms": {"correct": torch.tensor([reward])},
-                "success": torch.tensor([reward > 0.5]),
-                "reward_error": torch.tensor([cut]),
-                "reward_timeout": torch.tensor([cut]),
-                "reward_info": NonTensorData(json.dumps({"acc": reward, "pred": "x"} if prompt == 3 else {})),
-                "truncated": torch.tensor([cut]),
-                "policy_version": torch.tensor(version),
-            },
-        }
-    )
+    truth, info = torch.tensor([cut]), {"acc": reward, "pred": "x"} if prompt == 3 else {}
+    following = {
+        "reward": torch.tensor([reward]),
+        "reward_terms": {"correct": torch.tensor([reward])},
+        "success": torch.tensor([reward > 0.5]),
+        "reward_error": truth,
+        "reward_timeout": truth,
+        "truncated": truth,
+        "reward_info": NonTensorData(json.dumps(info)),
+        "policy_version": torch.tensor(version),
+    }
+    masks = {"all_assistant_mask": torch.arange(prompt + response) >= prompt}
+    tokens = {"prompt": torch.zeros(prompt, dtype=torch.long)}
+    return TensorDict({"tokens": tokens, "masks": masks, "advantage": torch.tensor([[advantage]]), "next": following})
 
 
 def test_four_rows() -> None:
@@ -307,15 +284,11 @@ def test_four_rows() -> None:
     assert all(declared(name) for name in actual)
 
 
-def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:
-    """As of agents that all failed before their first request."""
+def test_batches_without_a_sampled_token_or_with_huge_rewards_have_finite_metrics() -> None:
+    """Of agents that all failed before their first request; of functions that return -1e38 for what is invalid."""
     actual = batch_metrics(RowTable.of([row(3, 0, 0.0, 0.0, -1, False) for _ in range(2)]), version=5)
     assert actual["turns/mean"] == actual["turn_tokens/mean"] == 0
     assert all(map(math.isfinite, actual.values()))
-
-
-def test_rewards_whose_sum_float32_lacks_have_finite_metrics() -> None:
-    """As of functions that return -1e38 for an invalid response."""
     rows = [row(3, number, reward, 0.0, 4, False) for number, reward in enumerate((3e38, 3e38, -3e38, 3e38))]
     for entry in rows:
         entry["extra"] = NonTensorData(json.dumps({TASK: "sums"}))
@@ -324,7 +297,7 @@ def test_rewards_whose_sum_float32_lacks_have_finite_metrics() -> None:
     assert actual["reward/std"] == pytest.approx(3e38 * 3**0.5 / 2)
 
 
-def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_keep_their_names_and_a_term_hides_no_metric(caplog: pytest.LogCaptureFixture) -> None:
     rows = [row(3, 2, reward, 0.0, 4, False) for reward in (1.0, 0.0)]
     for entry in rows:
         info = {"长度": 4, "个数": 1, "a b": 2, "a_b": 3, "huge": 1.7e308}
@@ -336,9 +309,6 @@ def test_numbers_of_a_grader_keep_their_names_or_are_reported(caplog: pytest.Log
     assert all(declared(name).name == "grader/<name>" for name in numbers)
     (message,) = caplog.messages
     assert message == "grader/a_b is the grader's 'a b'; its 'a_b' would have that name: rename one to log both."
-
-
-def test_a_term_that_would_hide_another_metric_is_refused() -> None:
     entry = row(1, 1, 1.0, 0.0, 0, False)
     entry["next", "reward_terms", "std"] = torch.tensor([7.0])
     with pytest.raises(ValueError, match="std"):
@@ -347,11 +317,10 @@ def test_a_term_that_would_hide_another_metric_is_refused() -> None:
 
 def warnings(caplog: pytest.LogCaptureFixture, total: int, advantages: list[float], failed: float = 0.0) -> list[str]:
     watch = ZeroAdvantageWatch(total)
-    with caplog.at_level(logging.WARNING):
-        for step, advantage in enumerate(advantages):
-            row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed}
-            watch.look(step, row, responses=8)
-    return [record.getMessage() for record in caplog.records]
+    for step, advantage in enumerate(advantages):
+        row = {"advantage": advantage, "reward": 0.25, "reward_errors": failed}
+        watch.look(step, row, responses=8)
+    return caplog.messages
 
 
 def test_three_steps_in_a_row_of_zero_advantage_groups_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -364,9 +333,7 @@ def test_three_steps_in_a_row_of_zero_advantage_groups_are_reported_once(caplog:
 
 
 @pytest.mark.parametrize(("failed", "count"), [(8.0, 1), (7.0, 0)])
-def test_a_grader_that_fails_at_every_response_is_reported(
-    caplog: pytest.LogCaptureFixture, failed: float, count: int
-) -> None:
+def test_a_grader_that_always_fails_is_reported(caplog: pytest.LogCaptureFixture, failed: float, count: int) -> None:
     texts = warnings(caplog, 20, [0.5, 0.5], failed)
     assert len(texts) == count
     assert all(sentence.startswith("The grader failed at all 8 responses of step 1") for sentence in texts)

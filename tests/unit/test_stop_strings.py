@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from sota_grpo.engines import EngineOptions, make_engine
 from sota_grpo.engines.stepping import SteppingEngine, StopStrings
 from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
 from sota_grpo.policy.load import TINY, load_tokenizer
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score
+from sota_grpo.rl.records import Example, GroupRequest, Sample, Sampling, Score
+from tests.engine_rigs import generate
 
 TOKENIZER = load_tokenizer(TINY)
 EOS = TOKENIZER.eos_token_id
@@ -29,12 +31,8 @@ def engine_with(*stop: str, name: str = "transformers", **options: object) -> St
 
 def some_requests(count: int = 4) -> list[GroupRequest]:
     texts = [f"{random.randrange(100)} apples and {random.randrange(100)} pears are" for _ in range(count)]
-    prompts = [tuple(TOKENIZER(text)["input_ids"]) for text in texts]
-    return [GroupRequest(i, ids, 6, random.getrandbits(40)) for i, ids in enumerate(prompts)]
-
-
-def sampled(engine: SteppingEngine, requests: list[GroupRequest], sampling: Sampling) -> dict[int, GroupOutput]:
-    return {output.group_id: output for output in engine.generate(requests, sampling)}
+    prompts = TOKENIZER(texts)["input_ids"]
+    return [GroupRequest(i, tuple(ids), 6, random.getrandbits(40)) for i, ids in enumerate(prompts)]
 
 
 def plain_cut(sample: Sample, stop: tuple[str, ...]) -> tuple[list[int], list[float], bool]:
@@ -49,11 +47,11 @@ def plain_cut(sample: Sample, stop: tuple[str, ...]) -> tuple[list[int], list[fl
 @pytest.mark.parametrize(("name", "ignore_eos"), [("transformers", False), ("transformers", True), ("scripted", False)])
 def test_a_response_is_the_one_without_them_cut_at_the_first(name: str, ignore_eos: bool) -> None:
     requests, sampling = some_requests(), Sampling(max_tokens=24, temperature=1.5, ignore_eos=ignore_eos)
-    whole = sampled(engine_with(name=name), requests, sampling)
+    whole = generate(engine_with(name=name), requests, sampling)
     texts = [TOKENIZER.decode(sample.token_ids[2:-1]) for output in whole.values() for sample in output.samples]
     pairs = [text[at : at + 2] for text in texts for at in range(1, len(text) - 2)]
     stop = tuple(random.sample([pair for pair in pairs if HALF_CHARACTER not in pair], 3))
-    ended = sampled(engine_with(*stop, name=name), requests, sampling)
+    ended = generate(engine_with(*stop, name=name), requests, sampling)
     num_cut = 0
     for group, output in whole.items():
         for before, after in zip(output.samples, ended[group].samples, strict=True):
@@ -70,7 +68,7 @@ def test_the_embedded_engine_samples_nothing_behind_them() -> None:
     engine = engine_with("e")
     steps, step = [], engine._step
     engine._step = lambda: steps.append(1) or step()  # type: ignore[method-assign]
-    outputs = sampled(engine, some_requests(1), Sampling(max_tokens=64, ignore_eos=True))
+    outputs = generate(engine, some_requests(1), Sampling(max_tokens=64, ignore_eos=True))
     assert len(steps) == max(len(sample.token_ids) for sample in outputs[0].samples)
 
 
@@ -82,6 +80,16 @@ def test_a_text_of_several_tokens_and_of_half_ones_is_seen_when_its_last_token_c
         assert text in TOKENIZER.decode(ids[: stops.end(ids)])
         assert text not in TOKENIZER.decode(ids[: stops.end(ids) - 1])
     assert StopStrings(TOKENIZER, ["x"]).end(TOKENIZER("so")["input_ids"]) is None
+
+
+def test_none_is_missed_beside_an_incomplete_character_by_a_decoder_with_byte_fallback() -> None:
+    core = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stops = StopStrings(SimpleNamespace(decode=lambda ids, **options: core.decode([*ids])), ["\n\n"])
+    ids = [*"日本語日本\n\n🙂語".encode()]  # as Llama 2 writes them: the stop string ends with the 17th token
+    assert [stops.end(ids[:length]) for length in (16, 17, 18, 21, len(ids))] == [None, 17, 17, 17, 17]
+    assert stops.is_complete(ids[:17])
+    assert not stops.is_complete(ids[:16])
 
 
 def test_a_turn_that_they_end_gets_its_end_token_from_the_template() -> None:

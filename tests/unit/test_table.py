@@ -17,12 +17,10 @@ import pytest
 
 from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.questions import MathTask
 from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
 
-SEED = random.randrange(1 << 30)
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
@@ -38,17 +36,17 @@ def verl_row(index: int, split: str = "train") -> dict[str, Any]:
     }
 
 
-def random_value(rng: random.Random, depth: int = 0) -> Any:
+def random_value(depth: int = 0) -> Any:
     """Anything that JSON holds."""
     kinds: list[Callable[[], Any]] = [
-        lambda: rng.choice([None, True, False]),
-        lambda: rng.randint(-(10**15), 10**15),
-        lambda: rng.uniform(-1, 1) * 10.0 ** rng.randint(-20, 20),
-        lambda: "".join(rng.choices('a "\\\n\0é漢🙂{}', k=rng.randint(0, 9))),
-        lambda: [random_value(rng, depth + 1) for _ in range(rng.randint(0, 3))],
-        lambda: {f"k{i}": random_value(rng, depth + 1) for i in range(rng.randint(1, 3))},
+        lambda: random.choice([None, True, False]),
+        lambda: random.randint(-(10**15), 10**15),
+        lambda: random.uniform(-1, 1) * 10.0 ** random.randint(-20, 20),
+        lambda: "".join(random.choices('a "\\\n\0é漢🙂{}', k=random.randint(0, 9))),
+        lambda: [random_value(depth + 1) for _ in range(random.randint(0, 3))],
+        lambda: {f"k{i}": random_value(depth + 1) for i in range(random.randint(1, 3))},
     ]
-    return rng.choice(kinds if depth < 3 else kinds[:4])()
+    return random.choice(kinds if depth < 3 else kinds[:4])()
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -69,7 +67,6 @@ def test_verls_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     path = str(tmp_path / "train.parquet")
     raw.map(lambda row: verl_row(row["index"]), remove_columns=["index"]).to_parquet(path)
     task = TableTask.load(path=path, num_heldout=3)
-    assert isinstance(task, Task)
     assert (len(task.train), len(task.heldout)) == (9, 3)
     for example in both(task):
         index = example.extra["columns"]["extra_info"]["index"]
@@ -84,29 +81,28 @@ def test_verls_parquet_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_right_answers_in_float32_are_those_that_were_written(tmp_path: Path) -> None:
-    written = ["0.1", "-3.14", "2.5", "1e-07", "123.456", "4"]
+    written, path = ["0.1", "-3.14", "2.5", "1e-07", "123.456", "4"], str(tmp_path / "rows.parquet")
     column = pyarrow.array(map(float, written), pyarrow.float32())
-    table = pyarrow.table({"prompt": [f"{text}?" for text in written], "ground_truth": column})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = pyarrow.table({"prompt": [f"{text}?" for text in written], "ground_truth": column})
+    pyarrow.parquet.write_table(rows, path)
     for task in (TableTask(), MathTask()):
-        for example, text in zip(task.read(str(tmp_path / "rows.parquet")), written, strict=True):
+        for example, text in zip(task.read(path), written, strict=True):
             assert task.score(f"\\boxed{{{text}}}", example).success, text
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_columns_keep_their_types(tmp_path: Path, suffix: str) -> None:
-    rng = random.Random(SEED)
     rows = []
     for index in range(40):
-        extra = {"int": rng.randint(-9, 9), "float": rng.random(), "on": rng.random() < 0.5, "text": "é\n", "no": None}
-        extra |= {"list": [rng.random() for _ in range(3)], "dict": {"a": [{"b": index}], "c": "d"}}
-        extra |= {"any": random_value(rng)} if suffix == ".jsonl" else {}
+        extra = {"int": index - 20, "float": random.random(), "on": index % 2 == 0, "text": "é\n", "no": None}
+        extra |= {"list": [random.random() for _ in range(3)], "dict": {"a": [{"b": index}], "c": "d"}}
+        extra |= {"any": random_value()} if suffix == ".jsonl" else {}
         rows.append({"prompt": f"No. {index}?", "ground_truth": index / 4, **extra})
     task = TableTask.load(path=write(tmp_path / f"rows{suffix}", rows), num_heldout=1)
     actual = {example.query: example for example in both(task)}
     for row in rows:
         extra = actual[row.pop("prompt")].extra
-        assert extra["columns"] == row, SEED
+        assert extra["columns"] == row
         assert [type(value) for value in extra["columns"].values()] == [type(value) for value in row.values()]
         assert extra["ground_truth"] == row["ground_truth"]
         assert json.loads(json.dumps(dict(extra))) == extra, "rows travel as JSON"
@@ -153,21 +149,20 @@ def test_prompts_are_asked_as_they_are(prompt: Any, option: str | None, expected
 
 def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
     """Three epochs of one table, some of whose chats differ in their first turn alone."""
-    rng = random.Random(SEED)
     chats = [[{"role": "user", "content": f"No. {index}?"}] for index in range(30)]
     chats += [[{"role": "system", "content": f"Voice {index}."}, *chats[index]] for index in range(10)]
     rows = [{"prompt": chat, "ground_truth": 1} for chat in chats] * 3
-    orders = [rng.sample(rows, len(rows)) for _ in range(2)]
     splits = []
-    for order in orders:
-        task = TableTask.load(path=write(tmp_path / "rows.jsonl", order), num_heldout=7)
+    for _ in range(2):
+        random.shuffle(rows)
+        task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=7)
         assert len(task.train) + len(task.heldout) == len(chats)
         keys = [normalised(example.query) for example in both(task)]
         assert len(set(keys)) == len(chats), "a query tells prompts apart"
         prompts = [json.dumps(task.messages(example)) for example in both(task)]
         assert sorted(prompts) == sorted(map(json.dumps, chats))
         splits.append({example.query for example in task.heldout})
-    assert splits[0] == splits[1], f"held out whatever the order: {SEED}"
+    assert splits[0] == splits[1], "held out whatever the order"
 
 
 def test_rows_of_one_prompt_are_all_trained_on_where_any_column_differs(tmp_path: Path) -> None:
@@ -193,9 +188,7 @@ def test_a_held_out_chat_is_another_prompt_where_an_earlier_turn_differs(tmp_pat
     assert task.train[0].query == "system: Rhyme.\n\nuser: 2+2?"
 
 
-def test_columns_may_have_other_names_and_another_path_is_a_name_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_have_any_names_and_a_path_may_be_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("question,target\n1+1?,2\n2+2?,4\n")
     task = TableTask.load(path=str(path), prompt_column="question", answer_column="target", num_heldout=1)
@@ -241,10 +234,8 @@ def test_without_required_answers_any_ground_truth_will_do(tmp_path: Path) -> No
     rows = [{"prompt": "a"}, {"prompt": "b", "ground_truth": {"cases": [1, 2]}}]
     task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1, answer_required=False)
     actual = {example.query: example for example in both(task)}
-    assert actual["a"].answer == ""
-    assert actual["a"].extra["ground_truth"] is None
-    assert actual["b"].extra["ground_truth"] == {"cases": [1, 2]}
-    assert json.loads(actual["b"].answer) == {"cases": [1, 2]}
+    assert (actual["a"].answer, actual["a"].extra["ground_truth"]) == ("", None)
+    assert json.loads(actual["b"].answer) == actual["b"].extra["ground_truth"] == {"cases": [1, 2]}
     assert [task.gold_response(example) for example in actual.values()] == [None, None]
 
 
@@ -276,15 +267,13 @@ WHERE = {
 
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 def test_the_same_number_is_right_and_another_is_not(answer_format: str) -> None:
-    rng = random.Random(SEED)
-    for _ in range(80):
-        number = rng.randint(-(10**6), 10**6)
-        written = rng.choice([str(number), f"{number:,}", f"{number}.00", f"{2 * number}/2"])
-        truth = rng.choice([number, float(number), str(number), f"{number:,}", [number + 1, number]])
-        right = is_right(WHERE[answer_format].format(written), "mine", truth, answer_format)
-        wrong = is_right(WHERE[answer_format].format(number + 2), "mine", truth, answer_format)
-        assert right, (SEED, written, truth)
-        assert not wrong, (SEED, number, truth)
+    for _ in range(40):
+        number = random.randint(-(10**6), 10**6)
+        written = random.choice([str(number), f"{number:,}", f"{number}.00", f"{2 * number}/2"])
+        truth = random.choice([number, float(number), str(number), f"{number:,}", [number + 1, number]])
+        for text, right in ((written, True), (number + 2, False)):
+            response = WHERE[answer_format].format(text)
+            assert is_right(response, "mine", truth, answer_format) is right, (response, truth)
 
 
 @pytest.mark.parametrize(
@@ -334,16 +323,17 @@ def test_math_is_graded_by_equivalence(source: str) -> None:
 
 @pytest.mark.parametrize("answer_format", [None, *ANSWER_FORMATS])
 def test_a_gold_response_is_right_or_there_is_none(answer_format: str | None) -> None:
-    rng, task, none = random.Random(SEED), TableTask(answer_format=answer_format), 0
+    task, none = TableTask(answer_format=answer_format), 0
     pieces = ["</answer>", "}", "{", "\\", "#### ", "<think>", "</think>", "\n", "4", "-", "Paris", " ", "\\boxed{"]
     for _ in range(100):
-        truth = rng.choice(["".join(rng.choices(pieces, k=rng.randint(1, 5))), rng.randint(-99, 99), rng.random()])
+        text = "".join(random.choices(pieces, k=random.randint(1, 5)))
+        truth = random.choice([text, random.randint(-99, 99), random.random()])
         if isinstance(truth, str) and not truth.strip():
             continue
         example = task.read_row({"ground_truth": truth}, "demo")
         gold = task.gold_response(example)
         none += gold is None
-        assert gold is None or task.score(gold, example).terms == {"correct": 1.0}, (SEED, truth)
+        assert gold is None or task.score(gold, example).terms == {"correct": 1.0}, truth
         if not isinstance(truth, str) and truth >= 1e-4:  # 1e-05 has an exponent, which last_number does not write
-            assert gold is not None, (SEED, truth)
+            assert gold is not None, truth
     assert none, "some of these cannot be written in any format"

@@ -23,16 +23,13 @@ from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.procedural import HELDOUT_SHARE, is_heldout
 
 SEED = random.randrange(1 << 30)
+NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {  # a row of a task's data, of question {number}
     "gsm8k": lambda number: {"question": f"No. {number}?", "answer": f"so\n#### {number}"},
     "math": lambda number: {"problem": f"No. {number}?", "solution": f"so \\boxed{{\\frac{{{number}}}{{7}}}}"},
     "reasoning": lambda number: {"prompt": f"No. {number}?", "ground_truth": number},
     "table": lambda number: {"prompt": f"No. {number}?", "ground_truth": number},
-    "ifeval": lambda number: {
-        "prompt": f"No. {number}?",
-        "instruction_id_list": ["punctuation:no_comma"],
-        "kwargs": [{}],
-    },
+    "ifeval": lambda number: {"prompt": f"No. {number}?", **NO_COMMA},
 }
 QUESTIONS = ("question", "problem", "prompt")
 FORMATS = ["gsm8k", "math", "reasoning", "table"]
@@ -67,16 +64,15 @@ def shouted(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: Path, name: str) -> None:
-    rng = random.Random(SEED)
     rows = rows_of(name, range(40))
     path = write(tmp_path / "rows.jsonl", rows)
     task = make_task(name, path=path, num_heldout=15)
     heldout = set(questions(task.heldout))
     assert len(heldout) == len(task.heldout) == 15
     assert questions(task.train) == [f"no. {i}?" for i in range(40) if f"no. {i}?" not in heldout], "the file's order"
-    mixed = write(tmp_path / "mixed.jsonl", rng.sample([*rows, *map(shouted, rows)], 80))
+    mixed = write(tmp_path / "mixed.jsonl", random.sample([*rows, *map(shouted, rows)], 80))
     again = make_task(name, path=mixed, num_heldout=15, max_samples=10)
-    assert set(questions(again.heldout)) == heldout, SEED
+    assert set(questions(again.heldout)) == heldout
     assert len(set(questions(again.train))) == len(again.train) == 10
     assert not heldout & set(questions(again.train))
     with pytest.raises(DatasetError, match=r"40 different questions.*holding out 512 .*num_heldout=4, other problems"):
@@ -93,8 +89,8 @@ def test_what_is_measured_first_is_a_sample_of_a_sorted_file(tmp_path: Path) -> 
     levels = Counter(example.extra["columns"]["level"] for example in first)
     assert sorted(levels) == list(range(10))
     assert 10 <= min(levels.values()) <= max(levels.values()) <= 35, levels
-    mixed = write(tmp_path / "mixed.jsonl", random.Random(SEED).sample(rows, 1000))
-    config = compose("grpo_cpu", ["env.dataset=table", f"env.eval_path={mixed}", f"seed={SEED}"])
+    mixed = write(tmp_path / "mixed.jsonl", random.sample(rows, 1000))
+    config = compose("grpo_cpu", ["env.dataset=table", f"env.eval_path={mixed}", "seed=5"])
     assert questions(heldout_task(config).heldout[:200]) == questions(first)
     config.env.eval_path, config.env.dataset_path = None, mixed
     assert len(task_of(config).heldout) == 100
@@ -171,7 +167,7 @@ def test_problems_that_are_made_up_are_on_one_side_whatever_the_seed(name: str) 
     trained = set(map(problem_of, tasks[0].train))
     held = {problem_of(example) for task in tasks for example in task.heldout}
     assert len(held) > 100
-    assert not trained & held, SEED
+    assert not trained & held
 
 
 def test_a_share_of_the_problems_is_held_out() -> None:
@@ -183,7 +179,7 @@ def test_a_share_of_the_problems_is_held_out() -> None:
 def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) -> None:
     options = {"tasks": {"gcd": 1, "chain_sum": 2}} if name == "reasoning_gym" else {}
     short, long = (make_task(name, seed=SEED, num_train=num, num_heldout=30, **options) for num in (20, 1 << 40))
-    order = random.Random(SEED).sample(range(20), 20)
+    order = random.sample(range(20), 20)
     sent = pickle.loads(pickle.dumps(long))
     assert [sent.train[place] for place in order] == [short.train[place] for place in order]
     assert short.train[:] == long.train[:20]

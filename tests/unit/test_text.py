@@ -17,24 +17,19 @@ ODD = (
     *map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))),  # bidirectional overrides and isolates
 )
 PLAIN = "Ångström 漢字\u3000かな 😀👩\u200d🔬 \u0646\u0645\u06cc\u200c\u062e\u0648 1\u00a0000 {'a': [1]} <b>&</b> \\x1b"
-SEED = random.randrange(1 << 30)
 
 
 def harmless(text: str, keep: str = "") -> bool:
     """Whether no character drives a terminal, breaks a line, changes the direction of writing or lacks an encoding."""
     text.encode("utf-8")
     classes = ("B", "LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-    return not any(
-        unicodedata.category(sign) in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(sign) in classes
-        for sign in text
-        if sign not in keep
-    )
+    signs = [sign for sign in text if sign not in keep]
+    lines = {"Cc", "Zl", "Zp"} & {unicodedata.category(sign) for sign in signs}
+    return not lines and not any(unicodedata.bidirectional(sign) in classes for sign in signs)
 
 
 def test_nothing_gets_through_and_json_reads_back() -> None:
-    print(f"seed {SEED}")
-    rng = random.Random(SEED)
-    for text in (*ODD, *("".join(rng.choices((*ODD, *PLAIN), k=rng.randrange(60))) for _ in range(300))):
+    for text in (*ODD, *("".join(random.choices((*ODD, *PLAIN), k=random.randrange(60))) for _ in range(200))):
         assert harmless(readable(text), keep="\n\t")
         for line in (one_line(text), one_line(text, None), first_line(OSError(text)), sentence(OSError(text))):
             assert harmless(line)
@@ -54,12 +49,9 @@ def test_a_character_that_the_console_lacks_is_escaped(encoding: str) -> None:
     assert written == "Run directory: /caf\\udce9 " + ("é 漢" if encoding == "utf-8" else "\\xe9 \\u6f22") + "\n"
 
 
-def test_what_has_a_picture_is_left_alone() -> None:
+def test_what_has_a_picture_is_left_alone_and_lengths_are_bounded() -> None:
     assert readable(f"{PLAIN}\n\t") == f"{PLAIN}\n\t"
     assert one_line(PLAIN) == PLAIN
     assert json_line(PLAIN) == json.dumps(PLAIN, ensure_ascii=False)
-
-
-def test_lengths_are_bounded() -> None:
     assert one_line("x" * 10_000) == first_line(OSError("x" * 10_000)) == "x" * 500
     assert len(one_line("\U000e0041" * 10_000)) <= 10 * 500  # an escape has ten characters at most

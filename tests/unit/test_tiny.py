@@ -27,34 +27,27 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY).eval()
 
 
-def random_text(rng: random.Random) -> str:
+def random_text() -> str:
     """Assigned characters without marks: the order of marks depends on the Unicode version, and two are at work."""
     planes = [(0x00, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
-    drawn = [chr(rng.randint(*rng.choice(planes))) for _ in range(rng.randint(0, 60))]
+    drawn = [chr(random.randint(*random.choice(planes))) for _ in range(random.randint(0, 60))]
     return "".join(letter for letter in drawn if unicodedata.category(letter) not in ("Mn", "Mc", "Me", "Cn"))
 
 
-def test_artefact_is_small_and_free_of_code() -> None:
-    files = [path for path in TINY.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}
-    assert sum(path.stat().st_size for path in files) < 5e6
-
-
 def test_tokenizer_round_trips_any_text_in_normal_form_c(tokenizer: PreTrainedTokenizerBase) -> None:
-    rng = random.Random(SEED)
-    texts = [random_text(rng) for _ in range(100)]
+    texts = [random_text() for _ in range(100)]
     texts += ["", " ", "\r\n\t  x  \n\n", "12,345.67 <<3*4=12>>", "e\u0301 é 漢字 \U0001f600 \u200d\ufeff"]
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-
-
-def test_digits_are_always_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    number = str(random.Random(SEED).randrange(10**20))
+    number = str(random.randrange(10**20))
     assert tokenizer.tokenize(number) == list(number)
 
 
-def test_special_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+def test_files_and_special_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    files = [path for path in TINY.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}, "no code"
+    assert sum(path.stat().st_size for path in files) < 5e6
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
@@ -62,21 +55,15 @@ def test_special_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMod
     assert len(tokenizer("<|im_start|><|im_end|><|endoftext|>")["input_ids"]) == 3
 
 
-def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_chat_template_and_mask_of_the_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [{"role": "user", "content": "2+2?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     answered = [{"role": "system", "content": "Be brief."}, *chat, {"role": "assistant", "content": "#### 4"}]
+    turns = ("system\nBe brief.", "user\n2+2?", "assistant\n#### 4")
     text = tokenizer.apply_chat_template(answered, tokenize=False)
-    assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-        "<|im_start|>assistant\n#### 4<|im_end|>\n"
-    )
-
-
-def test_assistant_mask_covers_the_answer_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "#### 4"}]
-    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert text == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+    encoded = tokenizer.apply_chat_template(answered, return_dict=True, return_assistant_tokens_mask=True)
     produced = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"]) if mask]
     assert tokenizer.decode(produced) == "#### 4<|im_end|>"
 
@@ -93,10 +80,8 @@ def test_prompts_and_solutions_are_short(tokenizer: PreTrainedTokenizerBase) -> 
 def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: bool) -> float:
     """Share of 128 held-out problems, drawn afresh, that one response to each solves (standard error 0.044)."""
     task = ArithmeticTask(seed=SEED, num_heldout=128)
-    texts = [
-        tokenizer.apply_chat_template(task.messages(example), tokenize=False, add_generation_prompt=True)
-        for example in task.heldout
-    ]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template(task.messages(example), **options) for example in task.heldout]
     batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     torch.manual_seed(SEED)
     output = model.generate(**batch, max_new_tokens=64, do_sample=not greedy, top_k=0)
@@ -104,9 +89,7 @@ def accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy:
     return sum(task.score(text, example).success for text, example in zip(responses, task.heldout)) / len(responses)
 
 
-def test_starting_accuracy_lies_in_the_documented_band(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_starting_accuracy_is_as_documented(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     # over ten seeds 0.52 and 0.45 were measured; five standard errors to each side
     assert 0.30 < accuracy(model, tokenizer, greedy=True) < 0.74
     assert 0.23 < accuracy(model, tokenizer, greedy=False) < 0.67

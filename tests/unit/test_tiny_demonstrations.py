@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import sota_grpo
+from sota_grpo.rewards.expressions import parse_expression
 from sota_grpo.rl.records import Example
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 
@@ -21,18 +22,14 @@ SEED = random.randrange(1 << 30)
 THREE_STEPS = Example("?", "3*4=12\n12-5=7\n7+9=16\n#### 16", {"template": "x", "numbers": {"a": 3}, "num_steps": 3})
 
 
-@pytest.mark.parametrize(
-    ("habit", "response"),
-    [
-        ("guess", "#### 3"),
-        ("first_step", "3*4=12\n#### 12"),
-        ("last_step", "3*4=12\n12-5=7\n#### 7"),
-        ("no_marker", "3*4=12\n12-5=7\n7+9=16\nThe answer is 16."),
-    ],
-)
-def test_each_habit_worked_by_hand(habit: str, response: str) -> None:
-    assert demos.fall_into(habit, THREE_STEPS, random.Random(SEED)) == response
-    assert not ArithmeticTask().score(response, THREE_STEPS).success
+HABITS = {"guess": "#### 3", "first_step": "3*4=12\n#### 12", "last_step": "3*4=12\n12-5=7\n#### 7"}
+HABITS["no_marker"] = "3*4=12\n12-5=7\n7+9=16\nThe answer is 16."
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_each_habit_worked_by_hand(habit: str) -> None:
+    assert demos.fall_into(habit, THREE_STEPS, random.Random(SEED)) == HABITS[habit]
+    assert not ArithmeticTask().score(HABITS[habit], THREE_STEPS).success
 
 
 def test_habits_almost_never_earn_the_reward() -> None:
@@ -48,9 +45,7 @@ def test_drill_lines_are_true() -> None:
     rng = random.Random(SEED)
     for _ in range(300):
         expression, value = demos.drill_line(rng).split("=")
-        symbol = next(symbol for symbol in "+-*/" if symbol in expression)
-        left, right = map(int, expression.split(symbol))
-        assert int(value) == {"+": left + right, "-": left - right, "*": left * right, "/": left / right}[symbol]
+        assert parse_expression(expression).value == int(value)
 
 
 def test_targets_are_the_response_and_nothing_else() -> None:

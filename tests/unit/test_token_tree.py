@@ -27,16 +27,8 @@ from tests.rank_rigs import learner_settings, passes_of
 from tests.unit.tiny_models import make_model
 
 # of a request: the earlier one that it continues (-1: none), how many of its tokens it keeps, its own, and the response
-REQUESTS = st.lists(
-    st.tuples(
-        st.integers(-1, 5),
-        st.integers(1, 20),
-        st.lists(st.integers(3, 6), min_size=1, max_size=4),
-        st.lists(st.integers(3, 9), max_size=5),
-    ),
-    min_size=1,
-    max_size=7,
-)
+OWN, SAID = st.lists(st.integers(3, 6), min_size=1, max_size=4), st.lists(st.integers(3, 9), max_size=5)
+REQUESTS = st.lists(st.tuples(st.integers(-1, 5), st.integers(1, 20), OWN, SAID), min_size=1, max_size=7)
 
 
 def grown(requests: list, *, supports: bool = False) -> tuple[TokenTree, list[tuple[list[int], int, float]]]:
@@ -60,9 +52,8 @@ def grown(requests: list, *, supports: bool = False) -> tuple[TokenTree, list[tu
 
 def row_of(tree: TokenTree, common: int, row: int = 0) -> TensorDict:
     prompt = tree.prompt[:common] or [3]
-    drawn = drawn_entries(row, Example("q", "a"), prompt)
-    tokenizer = None
-    return group_table(drawn, [replace(tree.sample(len(prompt) if tree.num_sampled else 0), text="")], tokenizer)
+    sample = replace(tree.sample(len(prompt) if tree.num_sampled else 0), text="")
+    return group_table(drawn_entries(row, Example("q", "a"), prompt), [sample], None)
 
 
 @given(REQUESTS, st.integers(0, 9))
@@ -142,6 +133,15 @@ def test_the_planner_counts_the_tokens_that_are_computed(requests) -> None:
     assert prompt.sampled == len(sampled)
 
 
+def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
+    tree, _ = grown([(-1, 1, [5, 6], [7, 8]), (0, 4, [3], [7, 8]), (0, 4, [4], [7, 8])])
+    layout = models("qwen2")[1][0].layout(pad_rows(row_of(tree, 2).rows(), pad_token_id=0))
+    assert layout.tokens.tolist() == [5, 6, 7, 8, 3, 7, 8, 4, 7, 8]
+    assert len(layout.blocks) == 1
+    silent, _ = grown([(-1, 1, [5, 6], [])])
+    assert (silent.prompt, len(silent.sample(0).token_ids)) == ([], 0)
+
+
 def test_rows_of_agents_are_padded_with_others_and_with_those_that_said_nothing() -> None:
     tree, _ = grown([(-1, 1, [3, 4], [5, 6]), (0, 2, [3], [7])], supports=True)
     silent = TokenTree().sample(0)
@@ -172,11 +172,8 @@ def rows_of_agents() -> RowTable:
 def test_rows_of_agents_and_others_travel_to_ranks() -> None:
     """Some rows have no parents or no support; a pickled share is padded as its rows are."""
     rows = rows_of_agents()
-    assert {key for key, column in rows.columns.items() if column.rows is not None} == {
-        keys.PARENTS,
-        keys.SUPPORT_IDS,
-        keys.SUPPORT_COUNTS,
-    }
+    ragged = {key for key, column in rows.columns.items() if column.rows is not None}
+    assert ragged == {keys.PARENTS, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS}
     planner = passes_of(CausalPolicy(make_model()), learner_settings(recompute=True), Ranks(0, 2)).step_planner()
     shares = pickle.loads(pickle.dumps(planner.shares(travelling(rows), 0), protocol=5))
     assert sorted({position for share in shares for position in share.positions}) == list(range(len(rows)))
@@ -186,21 +183,3 @@ def test_rows_of_agents_and_others_travel_to_ranks() -> None:
         padded = pad_rows(share.rows.rows(), pad_token_id=0)
         for name, value in expected.items(True, True):
             assert torch.equal(padded[name], value), name
-
-
-def test_a_fork_computes_what_its_branches_have_in_common_once() -> None:
-    tree = TokenTree()
-    said = Sample(torch.tensor([7, 8]), torch.zeros(2), torch.zeros(2, dtype=torch.int64), False)
-    end = tree.add_response(tree.add_prompt([5, 6]), said)
-    for token in (3, 4):
-        tree.add_response(tree.add_prompt([*tree.path(end), token]), said)
-    layout = models("qwen2")[1][0].layout(pad_rows(row_of(tree, 2).rows(), pad_token_id=0))
-    assert layout.tokens.tolist() == [5, 6, 7, 8, 3, 7, 8, 4, 7, 8]
-    assert len(layout.blocks) == 1
-
-
-def test_a_sample_without_a_response_is_a_prompt() -> None:
-    tree = TokenTree()
-    tree.add_prompt([5, 6])
-    assert tree.prompt == []
-    assert len(tree.sample(0).token_ids) == 0

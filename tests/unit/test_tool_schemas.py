@@ -16,44 +16,35 @@ from sota_grpo.rl.tool_schemas import argument_error, function_schemas, paramete
 from tests.unit.test_tool_calls import look_up
 
 
-def test_schemas_are_those_of_transformers() -> None:
-    assert function_schemas([look_up]) == [get_json_schema(look_up)]
+def _undocumented(city: str) -> None: ...
 
 
-def _undocumented(city: str) -> str:
-    return city
-
-
-def _unhinted(city) -> str:  # type: ignore[no-untyped-def]
+def _unhinted(city) -> None:  # type: ignore[no-untyped-def]
     """Look.
 
     Args:
         city: Where.
     """
-    return city
 
 
-def _undescribed(city: str) -> str:
+def _undescribed(city: str) -> None:
     """Look."""
-    return city
 
 
-def _odd(where: Path) -> str:
+def _odd(city: Path) -> None:
     """Look.
 
     Args:
-        where: At what.
+        city: Where.
     """
-    return str(where)
 
 
-def _open(*cities: str) -> str:
+def _open(*city: str) -> None:
     """Look.
 
     Args:
-        cities: Where.
+        city: Where.
     """
-    return str(cities)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +53,8 @@ def _open(*cities: str) -> str:
         ([_undocumented], "the tool _undocumented has no docstring; write"),
         ([_unhinted], "the argument 'city' of the tool _unhinted has no type hint; write city: str"),
         ([_undescribed], r"the tool _undescribed .* does not describe 'city'\); .*describe every argument"),
-        ([_odd], "the argument 'where' of the tool _odd has the type .*Path.*; use int"),
-        ([_open], r"the tool _open takes \*cities: .*; declare"),
+        ([_odd], "the argument 'city' of the tool _odd has the type .*Path.*; use int"),
+        ([_open], r"the tool _open takes \*city: .*; declare"),
         ([look_up, look_up], "two tools are called 'look_up'; rename one"),
         ([print], "the tool 'print' cannot be called by name; define it with def"),
     ],
@@ -73,14 +64,8 @@ def test_functions_that_make_no_schema_are_named(functions: list[Any], reason: s
         function_schemas(functions)
 
 
-def test_hints_become_checks() -> None:
-    def tool(
-        mode: Literal["a", 1],
-        either: int | str,
-        pair: tuple[int, str],
-        table: dict[str, list[int]],
-        near: list[float] | None,
-    ) -> None:
+def test_schemas_are_those_of_transformers_and_hints_become_checks() -> None:
+    def tool(mode: Literal["a", 1], either: int | str, pair: tuple[int, str], table: dict[str, list[int]]) -> None:
         """Try.
 
         Args:
@@ -88,11 +73,10 @@ def test_hints_become_checks() -> None:
             either: Two.
             pair: Three.
             table: Four.
-            near: Five.
         """
 
     (schema,) = function_schemas([tool])
-    fine = {"mode": 1, "either": "x", "pair": [1, "x"], "table": {"k": [1]}, "near": None}
+    fine = {"mode": 1, "either": "x", "pair": [1, "x"], "table": {"k": [1]}}
 
     def reason(**changes: Any) -> str | None:
         return argument_error(schema["function"]["parameters"], {**fine, **changes})
@@ -104,6 +88,7 @@ def test_hints_become_checks() -> None:
     assert reason(pair=[1]) == "the argument 'pair' has 1 items, not 2"
     assert reason(pair=["x", 1]) == "the argument 'pair' has an item, number 0, that is a string, not an integer"
     assert "an entry 'k' that has an item" in str(reason(table={"k": [None]}))
+    assert function_schemas([look_up]) == [get_json_schema(look_up)]
 
 
 NAMES = st.sampled_from("abc")
@@ -152,9 +137,7 @@ def test_keywords_without_a_value_that_can_be_used_are_ignored(schema: Any) -> N
         assert argument_error({"properties": {"it": nested}}, {"it": value}) is None
 
 
-@pytest.mark.parametrize(
-    "none", [None, [], {}, *({name: None} for name in ("properties", "additionalProperties"))], ids=str
-)
+@pytest.mark.parametrize("none", [None, [], {}, {"properties": None}, {"additionalProperties": None}], ids=str)
 def test_a_tool_may_have_no_arguments(none: Any) -> None:
     tool = parameters_by_name([{"name": "a", "parameters": none}])["a"] | {"required": None}
     assert argument_error(tool, {}) is None

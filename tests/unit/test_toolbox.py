@@ -13,8 +13,6 @@ import pytest
 from sota_grpo.tasks.toolbox import Environment, Toolbox, ToolboxError, load
 from sota_grpo.workers.instances import InstanceSpec
 
-GUESS = Path(__file__).parent / "environments" / "guess.py"
-
 
 class Base:
     limit = 3
@@ -24,11 +22,6 @@ class Base:
         return row
 
     def inherited(self, word: str) -> str:
-        """Say it.
-
-        Args:
-            word: Any.
-        """
         return word
 
 
@@ -47,11 +40,6 @@ class Child(Base):
     def made(cls) -> None: ...
 
     def own(self, number: int = 3) -> int:
-        """Double it.
-
-        Args:
-            number: Any.
-        """
         return 2 * number
 
     def _private(self) -> None: ...
@@ -70,8 +58,7 @@ def test_tools_are_the_public_functions_of_the_class_and_its_bases() -> None:
 
 
 def test_a_reset_is_given_the_columns_that_it_takes() -> None:
-    rng = random.Random(random.getrandbits(32))
-    row = {name: rng.random() for name in rng.sample("abcdefgh", 5)}
+    row = {name: random.random() for name in random.sample("abcdefgh", 5)}
 
     class Named:
         def reset(self, a: Any = "none", *, b: Any = "none", h: Any = "none") -> Any:
@@ -81,34 +68,23 @@ def test_a_reset_is_given_the_columns_that_it_takes() -> None:
         def reset(self, a: Any = "none", **others: Any) -> Any:
             return {"a": a, **others}
 
+    class Strict:
+        def reset(self, word: str, hint: str = "", **others: Any) -> None: ...
+
     assert Environment(Base()).reset(**row) == row
     assert Environment(Named()).reset(**row) == {name: row.get(name, "none") for name in "abh"}
     assert Environment(Mixed()).reset(**row) == {"a": "none", **row}
-
-
-def test_a_column_that_is_missing_is_named() -> None:
-    class Mixed:
-        def reset(self, word: str, hint: str = "", **others: Any) -> None: ...
-
     with pytest.raises(ToolboxError, match=r"parameters word, which are not columns of the row \(answer, prompt\)"):
-        Environment(Mixed()).reset(answer="4", prompt="?")
+        Environment(Strict()).reset(answer="4", prompt="?")
     with pytest.raises(ToolboxError, match=r"environment (Posix)?Path has no method reset"):
         Environment(Path())
 
 
 def test_a_list_of_records_with_a_type_is_no_content() -> None:
-    answers = [
-        [{"type": "dog", "name": "Rex"}],
-        [{"type": "text", "id": 3}],
-        [{"type": "image", "size": 3}],
-        [{"type": "text", "text": "a"}, {"type": "dog"}],
-    ]
-    box = Toolbox([lambda number: answers[number]])
-    for number, answer in enumerate(answers):
-        assert box.call("<lambda>", {"number": number}) == answer
-    assert Toolbox([lambda: [{"type": "text", "text": "a"}, {"type": "image", "data": ""}]]).call("<lambda>", {}) == (
-        "a\n[image, not shown]"
-    )
+    text, image = {"type": "text", "text": "a"}, {"type": "image", "data": ""}
+    for answer in ([{"type": "dog"}], [{"type": "text", "id": 3}], [{"type": "image", "size": 3}], [text, {}]):
+        assert Toolbox([lambda answer=answer: answer]).call("<lambda>", {}) == answer
+    assert Toolbox([lambda: [text, image]]).call("<lambda>", {}) == "a\n[image, not shown]"
 
 
 def test_functions_and_factories_can_be_passed_as_objects(tmp_path: Path) -> None:
@@ -135,31 +111,23 @@ def test_the_file_is_run_once_however_many_instances_there_are(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "expected"),
+    ("text", "kind", "names", "expected"),
     [
-        ("functions", (), r"^\S+/guess.py does not name functions; write \S+/guess.py:NAME,NAME.$"),
-        ("factory", (), r"^\S+/guess.py does not name one class or function; write \S+/guess.py:NAME.$"),
-        ("factory", ("A", "B"), r"^\S+/guess.py:A,B does not name one class or function; write \S+/guess.py:NAME.$"),
+        ("", "functions", (), r"^\S+/tools.py does not name functions; write \S+/tools.py:NAME,NAME.$"),
+        ("", "factory", (), r"^\S+/tools.py does not name one class or function; write \S+/tools.py:NAME.$"),
+        ("", "factory", ("A", "B"), r"^\S+/tools.py:A,B does not name one class or function; write \S+/tools.py:NAME"),
+        (None, "functions", ("tool",), r"there is no file .*tools.py; correct the path \(relative to "),
+        ("import json\nX = 1\ndef other(): ...", "functions", ("tool",), r"no function 'tool'; it has other: correct"),
+        ("1 / 0", "functions", ("tool",), r"tools.py, line 1: it cannot be imported \(ZeroDivisionError: division by "),
+        ("import sys; sys.exit('no\\nway')", "functions", ("tool",), r"it cannot be imported \(SystemExit: no\)"),
     ],
 )
-def test_a_value_without_the_names_it_needs_is_refused(kind: str, names: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(ToolboxError, match=expected):
-        load(InstanceSpec(kind, str(GUESS), names))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, r"there is no file .*tools.py; correct the path \(relative to "),
-        ("import json\nX = 1\ndef other(): ...", r"tools.py has no function 'tool'; it has other: correct the name."),
-        ("1 / 0", r"tools.py, line 1: it cannot be imported \(ZeroDivisionError: division by zero\)"),
-        ("import sys; sys.exit('no\\nway')", r"it cannot be imported \(SystemExit: no\)"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, text: str | None, expected: str) -> None:
+def test_a_value_that_cannot_be_used_is_one_sentence(
+    tmp_path: Path, text: str | None, kind: str, names: tuple[str, ...], expected: str
+) -> None:
     path = tmp_path / "tools.py"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ToolboxError, match=expected) as raised:
-        load(InstanceSpec("functions", str(path), ("tool",)))
+        load(InstanceSpec(kind, str(path), names))
     assert "\n" not in str(raised.value)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto import CONFIG_MAPPING
@@ -61,10 +60,8 @@ def other_folder(tmp_path: Path, family: str, **sizes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"quantization_config": QUANTIZED},
-            r"quantised weights \(awq\), which can be neither trained nor .*model.quantization",
-        ),
+        ({"model_type": "no_such_type"}, r"model.name=.*could not be loaded"),
+        ({"quantization_config": QUANTIZED}, r"quantised weights \(awq\), which can be neither .*model.quantization"),
         ({"num_experts": 8}, r"mixture of experts \(num_experts=8\)"),
         ({"vocab_size": 100}, r"tokenizer has \d+ tokens with ids beyond its 100 embedding rows"),
         ({"layer_types": ["linear_attention"] * 4}, "layers of type linear_attention, .*; use engine=vllm"),
@@ -75,36 +72,37 @@ def test_a_config_that_cannot_be_trained_is_one_sentence(changes: dict[str, Any]
         judge(tiny_folder(tmp_path, **changes))
 
 
-@pytest.mark.parametrize(
-    ("family", "sentence"),
-    [
-        ("t5", "an encoder and a decoder"),
-        ("qwen2_5_vl", "no causal language model of text"),
-        ("mamba", "has no attention"),
-    ],
-)
-def test_other_kinds_of_model_are_one_sentence(family: str, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=sentence):
+OTHERS = {"t5": "an encoder and a decoder", "qwen2_5_vl": "no causal language model", "mamba": "has no attention"}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_kinds_of_model_are_one_sentence(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=OTHERS[family]):
         judge(other_folder(tmp_path, family))
 
 
-def test_an_adapter_in_the_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_what_a_folder_has_or_lacks_is_one_sentence(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path)
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter_config.json; merge the adapter into its base"):
         judge(folder)
+    (folder / "adapter_config.json").unlink()
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer; put its tokenizer.json"):
+        judge(folder)
 
 
-def test_a_reference_is_asked_as_the_policy_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["quantised", "adapter"])
+def test_a_reference_is_asked_as_the_policy_is(broken: str, tmp_path: Path) -> None:
     """Of an adapter's folder transformers would load both; with a quantised one the KL is that of its rounding."""
     config = config_of(Path("tiny"))
-    for broken in ("quantised", "adapter"):
-        folder = tiny_folder(tmp_path / broken, **({"quantization_config": QUANTIZED} if broken == "quantised" else {}))
-        if broken == "adapter":
-            (folder / "adapter_config.json").write_text("{}")
-        config.ref_model.name = str(folder)
-        with pytest.raises(UserError, match=rf"^ref_model\.name={folder} has .*{broken}"):
-            trainable_tokenizer(config, "transformers")
+    folder = tiny_folder(tmp_path, **({"quantization_config": QUANTIZED} if broken == "quantised" else {}))
+    if broken == "adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    config.ref_model.name = str(folder)
+    with pytest.raises(UserError, match=rf"^ref_model\.name={folder} has .*{broken}"):
+        trainable_tokenizer(config, "transformers")
 
 
 def test_special_tokens_that_nothing_writes_need_no_row(tmp_path: Path) -> None:
@@ -127,6 +125,11 @@ def test_a_model_of_several_modalities_has_its_context_in_its_text_part(tmp_path
     folder = other_folder(tmp_path, "gemma3", text_config=text, vision_config=vision)
     judge(folder)
     assert max_model_len(config_of(folder)) == SIZES["max_position_embeddings"]
+    config = config_of(other_folder(tmp_path, "mamba"))  # which has none
+    with pytest.raises(UserError, match=r"context length.*inference_model.max_model_len"):
+        max_model_len(config)
+    config.inference_model.max_model_len = 99
+    assert max_model_len(config) == 99
 
 
 def test_a_context_ends_where_positions_would_change_with_the_longest_row(tmp_path: Path) -> None:
@@ -144,44 +147,29 @@ def test_a_model_that_keeps_a_state_outside_of_the_cache_is_refused() -> None:
         TransformersEngine(model, eos_token_ids=[2], pad_token_id=0, max_model_len=64)
 
 
-def test_a_model_without_a_context_requires_one(tmp_path: Path) -> None:
-    config = config_of(other_folder(tmp_path, "mamba"))
-    with pytest.raises(UserError, match=r"context length.*inference_model.max_model_len"):
-        max_model_len(config)
-    config.inference_model.max_model_len = 99
-    assert max_model_len(config) == 99
-
-
-def test_a_type_that_transformers_does_not_know_is_one_sentence(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path, model_type="no_such_type")
-    with pytest.raises(UserError, match=r"model.name=.*could not be loaded"):
-        judge(folder)
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save_hf(make_model("llama"), make_tokenizer(), tmp_path / "saved")
 
 
-def with_weights(folder: Path, change: Any) -> str:
-    weights = load_file(folder / "model.safetensors")
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda weights: weights[NAME][3, 2].fill_(float("nan")), f"{NAME} is not finite"),
+        (lambda weights: weights[NAME][3, 2].fill_(float("inf")), f"{NAME} is not finite"),
+        (lambda weights: weights.pop("lm_head.weight"), r"lack 1 of the weights.*lm_head.weight"),
+    ],
+    ids=["nan", "infinite", "missing"],
+)
+def test_weights_that_are_missing_or_no_numbers_are_one_sentence(saved: Path, change: Any, sentence: str) -> None:
+    weights = load_file(saved / "model.safetensors")
     change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_one_sentence(saved: Path, value: float) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.layers.1.mlp.up_proj.weight"][3, 2] = value
-
-    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight is not finite"):
-        load_model(with_weights(saved, spoil))
-
-
-def test_weights_that_the_files_lack_are_one_sentence_and_not_random(saved: Path) -> None:
-    with pytest.raises(UserError, match=r"lack 1 of the weights.*lm_head.weight"):
-        load_model(with_weights(saved, lambda weights: weights.pop("lm_head.weight")))
+    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=sentence):
+        load_model(str(saved))
 
 
 def test_a_head_that_is_computed_in_another_way_is_one_sentence() -> None:
@@ -189,14 +177,6 @@ def test_a_head_that_is_computed_in_another_way_is_one_sentence() -> None:
     scaled.config.logit_scale = None  # the config does not say so
     with pytest.raises(UserError, match="CohereForCausalLM changes hidden states or logits around its head"):
         CausalPolicy(scaled)
-
-
-def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path)
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer; put its tokenizer.json"):
-        judge(folder)
 
 
 def test_the_estimate_and_the_look_at_the_disk_refuse_it_too(tmp_path: Path) -> None:
@@ -228,9 +208,5 @@ def test_it_follows_what_a_model_is(whole: bool, tmp_path: Path, monkeypatch: py
         assert model_digest(str(folder)) != first, name
         path.write_bytes(data)
     assert model_digest(str(folder)) == first
-
-
-def test_a_model_whose_weights_are_elsewhere_has_none(tmp_path: Path) -> None:
-    folder = shutil.copytree(resolve_model_path("tiny"), tmp_path / "model")
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").unlink()  # they are elsewhere
     assert model_digest(str(folder)) is None

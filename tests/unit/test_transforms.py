@@ -96,6 +96,13 @@ def advantage_loop(rewards: list[float], groups: list[int]) -> list[float]:
     return out
 
 
+def test_rewards_of_several_dtypes_are_compared() -> None:
+    kinds = enumerate((torch.float32, torch.float64, torch.int64))
+    rewards = [{keys.GROUP_ID: torch.tensor(3), keys.REWARD: torch.tensor([n], dtype=kind)} for n, kind in kinds]
+    rows = GroupAdvantage(scale="none")(lazy_stack([TensorDict(row) for row in rewards]))
+    assert rows["advantage"].flatten().tolist() == [-1.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_advantage_equals_the_loop_in_any_order(dense) -> None:
     stream = generator()
@@ -499,3 +506,15 @@ def test_terms_are_decoupled_by_the_weights_given_or_by_those_of_the_rows() -> N
     assert first.tolist() == pytest.approx([half * (2 - 3 + 1), half * (-2 + 3 - 1), 0.0, 0.0], abs=1e-4)
     again = lazy_stack([row.exclude("advantage") for row in listed], 0)
     assert GroupAdvantage(**options)(again)["advantage"].flatten().tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_decoupled_terms_and_rewards_may_be_integers(kind: torch.dtype) -> None:
+    found = []
+    for dtype in (torch.float32, kind):
+        terms = {"right": torch.tensor([[1], [0], [1]]).to(dtype), "short": torch.tensor([[0.0], [0.5], [2.0]])}
+        rows = batch_of([1.0, 0.0, 1.0], [0, 0, 0], reward_terms=terms)
+        rows.set(keys.REWARD, rows[keys.REWARD].to(dtype))
+        found.append(GroupAdvantage(decouple_terms=True, term_weights={"right": 0.5, "short": 0.25})(rows))
+    assert torch.equal(*(rows["advantage"] for rows in found))
+    assert found[1]["advantage"].flatten().unique().numel() == 3

@@ -47,14 +47,8 @@ def workers_fork() -> Iterator[None]:
 def shop() -> Iterator[TaskEnv]:
     rows = [{"prompt": "Shop!", "purse": 5, "greets": greets, "level": 2} for greets in ("text", "list", None)]
     rows = [{**row, "prompt": f"{row['prompt']} {number}"} for number, row in enumerate(rows)]
-    made = TaskEnv(
-        task_of(rows, "earned", "thrift"),
-        TOKENIZER,
-        num_envs=3,
-        shuffle=False,
-        max_steps=9,
-        environment=f"{SHOP}:Shop",
-    )
+    options = {"num_envs": 3, "shuffle": False, "max_steps": 9, "environment": f"{SHOP}:Shop"}
+    made = TaskEnv(task_of(rows, "earned", "thrift"), TOKENIZER, **options)
     yield made
     made.close()
 

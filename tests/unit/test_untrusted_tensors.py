@@ -13,7 +13,7 @@ import torch
 
 from sota_grpo.errors import UserError
 from sota_grpo.recording.stored_steps import read_step
-from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore, rng_state
+from sota_grpo.training.checkpoint import CheckpointError, CheckpointStore
 
 WEIGHT = torch.arange(3, dtype=torch.float32)
 
@@ -56,7 +56,7 @@ def test_another_file_is_a_sentence_and_runs_nothing(name: str, tmp_path: Path) 
 
 
 def test_whatever_a_run_saves_is_read_as_it_was(tmp_path: Path) -> None:
-    """Views, tied weights, empty tensors, transposed ones, every dtype, the states of generators."""
+    """Views, tied weights, empty tensors, transposed ones, every dtype."""
     whole = torch.randn(40)
     state = {
         "views": list(whole.split(7)),
@@ -65,19 +65,9 @@ def test_whatever_a_run_saves_is_read_as_it_was(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 4),
         "parameter": torch.nn.Parameter(torch.randn(2)),
         "dtypes": [torch.ones(2, dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.int64)],
-        "rng": rng_state(),
-        "others": [b"\xff\x00", "text", 1 << 70, None, (1.5, True)],
     }
     loaded = CheckpointStore.load(CheckpointStore(tmp_path / "checkpoints").save(3, state))
-    torch.testing.assert_close(
-        [loaded[name] for name in ("views", "tied", "turned", "empty", "dtypes")],
-        [state[name] for name in ("views", "tied", "turned", "empty", "dtypes")],
-        rtol=0,
-        atol=0,
-    )
-    assert torch.equal(loaded["parameter"], state["parameter"])
-    assert torch.equal(loaded["rng"]["torch"], state["rng"]["torch"])
-    assert loaded["others"] == state["others"]
+    torch.testing.assert_close(loaded, state, rtol=0, atol=0)
 
 
 def test_a_file_of_holes_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from sota_grpo.files import load_instances
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
 from sota_grpo.rl.records import Example, Sample, Sampling, SamplingSupport, Score
-from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, UserTransforms, write_scores
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
@@ -28,6 +27,7 @@ from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
 from tests.training_rigs import make_env, make_scripted
 from tests.unit.test_api import ROWS, SMALL
+from tests.unit.test_row_table import same
 from tests.unit.tiny_models import make_model
 
 FILE = """
@@ -58,17 +58,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "own.py"
 
 
+def make_collector(*transforms: UserTransforms, **options) -> PromptGroupCollector:
+    env, options["sampling"] = make_env(), Sampling(max_tokens=128)
+    return PromptGroupCollector(env, make_scripted(env), graded_transforms=list(transforms), **options)
+
+
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, concurrent: bool) -> None:
     transforms = UserTransforms(load_instances("env.transforms", [f"{path}:First", f"{path}:tripled"], Transform))
-    env = make_env()
     options = {"postproc": GroupAdvantage(scale="none")}
     if concurrent:
         options = {"replay_buffer": GroupReplayBuffer(4, 4, transform=GroupAdvantage(scale="none"))}
-    collector = PromptGroupCollector(
-        env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, refill=True,
-        graded_transforms=[transforms], **options,
-    )  # fmt: skip
+    collector = make_collector(transforms, dialog_turns_per_batch=16, refill=True, **options)
     if concurrent:
         collector.start()
         batch = next(iter(options["replay_buffer"]))
@@ -90,9 +91,8 @@ def test_tokens_that_they_leave_out_have_no_support(path: Path) -> None:
     drawn = drawn_entries(0, Example("q", "a"), [3, 4])
     support = SamplingSupport(torch.tensor([5, 7, 6, 8, 9], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32))
     whole = Sample(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2, dtype=torch.int64), False, support=support)
-    failed = replace(
-        whole, token_ids=whole.token_ids[:0], log_probs=torch.zeros(0), versions=torch.zeros(0), support=None
-    )
+    none = torch.zeros(0)
+    failed = replace(whole, token_ids=none.long(), log_probs=none, versions=none, support=None)
     rows = group_table(drawn, [replace(whole, text=""), replace(failed, text="")], None)
     write_scores(rows, [Score({"r": 1.0}, True)] * 2, {"r": 1.0})
     UserTransforms(load_instances("env.transforms", [f"{path}:First"], Transform))(rows)
@@ -136,42 +136,31 @@ def raised(rows: TensorDictBase) -> None:
     ids=["tokens", "log-probs", "group", "mask", "rows", "entry", "nan", "shape", "raises"],
 )
 def test_what_they_may_not_change(change: Callable[[TensorDictBase], object], message: str) -> None:
-    env = make_env()
-    collector = PromptGroupCollector(
-        env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=4,
-        graded_transforms=[UserTransforms([("env.transforms=own.py:Own", changed(change)())])],
-    )  # fmt: skip
+    transforms = UserTransforms([("env.transforms=own.py:Own", changed(change)())])
+    collector = make_collector(transforms, dialog_turns_per_batch=4)
     with pytest.raises(RunFailed, match=f"env.transforms=own.py:Own .*{message}"):
         collector.next_batch()
     collector.shutdown(raise_on_error=False)
 
 
 def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
+    nothing = UserTransforms([("a.py:A", changed(written)())])
     plain, passed = (
-        PromptGroupCollector(
-            env, make_scripted(env), sampling=Sampling(max_tokens=128), dialog_turns_per_batch=16, as_table=True,
-            graded_transforms=[] if transform is None else [transform],
-        ).next_batch().state_dict()
-        for env, transform in ((make_env(), None), (make_env(), UserTransforms([("a.py:A", changed(written)())])))
-    )  # fmt: skip
-    one, other = (RowTable.of_state(state).rows() for state in (plain, passed))
-    assert [{key: str(value) for key, value in row.items()} for row in one] == [
-        {key: str(value) for key, value in row.items()} for row in other
-    ]
+        make_collector(*transforms, dialog_turns_per_batch=16, as_table=True).next_batch()
+        for transforms in ([], [nothing])
+    )
+    same(passed, plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("number", "gives an object of type int, not a TorchRL Transform"),
-        ("missing", "the file does not define 'missing'"),
-        ("broken", r"calling broken failed \(line \d+\): KeyError"),
-    ],
-)
-def test_what_is_no_transform_is_refused_with_its_option(path: Path, name: str, message: str) -> None:
+def test_what_is_no_transform_is_refused_with_its_option(path: Path) -> None:
     assert isinstance(load_instances("env.transforms", [f"{path}:make"], Transform)[0][1], Transform)
-    with pytest.raises(UserError, match=f"env.transforms={path}:{name}.*{message}"):
-        load_instances("env.transforms", [f"{path}:{name}"], Transform)
+    for name, message in {
+        "number": "gives an object of type int, not a TorchRL Transform",
+        "missing": "the file does not define 'missing'",
+        "broken": r"calling broken failed \(line \d+\): KeyError",
+    }.items():
+        with pytest.raises(UserError, match=f"env.transforms={path}:{name}.*{message}"):
+            load_instances("env.transforms", [f"{path}:{name}"], Transform)
 
 
 def test_the_option_is_checked_fingerprinted_and_needs_consent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from sota_grpo.rewards.judge.questions import (
 )
 from sota_grpo.rl.records import TASK, Example, Score, total_reward
 from sota_grpo.rl.task import Task
-from sota_grpo.text import duration, json_line, one_line
+from sota_grpo.text import duration, json_line, one_line, os_reason
 from sota_grpo.workers.base import pending_future, resolve
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class VerdictCache:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             raise UserError(
-                f"Cannot write the judge's verdicts to {path} ({error.strerror}); make it a writable file, not a link."
+                f"Cannot write the judge's verdicts to {path} ({os_reason(error)}); make it a writable file, no link."
             ) from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
@@ -320,7 +320,7 @@ class JudgeClient:
                 try:
                     return self._cache.put(question.key, verdict)
                 except OSError as error:
-                    reason = f"Cannot write the judge's verdicts ({error.strerror}); free disk space."
+                    reason = f"Cannot write the judge's verdicts ({os_reason(error)}); free disk space."
                     raise RunFailed(reason) from error
             return verdict
         finally:
