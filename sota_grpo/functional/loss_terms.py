@@ -59,7 +59,7 @@ A row without trainable tokens counts only under ``constant``, whose divisor doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from inspect import Parameter, signature
@@ -343,7 +343,10 @@ def readers(term: str) -> str:
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
     """Call ``function`` with the ``terms`` that are its parameters (all if it has ``**kwargs``); return its result."""
-    accepted = _parameters(function) if isinstance(function, Hashable) else _parameters.__wrapped__(function)
+    try:
+        accepted = _parameters(function)
+    except TypeError:  # it has no hash
+        accepted = _parameters.__wrapped__(function)
     return function(**{name: value for name, value in terms.items() if accepted is None or name in accepted})
 
 

@@ -233,18 +233,19 @@ def test_meaningless_widths_are_refused() -> None:
             function(*arguments)
 
 
-def test_an_objective_without_a_hash_is_called_with_its_parameters() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_objective_without_a_hash_is_called_with_its_parameters(frozen: bool) -> None:
     """Names of parameters are cached by function where that is possible."""
 
-    @dataclass
+    @dataclass(frozen=frozen)  # a frozen one claims a hash, which its list does not have
     class Own:
-        factor: float
+        factors: list[float]
 
         def __call__(self, advantage: Tensor, **others: Tensor) -> Tensor:
-            return self.factor * advantage * len(others)
+            return self.factors[0] * advantage * len(others)
 
     terms = {"advantage": torch.ones(1), "mask": torch.ones(1), "log_prob": torch.ones(1)}
-    assert [float(of_terms(Own(factor), terms)) for factor in (1.0, 2.0)] == [2.0, 4.0]
+    assert [float(of_terms(Own([factor]), terms)) for factor in (1.0, 2.0)] == [2.0, 4.0]
 
 
 def test_every_public_function_has_an_example() -> None:
