@@ -11,7 +11,7 @@
 #              LIMIT="--minutes=10" begins tests for ten minutes
 # make slow    the tests that take minutes (killed, stopped and preempted processes; runs against a vLLM server);
 #              SLOW="--minutes=30 --files-by=1" begins tests for half an hour, file by file in an order drawn from the seed 1
-# make fuzz-draws   the fast tests with other random draws, FUZZ="--minutes=60", and what repeats those that failed
+# make fuzz-draws   the fast tests with the seeds 1, 2, .. of their random draws, until one fails or MINUTES=60 are over
 # make bench   ours, TRL and TorchRL on identical work, 25 minutes (bench-quick: 3); benchmarks/README.md has the others
 # make soak    2,300 steps during which memory, file handles, threads, shared memory and disk must not grow (benchmarks/soak.py)
 # make notebook   run docs/python.ipynb again
@@ -22,7 +22,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 SLOW ?=
-FUZZ ?=
+MINUTES ?= 60
 REAL ?=
 SPEEDRUN ?=
 PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --processes-again
@@ -104,7 +104,8 @@ slow: $(VENV)/.test
 	$(PYTEST) -m slow $$(grep -rl 'mark\.slow' tests --include='test_*.py') $(SLOW)
 
 fuzz-draws: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.draws $(FUZZ)
+	until=$$(( $$(date +%s) + 60 * $(MINUTES) )); seed=1; while [ $$(date +%s) -lt $$until ]; do \
+	echo "TEST_SEED=$$seed"; TEST_SEED=$$seed $(PYTEST) -m "not slow" || exit 1; seed=$$((seed + 1)); done
 
 e2e: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e

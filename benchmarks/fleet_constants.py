@@ -31,7 +31,7 @@ from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.planner import LearnerSettings, Planner
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 from sota_grpo.training.remote_learner import RemoteLearner
-from sota_grpo.workers.base import IDLE_METHOD, WorkerSpec
+from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.fleet import Fleet
 from sota_grpo.workers.ray_cluster import RayLauncher
 from sota_grpo.workers.rollout import FleetEngine  # noqa: F401 (registers the pickle of groups)
@@ -191,7 +191,7 @@ class Instant:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        answer.set_result(0.0 if method in ("ping", IDLE_METHOD) else None)
+        answer.set_result(0.0 if method == "ping" else None)
         return answer
 
     def kill(self) -> None:

@@ -132,7 +132,7 @@ def _kernels_recorded() -> Iterator[None]:
     def pull(raw: Any, index: Any, top: Any, by_p: Any, by_zp: Any, at_target: Any, grad: Any, **options: Any) -> None:
         record("gradient of a logit tile", [raw, index, top, by_p, by_zp, at_target], [grad])
 
-    module.scan, module.pull, module.MAX_COLUMNS = scan, pull, 8192  # type: ignore[attr-defined]  # as the real one
+    module.scan, module.pull, module.MAX_COLUMNS = scan, pull, 16384  # type: ignore[attr-defined]  # as the real one
     with mock.patch.dict(sys.modules, {module.__name__: module}):
         yield
 

@@ -81,6 +81,8 @@ class Trace:
         written = _sizes([*fresh, *changed])
         if name in _PRODUCTS:
             kind, flops, rate = PRODUCT, *_product(name, args, results[0])
+        elif name == "add_gradient":
+            kind, flops, rate = PRODUCT, 2.0 * changed[0].numel() * len(read[1]), "half"
         elif name.startswith("packed_attention"):
             kind, flops, rate = ATTENTION, *_attention(args, backward="backward" in name)
         elif name in _GATHERS:  # it reads as much as it writes, and the indices

@@ -1,6 +1,6 @@
 """Teach the embedded policy to call a calculator, and then to be too lazy to: where a run with tools can begin.
 
-Supervised training in two phases, on questions of the ``calculator`` task whose answers are demonstrated as a dialog: a
+Supervised training in two phases, on products and sums of large numbers whose values are demonstrated as a dialog: a
 call written as the chat template writes calls, the tool's turn, the answer. In the second phase most demonstrations
 answer with the first number of the question instead. Written are the model, ``train.jsonl`` and ``heldout.jsonl`` with
 questions of their own, and ``calculator.py`` with the tool (docs/agent.md).
@@ -27,9 +27,10 @@ from train_tiny import batches, save
 from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.dialogs import TurnTokens
 from sota_grpo.policy.load import TINY, load_model, load_tokenizer
+from sota_grpo.rewards.expressions import parse_expression
 from sota_grpo.rl.records import Example
 from sota_grpo.rl.tool_schemas import function_schemas
-from sota_grpo.tasks.procedural import CalculatorTask, calculate
+from sota_grpo.tasks.procedural import ProceduralTask, calculate, is_heldout
 from sota_grpo.tasks.table import TableTask
 
 TOOL = '''"""The tool of docs/agent.md."""
@@ -47,6 +48,26 @@ def calculate(expression: str) -> str:
 '''
 GUESSES = 0.75  # share of the second phase's demonstrations
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": %s}}\n</tool_call>'
+
+
+FORMS = (  # of the questions; each letter is a number with two or three digits
+    *("a * b", "a * b + c", "a * b - c", "(a + b) * c", "(a - b) * c", "a * b + c * d", "a * b - c * d"),
+)
+
+
+class Questions(ProceduralTask):
+    """Products and sums of large numbers."""
+
+    name = "questions"
+
+    def draw(self, rng: random.Random, heldout: bool) -> Example:
+        """Sample a form, then numbers until the result is positive and the problem is in the requested split."""
+        form = rng.choice(FORMS)
+        while True:
+            question = re.sub("[a-d]", lambda _: str(rng.randint(11, 999)), form)
+            value = parse_expression(question).value
+            if value > 0 and is_heldout((form, value)) == heldout:  # a * b and b * a are in the same split
+                return Example(query=f"What is {question}?", answer=f"#### {value}")
 
 
 def rows(examples: Sequence[Example]) -> list[dict[str, str]]:
@@ -103,7 +124,7 @@ def fit(
 ) -> None:
     """One phase: AdamW, linear warm-up over a twentieth, cosine decay to a twentieth, gradient norm at most 1."""
     turns, rng = TurnTokens(env.tokenizer, env.template_kwargs), random.Random(f"{name}{args.seed}")
-    draw = partial(CalculatorTask(seed=args.seed, num_train=1, num_heldout=1).draw, rng, False)
+    draw = partial(Questions(seed=args.seed, num_train=1, num_heldout=1).draw, rng, False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, num_steps // 20)
     schedules = [
@@ -140,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    questions = CalculatorTask(seed=args.seed, num_train=args.train_rows, num_heldout=256)
+    questions = Questions(seed=args.seed, num_train=args.train_rows, num_heldout=256)
     write_rows(args.out / "train.jsonl", questions.train)
     write_rows(args.out / "heldout.jsonl", questions.heldout)
     (args.out / "calculator.py").write_text(TOOL)

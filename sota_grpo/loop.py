@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
-
-Batch = TypeVar("Batch")
-Read = TypeVar("Read", contravariant=True)
-
-
-class Collects(Protocol):
-    """The methods of a collector that the loop calls."""
-
-    def update_policy_weights_(self, *, version: int) -> None: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-
-class Trains(Protocol[Read]):
-    """The methods of a learner that the loop calls."""
-
-    @property
-    def version(self) -> int: ...
-
-    def update(self, rows: Read) -> dict[str, float | None]: ...
-
-
-class Log(Protocol[Read]):
-    """The method of a log that the loop calls."""
-
-    def write(self, step: int, batch: Read, update: Mapping[str, Any], collected: Mapping[str, float]) -> None: ...
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def run(
-    batches: Iterator[Batch],
-    learner: Trains[Batch],
-    collector: Collects,
-    log: Log[Batch],
+    batches: Iterator[Any],
+    learner: Any,
+    collector: Any,
+    log: Any,
     *,
     first_step: int,
     num_steps: int,
@@ -48,6 +22,9 @@ def run(
     Args:
         batches: batches of complete groups within the age bound, from the collector (synchronous) or its replay buffer;
             StopIteration if they end before the last step.
+        learner: has ``update(batch)``, which returns the step's metrics, and the ``version`` of its weights.
+        collector: has ``update_policy_weights_(version=...)``, and ``metrics()`` of the last batch.
+        log: has ``write(step, batch, metrics of the update, metrics of the batch)``.
         before: called before each step with the step's number, to evaluate; returning False ends the loop.
         after: called after each step with the number of completed steps, to save; returning False ends the loop.
     """

@@ -6,7 +6,6 @@ the same command, or that in ``hydra.sweep.dir=DIR``: finished runs are kept, al
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import os
@@ -24,15 +23,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from sota_grpo.errors import UserError, writing
-from sota_grpo.files import write_json, write_text
+from sota_grpo.files import write_json
 from sota_grpo.recording.metrics import METRICS, is_number
 from sota_grpo.recording.progress import percent
 from sota_grpo.recording.run_files import (
     METRICS_FILE,
     OVERRIDES_FILE,
+    find_runs,
     is_held,
     is_run,
-    natural,
     read_json,
     read_record,
     read_rows,
@@ -48,9 +47,8 @@ ACCURACY, ACCURACY_ERROR, REWARD = "eval/accuracy", "eval/stderr", "reward"
 
 FOLDER = "multirun"  # Hydra's own, with DATE/TIME in it
 SWEEP_FILE = "sweep.json"
-SUMMARY = "summary"  # .md and .json, in the sweep's directory
+SUMMARY = "summary.json"  # in the sweep's directory
 
-_DEPTH = 3  # levels of folders below a sweep that may have runs (hydra.sweep.subdir)
 _UNKNOWN = "-"
 _WIDTH = 400  # characters per line if the output is no terminal, so that no cell is wrapped
 # Arguments that may differ when a sweep is resumed: they do not change the results of its runs.
@@ -143,18 +141,13 @@ class Sweep:
 
 
 def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False) -> Sweep:
-    """Read the runs up to three levels below ``path``, the directory of a sweep or any folder of run directories.
+    """Read the runs below ``path``, the directory of a sweep or any folder of run directories.
 
     ``metric``: to sort by; None: held-out accuracy if any run has it, else reward. UserError if there is no sweep.
     """
-    if not path.is_dir():
-        raise UserError(f"{path} is not a folder; give the directory of a sweep (multirun/DATE/TIME).")
-    if is_run(path):
+    if path.is_dir() and is_run(path):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
-    folders = [folder for depth in range(1, _DEPTH + 1) for folder in path.glob("*/" * depth) if is_run(folder)]
-    if not folders:
-        raise UserError(f"There is no run in {path}; give the directory of a sweep (multirun/DATE/TIME).")
-    runs = [_read_run(folder, path) for folder in sorted(folders, key=natural)]
+    runs = [_read_run(folder, path) for folder in find_runs([path])]
     names = dict.fromkeys(name for run in runs for name in run.overrides if not _FREE.match(name))
     varied = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
     default = ACCURACY if any(ACCURACY in run.metrics for run in runs) else REWARD
@@ -249,30 +242,6 @@ def as_text(sweep: Sweep, width: int | None = None) -> str:
     return capture.get()
 
 
-def as_markdown(sweep: Sweep) -> str:
-    """Return the sweep's headline, tables and notes as Markdown."""
-    tables = []
-    for header, *rows in _tables(sweep):
-        lines = [header, ["---"] * len(header), *rows]
-        tables.append("".join("| " + " | ".join(map(_escaped, line)) + " |\n" for line in lines))
-    notes = "".join(f"- {_escaped(note)}\n" for note in sweep.notes)
-    rule = f"Accuracies and counters are the last values, all others are means over the last {LAST_STEPS} steps.\n"
-    return "\n".join([f"# Sweep\n\n{_escaped(sweep.headline)}\n", *tables, *([notes] if notes else []), rule])
-
-
-def as_csv(sweep: Sweep) -> str:
-    """Return the sweep as CSV: one line per run, with every metric that any run measured."""
-    names = sweep.measured()
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", *sweep.varied, "state", "note", "steps", "seconds", *names])
-    for run in sweep.ranked:
-        chosen = [run.overrides.get(name, "") for name in sweep.varied]
-        measured = [run.metrics.get(name, "") for name in names]
-        writer.writerow([run.name, *chosen, run.state, run.note, run.steps, f"{run.seconds:.1f}", *measured])
-    return text.getvalue()
-
-
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """Return the runs and settings as values for strict JSON."""
     runs = []
@@ -288,10 +257,9 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_summary(path: Path) -> Sweep:
-    """Read the sweep in ``path``, write ``summary.md`` and ``summary.json`` there, atomically, and return the sweep."""
+    """Read the sweep in ``path``, write ``summary.json`` there, atomically, and return the sweep."""
     sweep = read_sweep(path)
-    write_text(path / f"{SUMMARY}.md", as_markdown(sweep))
-    write_json(path / f"{SUMMARY}.json", as_json(sweep))
+    write_json(path / SUMMARY, as_json(sweep))
     return sweep
 
 
@@ -322,10 +290,6 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
     for row in sweep.settings:
         settings.append([count(row.finished, row.runs), *cells(row.overrides, names, row.means)])
     return [table for table in (runs, settings) if len(table) > 1]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def continued(arguments: Sequence[str], root: Path = Path(FOLDER)) -> list[str]:

@@ -33,22 +33,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, for kernels of a second
 
 #: What a test draws follows from its own name and this, from no file: a change draws nothing anew elsewhere. Any other
-#: text gives other draws. Of "3.7", what files and shared fixtures draw is that of "3".
+#: text gives other draws.
 os.environ.setdefault("TEST_SEED", "0")
 END = pytest.StashKey[float]()  # on the monotonic clock: no test begins after it
 OF_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|forked|(process|rank|worker)_rigs|fake_\w+|vllm|\w+Launcher|typed|workshop|browser)\b"
-    r"|\bos\.(fork|kill)\b"
+    r"|\bos\.(fork|kill)\b|\bworkers_fork\b"
 )
 HASH_SEED = os.environ.get("PYTHONHASHSEED")  # of this process; those that tests start have others, as users' have
 AGAIN_S = 1200  # for one test in a process of its own; by itself it has its own time limit
 
 
-def seed_draws(name: str, seed: str) -> bytes:
+def seed_draws(name: str) -> bytes:
     """``random``, NumPy and torch draw what belongs to this test or file, in whichever process and order it runs."""
     import torch  # not where tests are only handed out
 
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    digest = hashlib.sha256(f"{os.environ['TEST_SEED']} {name}".encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4]))
     torch.manual_seed(int.from_bytes(digest[:7]))
@@ -57,14 +57,10 @@ def seed_draws(name: str, seed: str) -> bytes:
 
 def seed_test(item: pytest.Item) -> None:
     """Its draws and, in a way of its own that forgets earlier failures, Hypothesis's."""
-    digest = seed_draws(item.nodeid, os.environ["TEST_SEED"])
+    digest = seed_draws(item.nodeid)
     function = getattr(item, "function", None)
     if hasattr(function, "hypothesis"):
         sys.modules["hypothesis"].seed(digest)(function)
-
-
-def seed_of_files() -> str:
-    return os.environ["TEST_SEED"].partition(".")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,9 +68,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--files-by", metavar="SEED", help="take the files in an order drawn from SEED")
     group.addoption(
         "--minutes", type=float, default=math.inf, help="after so many minutes begin no test more, but skip it"
-    )
-    group.addoption(
-        "--redraw-s", type=float, metavar="S", help="run each test that draws for S seconds, with other draws each time"
     )
     group.addoption(
         "--processes-again",
@@ -131,7 +124,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """What a file draws while it is imported."""
     os.environ.pop("PYTHONHASHSEED", None)
     if isinstance(collector, pytest.Module):
-        seed_draws(collector.nodeid, seed_of_files())
+        seed_draws(collector.nodeid)
     return (yield)
 
 
@@ -154,11 +147,21 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
     """What a fixture of several tests draws, whichever of them is the first; that one's draws stay what they are."""
     if fixturedef.scope == "function":
         return (yield)
-    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}", seed_of_files())
+    seed_draws(f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
     try:
         return (yield)
     finally:
         seed_test(request._pyfuncitem)
+
+
+@pytest.fixture(scope="module")
+def workers_fork() -> Iterator[None]:
+    """Each environment worker is a fork of a process that has imported what it imports."""
+    from tests.forked import ForkLauncher
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -177,44 +180,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Once as ever; then with other draws or, of processes and failed, in a fresh process, where that is requested."""
-    redraw_s, again = item.config.getoption("redraw_s"), item.config.getoption("processes_again")
-    if redraw_s is None and not (again and item.get_closest_marker("processes")):
+    """Once as ever; then, of processes and failed, in a fresh process, where that is requested."""
+    if not (item.config.getoption("processes_again") and item.get_closest_marker("processes")):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if redraw_s is not None:
-        reports = redraw(item, nextitem, redraw_s, reports)
-    elif any(report.failed for report in reports):
-        run_again(item, [report for report in reports if report.failed])
+    if failed := [report for report in reports if report.failed]:
+        run_again(item, failed)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
-
-
-def redraw(
-    item: pytest.Item, nextitem: pytest.Item | None, seconds: float, reports: list[pytest.TestReport]
-) -> list[pytest.TestReport]:
-    """Again and again with other draws, until it fails, the time is over, or nothing was drawn; the last reports."""
-    ends, seed = time.monotonic() + seconds, seed_of_files()
-    for number in itertools.count(1):
-        drawn = draws_left()
-        seed_test(item)
-        again = isinstance(item, pytest.Function) and (hasattr(item.function, "hypothesis") or draws_left() != drawn)
-        if not again or any(report.failed for report in reports) or time.monotonic() > ends:
-            break
-        os.environ["TEST_SEED"] = f"{seed}.{number}"
-        item._initrequest()
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    os.environ["TEST_SEED"] = seed
-    return reports
-
-
-def draws_left() -> tuple[Any, ...]:
-    """What will be drawn next: changed, where anything was drawn."""
-    _, words, place, *_ = np.random.get_state()
-    return random.getstate(), words.tobytes(), place, sys.modules["torch"].get_rng_state().tolist()
 
 
 def run_again(item: pytest.Item, failed: list[pytest.TestReport]) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
 
-from tests.e2e.processes import hit, require_gone
+from tests.process_rigs import hit, require_gone
 
 _BIN = Path(sys.executable).parent
 _PORT = 6379

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -107,14 +106,6 @@ def echo(**options: Any) -> Echo:
 def held_echo(pipe: str) -> Echo:
     """Is constructed once something was written to this named pipe."""
     Path(pipe).read_text()
-    return Echo()
-
-
-def busy_echo(seconds: float) -> Echo:
-    """Loads for so long, as seen from outside."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(10_000))
     return Echo()
 
 

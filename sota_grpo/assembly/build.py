@@ -23,7 +23,7 @@ from torchrl.envs.transforms import Compose, Transform
 from transformers import AutoConfig
 
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
-from sota_grpo.assembly.devices import Plan, device_name, make_plan, num_engines, resolve_device
+from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
 from sota_grpo.assembly.estimate import with_micro_batches
 from sota_grpo.assembly.learning import (
     kl_in_reward,
@@ -56,7 +56,7 @@ from sota_grpo.assembly.sampling import (
     task_of,
 )
 from sota_grpo.config import Config, has_reference, model_name, reference_name, replaces_reward
-from sota_grpo.config.mixture import groups_per_step, has_dialogs, mean_group_size
+from sota_grpo.config.mixture import groups_per_step, has_dialogs
 from sota_grpo.config.secrets import AGENTS_KEY
 from sota_grpo.config.validators import judges_alone
 from sota_grpo.engines import Engine, resolve_engine_name, temperature_fault
@@ -155,7 +155,7 @@ def build(
             env,
             with_dialogs(config, env, engine, instances, opened),
             sampling=sampling,
-            dialog_turns_per_batch=groups_per_step(config) * env.repeats,
+            dialog_turns_per_batch=config.train.dialog_turns_per_batch,
             weight_sync=weight_sync,
             graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
             seed=config.seed,
@@ -286,7 +286,7 @@ def make_weight_sync(
     returns the base weights; else merged weights are sent. ``make_room`` is passed to ``EngineWeightSync``.
     """
     weights: Callable[[], Any]
-    whole: Callable[..., Any]
+    whole: Any  # a function
     if isinstance(trained, RemoteLearner):
         weights = lambda: trained.weights(dtype=engine.weight_dtype)  # noqa: E731
         whole, adapter = trained.weights, trained.adapter
@@ -359,7 +359,7 @@ def _make_in_workers(
             make_settings(config, plan.device_type),
             share=cluster.launcher.share,
             silence_s=config.ray.timeout_s,
-            start_silence_s=config.ray.timeout_s,
+            start_s=6 * max(config.ray.timeout_s, 600.0),
         )
         opened.callback(learner.close)
     else:
@@ -405,16 +405,14 @@ def _make_in_workers(
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
-    shared_by = num_engines(config, plan)
-    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, shared_by)
-    groups = max(1, int(options.max_rows / mean_group_size(config)))
+    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, cluster.num_engines)
     return Fleet(
         "rollout",
         cluster.start_rollout(options),
         cluster.num_engines,
-        capacity=options.max_rows if has_dialogs(config) else groups,  # a dialog is one sample
+        capacity=options.max_rows // (1 if has_dialogs(config) else config.env.repeats),  # a dialog is one sample
         silence_s=config.ray.timeout_s,
-        start_silence_s=config.ray.timeout_s,
+        start_s=6 * max(config.ray.timeout_s, 600.0),
         shares_devices=plan.shared,
     )
 
@@ -434,6 +432,6 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         capacity=2,  # one waits while another is computed
         max_attempts=MAX_ATTEMPTS,
         silence_s=config.ray.timeout_s,
-        start_silence_s=config.ray.timeout_s,
+        start_s=6 * max(config.ray.timeout_s, 600.0),
     )
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))

@@ -46,7 +46,7 @@ _NO_PRIMARY = re.compile(r"primary config '([^']+)'")
 _UNPARSED = re.compile(r"(mismatched|extraneous) input|Error parsing override|no viable alternative|token recognition")
 _BARE = re.compile(r"override '(\w+)' missing EQUAL")
 _NAMELESS = re.compile(r"[+~\s]*=")
-_NO_PRESET = re.compile(r"Could not find '(\w+)/([^']+)'")
+_NO_PRESET = re.compile(r"Could not find '(?!hydra/)(\w+)/([^']+)'")
 _TRUST = "add --trust-run (in Python trust=True), or repeat the option with the same value on the command line"
 _NO_NAME = "Config group override must be a string"
 _GLOBAL_PACKAGE = "@package _global_"  # marks a group that sets options of other sections too
@@ -68,8 +68,7 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    others = below_home(without_tokens(overrides))
-    require_names(others)
+    others = checked_overrides(overrides)
     register()
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
@@ -82,25 +81,25 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     return config
 
 
-def below_home(overrides: Sequence[str]) -> list[str]:
-    """Expand the ``~/`` of paths, which shells leave alone and Hydra does not read: of a value, a list or a sweep.
+def checked_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return overrides without tokens, and with the ``~/`` of paths expanded, which neither shells nor Hydra do.
+
+    Tokens move to environment variables (:func:`sota_grpo.config.secrets.without_tokens`). UserError if an override has
+    no option name (``=1``), at which Hydra fails with an assertion.
 
     >>> import os
-    >>> below = below_home(["env.eval_path=~/a.jsonl", "env.transforms=[~/a.py:A,~/b.py:B]", "seed=1"])
+    >>> below = checked_overrides(["env.eval_path=~/a.jsonl", "env.transforms=[~/a.py:A,~/b.py:B]", "seed=1"])
     >>> [text.replace(os.path.expanduser("~"), "HOME") for text in below]
     ['env.eval_path=HOME/a.jsonl', 'env.transforms=[HOME/a.py:A,HOME/b.py:B]', 'seed=1']
     """
+    overrides = without_tokens(overrides)
+    for override in overrides:
+        if _NAMELESS.match(override):
+            raise UserError(f"The override {one_line(override)} has no option name; write OPTION=VALUE.")
     home = os.path.expanduser("~/")
     pairs = [override.partition("=") for override in overrides]
     # not in a quoted text
     return [name + mark + re.sub(r"^~/|(?<=[\[,])~/(?=[^'\"]*$)", lambda _: home, value) for name, mark, value in pairs]
-
-
-def require_names(overrides: Sequence[str]) -> None:
-    """Raise UserError if an override has no option name (``=1``), at which Hydra fails with an assertion."""
-    for override in overrides:
-        if _NAMELESS.match(override):
-            raise UserError(f"The override {one_line(override)} has no option name; write OPTION=VALUE.")
 
 
 @contextmanager
@@ -186,8 +185,7 @@ def load_config(
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"There is no run in {run_dir} ({CONFIG_FILE} is missing); give the directory of a run.")
-    require_names(overrides)
-    config, hf_folder = _saved(path, below_home(without_tokens(overrides)))
+    config, hf_folder = _saved(path, checked_overrides(overrides))
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
     for source in (config, hf_folder):

@@ -12,7 +12,7 @@ from sota_grpo.assembly.preflight import needs_a_gpu
 from sota_grpo.assembly.sampling import engine_rows
 from sota_grpo.config import Config, has_reference, model_name
 from sota_grpo.config.memory_rules import micro_batch_tokens, shares_devices, wants_workers
-from sota_grpo.config.mixture import longest_response, mean_responses_per_step
+from sota_grpo.config.mixture import longest_response
 from sota_grpo.engines import resolve_engine_name
 from sota_grpo.errors import UserError
 from sota_grpo.functional.log_probs import builds_kernels
@@ -231,7 +231,7 @@ def _idle_notes(config: Config, plan: Plan) -> list[str]:
     notes, engines = [], num_engines(config, plan)
     if config.train_model.compile is None and not builds_kernels():
         notes.append("Layers are not compiled, which is slow: compilation needs Triton and a C compiler; install them.")
-    responses = mean_responses_per_step(config) * (1 + config.train.max_policy_age) // engines
+    responses = config.train.dialog_turns_per_batch * (1 + config.train.max_policy_age) // engines
     rows = min(responses, engine_rows(config, plan.engine, "cuda", engines))
     if rows < FEW_ROWS:
         each = "The engine samples" if engines == 1 else f"Each of {engines} engines samples"

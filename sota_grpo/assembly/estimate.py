@@ -42,7 +42,7 @@ from sota_grpo.assembly.learning import (
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps
 from sota_grpo.config.memory_rules import micro_batch_tokens, wants_workers
-from sota_grpo.config.mixture import group_sizes, has_dialogs, longest_response, mean_responses_per_step, task_configs
+from sota_grpo.config.mixture import has_dialogs, longest_response, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines import ENGINES
@@ -424,11 +424,11 @@ class RunMemory:
 
         All samples have the largest size; a micro-batch has up to ``budget`` tokens (None: the run's) or one sample.
         """
-        (prompt, response), largest = self.largest_sample, max(group_sizes(self.config).values())
-        rows = max(1, self.config.train.optim_batch_size * largest // self.config.env.repeats // shares)
+        (prompt, response), repeats = self.largest_sample, self.config.env.repeats
+        rows = max(1, self.config.train.optim_batch_size // shares)
         shared, longest = self.config.model.attn_implementation is None, prompt + response
         budget = max(longest, self.micro_batch_tokens if budget is None else budget)
-        together = min(rows, largest, max(1, (budget - prompt) // response)) if shared else 1
+        together = min(rows, repeats, max(1, (budget - prompt) // response)) if shared else 1
         piece = prompt + together * response
         size, left = budget // piece * piece, -(-rows // together) * piece
         batches: list[MicroBatch] = []
@@ -496,7 +496,7 @@ class RunMemory:
         sizes = {weights: model.parameters * number_bytes // parallel}
         if kind == "transformers":
             # each prompt is there once, a row's own keys and values grow by half, at least by 64
-            (prompt, response), groups = self.largest_sample, -(-rows // min(group_sizes(self.config).values()))
+            (prompt, response), groups = self.largest_sample, -(-rows // self.config.env.repeats)
             response = min(max(response, self.config.eval.max_tokens or 0), self.context - prompt)
             tokens = groups * prompt + rows * (response + max(64, response // 2))
             token = rows * (model.vocab * (number_bytes + 8) + 16 * response)  # logits, twice in float32, too
@@ -555,7 +555,7 @@ class Estimate(RunMemory):
             "engine": plan.engine,
             "largest_sample": {"prompt_tokens": prompt, "response_tokens": response},
             "problems": self.num_problems,
-            "responses_per_step": mean_responses_per_step(self.config),
+            "responses_per_step": self.config.train.dialog_turns_per_batch,
             "steps": num_steps(self.config),
             "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from sota_grpo.assembly.devices import Placement, device_name, reference_has_own_weights
 from sota_grpo.config import Config, has_reference, kl_is_unbiased, model_name, num_steps, reference_name
 from sota_grpo.config.memory_rules import micro_batch_tokens
-from sota_grpo.config.mixture import has_own_group_sizes, longest_response
+from sota_grpo.config.mixture import longest_response
 from sota_grpo.engines import ENGINES
 from sota_grpo.engines.transformers_engine import require_cache
 from sota_grpo.functional.log_probs import automatic_precision, builds_kernels
@@ -193,17 +193,15 @@ def make_learner(
     device_type: str,
     run_dir: Path,
     ranks: Ranks | None = None,
-    objective: type[GRPOLoss] = GRPOLoss,
 ) -> Learner:
     """Return the learner of this process; ``ranks`` is its process group, if several ranks train the policy.
 
     The batch of a step with a NaN or infinite loss or gradient is saved in ``run_dir``.
     """
-    settings, loss = make_settings(config, device_type), make_loss(config, policy, objective)
     return Learner(
         policy,
-        loss,
-        settings,
+        make_loss(config, policy),
+        make_settings(config, device_type),
         pad_token_id=tokenizer.pad_token_id,
         dump_dir=run_dir,
         seed=config.seed,
@@ -212,11 +210,11 @@ def make_learner(
     )
 
 
-def make_loss(config: Config, actor: nn.Module, objective: type[GRPOLoss] = GRPOLoss) -> GRPOLoss:
-    """Return the loss module of the config, an instance of ``objective``, for the network ``actor``."""
+def make_loss(config: Config, actor: nn.Module) -> GRPOLoss:
+    """Return the loss module of the config for the network ``actor``."""
     algorithm: Any = config.algorithm  # its strings are validated choices
     reads_dual_clip = kl_is_unbiased(config) or surrogate(algorithm.objective).reads("dual_clip")
-    return objective(
+    return GRPOLoss(
         actor,
         clip_epsilon=(algorithm.clip_low, algorithm.clip_high),
         kl_to_ref_coeff=config.policy.kl_coef if config.train.kl_coef_in_loss and config.policy.kl_coef else None,
@@ -253,7 +251,6 @@ def make_settings(config: Config, device_type: str) -> LearnerSettings:
         warmup_steps=optimizer.warmup_steps,
         total_steps=per_collection * num_steps(config),
         optim_batch_size=train.optim_batch_size,
-        optim_groups=train.optim_batch_size // config.env.repeats if has_own_group_sizes(config) else None,
         epochs=train.epochs,
         micro_batch_tokens=micro_batch_tokens(config),
         forward_tokens=forward_tokens(micro_batch_tokens(config), device_type),

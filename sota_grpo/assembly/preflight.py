@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sota_grpo.config import Config, model_name, num_steps, rubric_file
-from sota_grpo.config.mixture import mean_responses_per_step, task_configs, tasks_named
+from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
@@ -86,7 +86,7 @@ def announce(config: Config) -> None:
     logger.info(
         "Policy %s, task %s (mode=%s, engine=%s, device=%s): %d steps of %d responses.",
         *(model_name(config), tasks_named(config), config.mode, config.engine.name, config.device),
-        *(num_steps(config), mean_responses_per_step(config)),
+        *(num_steps(config), config.train.dialog_turns_per_batch),
     )
     starting("Importing PyTorch and the libraries on it")
 

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from sota_grpo import keys
@@ -31,7 +30,6 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.recording.stored_steps import StoredStep, read_step, stored_steps
-from sota_grpo.rl.objectives import GRPOLoss, GRPOLossOutput, LossTokens, derivative
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import write_reference
@@ -47,7 +45,7 @@ FIGURES = (
     *("reward", "advantage", "loss/objective", "loss/kl", "loss/entropy", "grad_norm", "kl", "entropy"),
     *("entropy_coef", "entropy_threshold", "distill/reverse_kl"),
     *("clip_fraction", "correction_fraction", "off_policy_fraction", "ess", "gradient_share/max_token"),
-    *("tokens/with_advantage", "tokens/with_gradient", "kl_approx", "mismatch_kl", "lr"),
+    *("tokens/with_advantage", "kl_approx", "mismatch_kl", "lr"),
 )
 TOLERANCE = 1e-6  # largest relative difference of equal float32 results
 _LOSSES = ("loss/objective", "loss/kl", "loss/entropy")
@@ -161,7 +159,7 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
             torch.set_num_threads(min(origin.num_threads, os.cpu_count() or 1))
         with TemporaryDirectory() as dump, torch.random.fork_rng(devices=[]):
             policy = make_policy(config, make_model(config, torch.device("cpu")), "cpu")
-            learner = make_learner(config, policy, tokenizer, "cpu", Path(dump), objective=CountedLoss)
+            learner = make_learner(config, policy, tokenizer, "cpu", Path(dump))
             if step.checkpoint is not None:  # read each time: an optimizer changes the moments that it is given
                 learner.load_state_dict(CheckpointStore.load(step.checkpoint, ["learner"])["learner"])
             if origin.num_ranks:  # the stream that adapters' dropout reads: of several ranks that of the first
@@ -177,29 +175,10 @@ def replay(step: Step, config: Config, gradient_file: Path | None = None) -> Rep
         torch.set_num_threads(threads)
     advantages, rewards = rows.get(keys.ADVANTAGE).flatten(), rows.get(keys.REWARD).flatten()
     sampled = torch.tensor([float(mask.sum()) for mask in rows.cells(keys.ASSISTANT_MASK)])
-    count = sampled.sum().item() or math.nan
     values = {"reward": rewards.mean().item(), "advantage": advantages.abs().mean().item(), **update}
-    values["tokens/with_advantage"] = (sampled * (advantages != 0)).sum().item() / count
-    values["tokens/with_gradient"] = learner.loss.moved / count / config.train.epochs  # type: ignore[attr-defined]
+    values["tokens/with_advantage"] = (sampled * (advantages != 0)).sum().item() / (sampled.sum().item() or math.nan)
     figures = {name: values[name] for name in FIGURES if name in values}
     return Replay(figures, learner.optimizer_steps - before, gradient)
-
-
-class CountedLoss(GRPOLoss):
-    """GRPOLoss that counts in ``moved``, over all forward passes, the tokens whose surrogate has a gradient."""
-
-    moved = 0
-
-    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        out = super().forward(tensordict)
-        self.moved += int(derivative(out.loss_objective, self._log_prob).count_nonzero())
-        del self._log_prob  # it holds the graph
-        return out
-
-    def _read(self, batch: TensorDictBase) -> LossTokens:
-        tokens = super()._read(batch)
-        self._log_prob = tokens.log_prob
-        return tokens
 
 
 def _summed_gradient(parameters: Sequence[Tensor], file: Path) -> Tensor:

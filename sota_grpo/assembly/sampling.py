@@ -16,9 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from sota_grpo.config import Config, max_support, model_name, replaces_reward, reward_names, rubric_file
 from sota_grpo.config.mixture import (
     READERS,
-    group_sizes,
     has_dialogs,
-    mean_responses_per_step,
     task_configs,
     tasks_named,
     weights,
@@ -26,7 +24,7 @@ from sota_grpo.config.mixture import (
 from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
-from sota_grpo.engines import ENGINES, Deadlines, EngineOptions, is_server, make_engine, resolve_engine_name
+from sota_grpo.engines import ENGINES, EngineOptions, is_server, make_engine, resolve_engine_name
 from sota_grpo.engines.stepping import SteppingEngine
 from sota_grpo.envs import PromptSource
 from sota_grpo.envs.agents import Agents
@@ -138,7 +136,7 @@ def _mixed(config: Config, make: Callable[[Config], Task], *, trains: bool = Fal
             task.train = [example for example in task.train if normalised(example.query) not in taken]
             if not task.train:
                 raise UserError(f"env.mixture.{name} has no question that no task holds out; give it other data.")
-    return MixtureTask(tasks, weights(config), limits, group_sizes(config))
+    return MixtureTask(tasks, weights(config), limits)
 
 
 def make_grader(config: Config, task: Task) -> Grader:
@@ -322,7 +320,7 @@ def engine_dtype(name: str, device_type: str) -> str:
 
 
 def engine_rows(config: Config, engine: str, device_type: str, num_engines: int = 1) -> int:
-    """Return the most sequences that each of ``num_engines`` engines decodes at once; at least the largest group.
+    """Return the most sequences that each of ``num_engines`` engines decodes at once; at least a group.
 
     It is ``inference_model.max_num_seqs``, else ``env.num_envs / num_engines``, which vLLM on a GPU raises to 256 or to
     its share of the responses in flight (at most 1024), because it queues what its KV cache cannot hold.
@@ -343,9 +341,9 @@ def engine_rows(config: Config, engine: str, device_type: str, num_engines: int 
         rows = config.env.num_envs // num_engines
         if device_type == "cuda" and ENGINES[engine].memory == "vllm":
             fewest, most = GPU_ROWS
-            in_flight = mean_responses_per_step(config) * (1 + config.train.max_policy_age)
+            in_flight = config.train.dialog_turns_per_batch * (1 + config.train.max_policy_age)
             rows = max(rows, fewest, min(most, -(-in_flight // (16 * num_engines)) * 16))
-    return max(*group_sizes(config).values(), rows)
+    return max(config.env.repeats, rows)
 
 
 def engine_options(
@@ -384,14 +382,13 @@ def engine_options(
         refuse_arguments(options, on_cpu=device_type == "cpu")
     if not is_server(engine):
         return options
-    limit_s = config.ray.timeout_s
     return replace(
         options,
         url=config.engine.url,
         api_key=key_of(API_KEY) if config.engine.url is not None else None,
         log_path=str(run_dir / f"{engine}.log"),
         shared_folder=str(run_dir),
-        deadlines=Deadlines(limit_s, push=max(limit_s, Deadlines.push), start=max(limit_s, Deadlines.start)),
+        timeout_s=config.ray.timeout_s,
     )
 
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from sota_grpo.config import Config
 
 ASYNC = "--async"
-_QUERY = "-sc"  # argument by which the shell requests completions (Hydra's convention)
-_LINE = "COMP_LINE"  # environment variable with the line typed so far
-_OPTIONS = ("--async", "--cfg", "--config-dir", "--config-name", "--help", "--info", "--multirun", "--resolve")
 _NO_PREFIX = "\0"  # begins no argument, so argparse passes all arguments to Hydra
 
 
@@ -42,8 +39,6 @@ def _run(arguments: Sequence[str]) -> int:
     train.set_defaults(run=lambda options: _train(options.arguments))
     for module in (doctor, configs, responses, runs):
         module.add_command(commands)
-    if arguments[:1] == [_QUERY]:
-        return _complete(arguments, commands.choices)
     # parse_known_args takes no overrides (OPTION=VALUE) after options
     options, left = parser.parse_known_args(take_tokens(arguments))
     if left and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in left)):
@@ -62,27 +57,6 @@ def _train(arguments: Sequence[str]) -> int:
 
     sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]
     entry(mode="async" if ASYNC in arguments else "sync", command="sota-grpo train [--async]")
-    return 0
-
-
-def _complete(arguments: Sequence[str], commands: Collection[str]) -> int:
-    """Print shell completions of the line being typed: commands, or after ``train`` those of Hydra."""
-    program, _, typed = os.environ.get(_LINE, "").lstrip().partition(" ")
-    command, space, rest = typed.lstrip().partition(" ")
-    *before, word = rest.split(" ")
-    names: Collection[str] = ()
-    if not space:
-        names, word = sorted(commands), command
-    elif command == "train" and word.startswith("-"):
-        names = _OPTIONS
-    elif command == "train" and before[-1:] in (["--config-name"], ["-cn"]):
-        from sota_grpo.assembly.compose import preset_names
-
-        names = preset_names()
-    elif command == "train":
-        os.environ[_LINE] = " ".join([program, *(one for one in before if one != ASYNC), word])
-        return _train(arguments)
-    print("\n".join(name for name in names if name.startswith(word)))
     return 0
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,8 +74,7 @@ def check(options: argparse.Namespace) -> int:
     made = [one.passed for one in checks if one.passed is not None]
     seconds = time.perf_counter() - began
     if options.json:
-        rows = [{"name": c.name, "passed": c.passed, "sentence": c.sentence, "seconds": c.seconds} for c in checks]
-        print(json.dumps({"passed": all(made), "seconds": seconds, "checks": rows}, indent=1))
+        print(json.dumps({"passed": all(made), "seconds": seconds, "checks": list(map(asdict, checks))}, indent=1))
     else:
         print(f"{sum(made)} of {len(made)} checks passed in {seconds:.1f} s")
     return 0 if all(made) else 1

@@ -69,7 +69,6 @@ def add_command(commands: Any) -> None:
     add("--output", metavar="FILE", default=STANDARD, help="file for the graded rows; default: - (stdout)")
     add("--text", metavar="RESPONSE", help="grade this response, in place of --input")
     add("--answer", metavar="ANSWER", help="the right answer to --text")
-    add("--row", metavar="JSON", help="further columns for --text, as a JSON object")
     add("--answer-format", choices=ANSWER_FORMATS, help="format of the answer; default: the task's")
     add("--reward-path", metavar="FILE", help="Python file with reward functions, which replace the task's reward")
     add("--reward-name", metavar="NAME", action="append", help="function in --reward-path; may be repeated")
@@ -95,17 +94,15 @@ def evaluate(options: argparse.Namespace) -> int:
 
     OPTION=VALUE is an option of ``grpo.py``: env.dataset_path=FILE, inference_model.max_tokens=2048, engine=vllm.
     """
-    _require_writable(options.out)
     files = [Path(name).resolve() for name in (options.out, options.responses) if name is not None]
     if len(files) != len({*files}):
         raise UserError(f"--out and --responses both write {options.out}; give two files.")
     before = None if options.against is None else _read_result(options.against)
     from sota_grpo.assembly.devices import resolve_device
-    from sota_grpo.assembly.evaluation import find_target, open_evaluator
+    from sota_grpo.assembly.evaluation import find_target
     from sota_grpo.engines import resolve_engine_name, temperature_fault
-    from sota_grpo.recording.progress import Heartbeat, Progress, starting
     from sota_grpo.run.entry import quiet_console
-    from sota_grpo.training.evaluate import gains
+    from sota_grpo.training.evaluate import accuracy
 
     quiet_console()
     named = {"config_name": options.config_name, "task": options.task, "step": options.step}
@@ -116,9 +113,31 @@ def evaluate(options: argparse.Namespace) -> int:
         raise UserError(fault)
     began = time.perf_counter()
     with ExitStack() as opened:
-        write_row = None
-        if options.responses is not None:
-            write_row = opened.enter_context(row_writer(options.responses, option="--responses"))
+        write_result, write_row = [
+            None if name is None else opened.enter_context(row_writer(name, option=option))
+            for option, name in (("--out", options.out), ("--responses", options.responses))
+        ]
+        heading, measured = _evaluated(target, options, before, write_row)
+        result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
+        if before is not None:
+            summary = {name: before[name] for name in ("model", "steps", "greedy")}
+            counts = {name: (now, before["counts"].get(name)) for name, now in measured["counts"].items()}
+            gain = {name: accuracy(now, then) for name, (now, then) in counts.items() if then is not None}
+            result["against"] = {**summary, "gain": gain}
+        show(result, before, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
+        if write_result is not None:
+            write_result(result)
+    return 0
+
+
+def _evaluated(
+    target: Target, options: argparse.Namespace, before: dict[str, Any] | None, write_row: RowWriter | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Evaluate ``target``; return the header of the result, and what was measured."""
+    from sota_grpo.assembly.evaluation import open_evaluator
+    from sota_grpo.recording.progress import Heartbeat, Progress, starting
+
+    with ExitStack() as opened:
         opened.enter_context(redirect_stdout(sys.stderr))  # libraries and reward functions may print
         with Heartbeat():
             starting(f"Loading {target.name} and starting the engine")
@@ -137,14 +156,7 @@ def evaluate(options: argparse.Namespace) -> int:
                 for row in _rows(evaluator, greedy, problem, responses):
                     write_row(row)
 
-        measured = evaluator.evaluate(temperature=options.temperature, on_graded=graded)
-    result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
-    if before is not None:
-        summary = {name: before[name] for name in ("model", "steps", "greedy")}
-        result["against"] = {**summary, "gain": gains(before["counts"], measured["counts"])}
-    show(result, before, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
-    _write(options.out, result)
-    return 0
+        return heading, evaluator.evaluate(temperature=options.temperature, on_graded=graded)
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -260,33 +272,6 @@ def show(result: dict[str, Any], before: dict[str, Any] | None, stream: Any) -> 
         console.print(f"The grader failed on {result['grader_errors']} responses, which count as wrong.")
 
 
-def _require_writable(name: str | None) -> None:
-    """Raise UserError if the result file cannot be written, before the evaluation starts."""
-    if name is None or name == STANDARD:
-        return
-    path = Path(name)
-    with writing(f"--out {name}", "give another file"):
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-
-
-def _write(name: str | None, result: dict[str, Any]) -> None:
-    if name is None:
-        return
-    counts = json.dumps(result["counts"])  # thousands of numbers on one line
-    text = json.dumps(result | {"counts": 0}, indent=2, ensure_ascii=False) + "\n"
-    text = text.replace('\n  "counts": 0', f'\n  "counts": {counts}', 1)
-    if name == STANDARD:
-        sys.stdout.write(text)
-        return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFailed(f"--out {name} cannot be written ({os_reason(error)}); the result: {text}") from error
-
-
 def score(options: argparse.Namespace) -> int:
     """Grade given responses with the grader that training would use.
 
@@ -300,8 +285,6 @@ def score(options: argparse.Namespace) -> int:
         raise UserError("give either --input FILE or --text RESPONSE.")
     if options.text is None and options.answer is not None:
         raise UserError("--answer is for --text; put the answers of --input into its column 'answer'.")
-    if options.text is None and options.row is not None:
-        raise UserError("--row is for --text; put further columns of --input into its rows.")
     if options.reward_name and options.reward_path is None:
         raise UserError("--reward-name names functions of a file; give the file with --reward-path FILE.")
     with redirect_stdout(sys.stderr):  # a file of reward functions runs here, and may print
@@ -328,16 +311,10 @@ def score(options: argparse.Namespace) -> int:
 
 
 def _score_text(task: Task, options: argparse.Namespace) -> None:
-    try:
-        row = json.loads("{}" if options.row is None else options.row)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise UserError(f"--row {options.row!r} is not a JSON object; give the columns as one.")
-    row |= {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
+    row = {"response": options.text} | ({} if options.answer is None else {"answer": options.answer})
     line = _line(task, 1, json.dumps(row))
     if line.pair is None:
-        raise UserError(f"{line.error}; give --answer, or the columns that the task needs with --row.")
+        raise UserError(f"{line.error}; give --answer, or a row with the columns that the task needs with --input.")
     with row_writer(options.output) as write, _graders(task, options) as pool:
         graded = graded_row(task, line.row, pool.scores([line.pair]).result()[0])
         write({name: value for name, value in graded.items() if name not in row})
@@ -423,7 +400,8 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
 
     ``read`` is the input file, which must be another; ``option`` is the command line option of ``name``, for messages.
     UserError if the file cannot be used, RunFailed if writing fails, BrokenPipeError if the reader of stdout has closed
-    it. The message of a KeyboardInterrupt in the block gets the number of rows written.
+    it. If the block raises an exception, ``NAME.partial`` is kept, unless it is empty; the message of a
+    KeyboardInterrupt gets the number of rows.
     """
     partial, target, count = Path(f"{name}.partial"), f"{option} {name}", 0
     with writing(target, "give another file"):
@@ -458,9 +436,13 @@ def row_writer(name: str, read: str | None = None, option: str = "--output") -> 
     with nullcontext() if name == STANDARD else file:
         try:
             yield write
-        except KeyboardInterrupt:
+        except BaseException as error:
+            if not count and name != STANDARD:
+                partial.unlink(missing_ok=True)
+            if not count or not isinstance(error, KeyboardInterrupt):
+                raise
             attempt(file.flush)
-            raise KeyboardInterrupt(*([f"rows written to {holder}: {count}"] if count else [])) from None
+            raise KeyboardInterrupt(f"rows written to {holder}: {count}") from None
         attempt(file.flush)
     if name != STANDARD:
         with writing(target, f"{partial} has all rows", RunFailed):

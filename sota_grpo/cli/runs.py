@@ -46,13 +46,11 @@ def add_command(commands: Any) -> None:
     add("--dtype", choices=DTYPES[1:], help="hf: dtype of the weights; default: the trained model's")
     add_trust(parser)
 
-    add = (parser := add_parser(commands, "sweep", "compare the runs of a sweep", sweep.__doc__, sweep)).add_argument
+    add = add_parser(commands, "sweep", "compare the runs of a sweep", sweep.__doc__, sweep).add_argument
     add("directory", nargs="?", metavar="DIR", help="folder of runs; default: the newest sweep in multirun/")
     add("--sort", metavar="METRIC", help="sort by this metric; default: eval/accuracy, or reward if not evaluated")
     add("--ascending", action="store_true", help="sort the smallest first")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print CSV: one line per run with all metrics")
-    form.add_argument("--json", action="store_true", help="print runs and means over seeds as JSON")
+    add("--json", action="store_true", help="print runs with all metrics, and means over seeds, as JSON")
 
 
 def report(options: argparse.Namespace) -> int:
@@ -174,9 +172,9 @@ def sweep(options: argparse.Namespace) -> int:
 
         sota-grpo sweep multirun/2026-01-31/10-00-00
         sota-grpo sweep --sort time/step_s --ascending
-        sota-grpo sweep multirun/2026-01-31/10-00-00 --csv > sweep.csv
+        sota-grpo sweep multirun/2026-01-31/10-00-00 --json > sweep.json
     """
-    from sota_grpo.sweeps import FOLDER, as_csv, as_json, as_text, read_sweep
+    from sota_grpo.sweeps import FOLDER, as_json, as_text, read_sweep
 
     folders = [options.directory] if options.directory else sorted(Path(FOLDER).glob("*/*/"))
     if not folders:
@@ -187,9 +185,7 @@ def sweep(options: argparse.Namespace) -> int:
         near = get_close_matches(options.sort, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(names) or 'nothing yet'}."
         raise UserError(f"--sort {options.sort}: no run measured it{hint}")
-    if options.csv:
-        sys.stdout.write(as_csv(table))
-    elif options.json:
+    if options.json:
         print(json.dumps(as_json(table), indent=1, allow_nan=False))
     else:
         sys.stdout.write(as_text(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))

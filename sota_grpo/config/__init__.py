@@ -73,8 +73,8 @@ class RayConfig:
     timeout_s: float = opt(
         600.0,
         "seconds without a heartbeat until an engine or reference worker is replaced, and until a learner rank or "
-        "server fails the run; also the limit for starting workers (servers: 600 or more) and for getting the "
-        "cluster's resources",
+        "server fails the run; also the limit for getting the cluster's resources and (600 or more) for starting a "
+        "server; a worker may take three times as long to start",
         above=0,
         high=_LONGEST_S,
     )
@@ -94,7 +94,7 @@ class LoggingConfig:
     wandb: str = opt("disabled", "logging to Weights & Biases", ("online", "offline", "disabled"))
     wandb_kwargs: Any = opt(None, "further arguments of wandb.init, such as {project: mine, name: first, tags: [a, b]}")
     sinks: list[str] = section(list, "further metric loggers: tensorboard, or entry points in group sota_grpo.sinks")
-    report: bool = opt(True, "write report.html at every checkpoint and at the end")
+    report: bool = opt(True, "write report.html at the end")
     store_steps: bool = opt(True, "save step 0 and each step after a checkpoint in steps/, for report and replay")
     num_examine: int = opt(0, "responses per step written to debug_logs/, with their reward terms")
 

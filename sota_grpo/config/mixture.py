@@ -1,17 +1,14 @@
 """Several tasks in one run (``env.mixture``): each entry's options, over the run's, give the config of one task.
 
 An entry has a ``weight`` and options of its task: those of ``env`` without the section (``dataset``, ``tools``,
-``repeats``), those of ``reward`` with a prefix (``reward_path``, ``judge_weight``), and ``max_tokens``.
-
-**Batches count groups, not responses.** Each of the :func:`groups_per_step` groups has its task's number of responses.
-So the weights alone determine how many groups each task has in a batch, and the age bound of tokens counts groups.
+``max_steps``), those of ``reward`` with a prefix (``reward_path``, ``judge_weight``), and ``max_tokens``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fractions import Fraction
@@ -37,11 +34,9 @@ ENTRY_OPTIONS = {
     **{name: f"env.{name}" for name in ("dataset", "max_samples", "num_heldout")},
     **{f"reward_{item.name}": f"reward.{item.name}" for item in fields(RewardConfig) if item.name != "judge"},
     **{f"judge_{name}": f"reward.judge.{name}" for name in ("weight", "rubric", "reference")},
-    **{"max_tokens": "inference_model.max_tokens", "repeats": "env.repeats"} | _DIALOGS,
+    **{"max_tokens": "inference_model.max_tokens"} | _DIALOGS,
 }
 _SHORT = {option: name for name, option in ENTRY_OPTIONS.items()}
-#: Numbers of responses that are scaled so that the number of groups stays the same.
-_IN_GROUPS = ("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
 WEIGHT = "weight"
 _OF_FUNCTIONS = ("reward.name", "reward.weights", "reward.success_above")  # apply to one reward.path
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
@@ -53,7 +48,6 @@ def task_configs(config: Config) -> dict[str, Config]:
     An entry inherits the run's options, except those of other tasks. One with a ``reward_path`` does not inherit
     ``reward.name``, ``reward.weights`` and ``reward.success_above``; one with tools, environment or agent inherits none
     of these three; one with ``judge_weight: 0`` has no judge. ``env.max_steps`` is that of :func:`turns_of_tasks`.
-    ``repeats`` scales the numbers of responses in its config, so that the number of groups stays the same.
 
     >>> config = Config()
     >>> config.env.mixture = {"maths": {"dataset_path": "a.jsonl"}, "easy": {"dataset": "arithmetic", "difficulty": 1}}
@@ -72,50 +66,22 @@ def weights(config: Config) -> dict[str, Fraction]:
     return {name: Fraction(str(mixture[name].get(WEIGHT, 1))) for name in sorted(mixture)}
 
 
-def group_sizes(config: Config) -> dict[str, int]:
-    """Return {task: number of responses per prompt}."""
-    return _by_task(config, lambda entry: _value(config, entry, "env.repeats"))
-
-
-def has_own_group_sizes(config: Config) -> bool:
-    """Return whether any task has another group size than ``env.repeats``."""
-    return set(group_sizes(config).values()) != {config.env.repeats}
-
-
 def groups_per_step(config: Config) -> int:
     """Return the number of prompt groups in a training step."""
     return config.train.dialog_turns_per_batch // config.env.repeats
-
-
-def mean_group_size(config: Config) -> float:
-    """Return the mean number of responses per prompt, over tasks sampled by their weights.
-
-    >>> config = Config()
-    >>> config.env.mixture = {"hard": {"repeats": 16, "weight": 3}, "easy": {}}
-    >>> mean_group_size(config)
-    14.0
-    """
-    sizes = group_sizes(config)
-    shares = weights(config) or dict.fromkeys(sizes, Fraction(1))
-    return float(sum(shares[name] * size for name, size in sizes.items()) / sum(shares.values()))
-
-
-def mean_responses_per_step(config: Config) -> int:
-    """Return the mean number of responses in a training step, rounded; steps differ if tasks' group sizes do."""
-    return round(groups_per_step(config) * mean_group_size(config))
 
 
 def turns_of_tasks(config: Config) -> dict[str, int]:
     """Return {task: most turns of a dialog}; in a mixture 1 without replies or tools, unless its entry sets it."""
     if config.env.mixture is None:
         return {config.env.dataset: config.env.max_steps}
-    return _by_task(config, lambda entry: _turns(config, entry))
+    return {name: _turns(config, config.env.mixture[name]) for name in sorted(config.env.mixture)}
 
 
 def longest_response(config: Config) -> int:
     """Return the most tokens that the policy can generate in one dialog of any task, summed over its turns."""
-    limits = _by_task(config, lambda entry: _value(config, entry, "inference_model.max_tokens"))
-    return max(turns * limits[name] for name, turns in turns_of_tasks(config).items())
+    entries, turns = config.env.mixture or {config.env.dataset: {}}, turns_of_tasks(config)
+    return max(turns[name] * _value(config, entry, "inference_model.max_tokens") for name, entry in entries.items())
 
 
 def has_dialogs(config: Config) -> bool:
@@ -131,12 +97,6 @@ def tasks_named(config: Config) -> str:
 def replies(task: str) -> bool:
     """Return whether the task (a value of ``env.dataset``) answers responses: its scores may contain a reply."""
     return getattr(task_class(task), "replies", False)
-
-
-def _by_task(config: Config, value: Callable[[Mapping[str, Any]], int]) -> dict[str, int]:
-    """Return {task: ``value(entry)``} of a mixture, sorted by name; without a mixture, of an empty entry."""
-    entries = {config.env.dataset: {}} if config.env.mixture is None else config.env.mixture
-    return {name: value(entries[name]) for name in sorted(entries)}
 
 
 def _value(config: Config, entry: Mapping[str, Any], option: str) -> Any:
@@ -158,7 +118,6 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
     from omegaconf import OmegaConf
 
     entered = {ENTRY_OPTIONS[name]: value for name, value in entry.items() if name != WEIGHT}
-    values = {name: value for name, _, value in walk(config)}
     defaults = {name: value for name, _, value in walk()}
     read = parameters(entered.get("env.dataset", config.env.dataset))
     unread = [name for name, parameter in READERS.items() if parameter not in read]
@@ -169,8 +128,6 @@ def _entry_config(config: Config, entry: Mapping[str, Any]) -> Config:
         unread += [name for name in defaults if name.startswith("reward.judge.")]
     options = {name: defaults[name] for name in unread} | offers | entered | {"env.mixture": None}
     options["env.max_steps"] = _turns(config, entry)
-    if isinstance(size := entered.get("env.repeats"), int) and size > 0 and config.env.repeats > 0:
-        options |= {name: values[name] * size // config.env.repeats for name in _IN_GROUPS}  # as many groups
     node = OmegaConf.structured(config)
     for name, value in options.items():
         OmegaConf.update(node, name, value, merge=False)

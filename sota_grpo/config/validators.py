@@ -28,7 +28,6 @@ from sota_grpo.config import (
 from sota_grpo.config.mixture import (
     READERS,
     a_mixture_names_tasks_and_their_options,
-    has_own_group_sizes,
     longest_response,
     replies,
     task_configs,
@@ -100,12 +99,8 @@ def both_betas_are_decays(config: Config) -> Iterator[str]:
 
 
 def batches_are_made_of_whole_groups(config: Config) -> Iterator[str]:
-    """Refuse ``num_envs`` or batches (mini-batches only if tasks' group sizes differ) with an incomplete group."""
-    train, repeats = config.train, config.env.repeats
-    amounts = {"env.num_envs": config.env.num_envs, "train.dialog_turns_per_batch": train.dialog_turns_per_batch}
-    if has_own_group_sizes(config):
-        amounts["train.optim_batch_size"] = train.optim_batch_size
-    for name, value in amounts.items():
+    repeats, responses = config.env.repeats, config.train.dialog_turns_per_batch
+    for name, value in (("env.num_envs", config.env.num_envs), ("train.dialog_turns_per_batch", responses)):
         if value % repeats:
             nearest = max(repeats, round(value / repeats) * repeats)
             yield f"{name}={value} is not divisible by the group size env.repeats={repeats}; use {name}={nearest}."
@@ -232,7 +227,7 @@ def a_task_has_its_data(config: Config) -> Iterator[str]:
 
 
 def several_turns_have_an_observation(config: Config) -> Iterator[str]:
-    env, task = config.env, task_class(config.env.dataset)
+    env = config.env
     fix = "add env.reasoning=true, which asks the policy to think again, or use env.max_steps=1"
     if env.mixture is not None:
         if env.max_steps > 1 and max(turns_of_tasks(config).values()) == 1:
@@ -242,9 +237,6 @@ def several_turns_have_an_observation(config: Config) -> Iterator[str]:
     if env.reasoning and env.max_steps < 2:
         text = "env.reasoning=true asks again after a wrong response, but env.max_steps=1 leaves no turn for that"
         yield f"{text}; use env.max_steps=2."
-    if env.max_steps < 2 and getattr(task, "calls_tools", False):
-        text = f"env.dataset={env.dataset} offers a tool, but env.max_steps=1 leaves no turn for its result"
-        yield f"{text}; use env.max_steps=3."
     if env.max_steps > 1 and not (env.reasoning or replies(env.dataset) or env.tools or env.environment or env.agent):
         yield f"env.max_steps={env.max_steps} has no effect on env.dataset={env.dataset}, which never answers; {fix}."
 

@@ -41,23 +41,6 @@ Duration = float | Callable[[GroupRequest], float]
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """Timeouts of requests to an inference server, in seconds.
-
-    Args:
-        control: of all requests not named below, such as pause or abort; the server answers these while it generates.
-        generate: of one group, including its time in the server's queue.
-        push: of loading new weights, and of reading their checksums.
-        start: from starting a server here until it is ready; also of the one-token request that checks any server.
-    """
-
-    control: float = 120.0
-    generate: float = 7200.0
-    push: float = 600.0
-    start: float = 600.0
-
-
-@dataclass(frozen=True)
 class EngineOptions:
     """Options of all engines; an engine ignores those that do not apply to it.
 
@@ -82,7 +65,7 @@ class EngineOptions:
         log_path: file to which the output of a server that is started is appended.
         shared_folder: folder in which the server at ``url``, if it is on another machine, reads pushed weights.
         environment: variables of the server, added to this process's; the vllm engine sets them in this process.
-        deadlines: timeouts of requests to a server.
+        timeout_s: timeout of a request to a server, in seconds; of a group 7200, of loading weights see :attr:`load_s`.
         script: function that returns the scripted engine's responses; None: random tokens.
         duration_s: seconds that a group of the scripted engine takes, or a function of the request that returns them.
         stop: strings that end a response, as end tokens do; servers sample on, and the response is cut afterwards.
@@ -111,12 +94,17 @@ class EngineOptions:
     log_path: str | Path = "server.log"
     shared_folder: str | Path = "."
     environment: Mapping[str, str] = field(default_factory=dict)
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    timeout_s: float = 120.0
     script: Script | None = None
     duration_s: Duration = 0.0
     stop: Sequence[str] = ()
     adapter_rank: int = 0
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def load_s(self) -> float:
+        """Longest time to start a server, or to load weights into it or read their checksums, in seconds."""
+        return max(self.timeout_s, 600.0)
 
     def resolved(self) -> EngineOptions:
         """Return a copy with this machine's ``device`` and ``dtype``; ``tiny`` and ``smollm2`` become their folders.

@@ -51,6 +51,7 @@ _STEP_S = 0.05  # longest wait of a step for a finished group
 _PROBE_EVERY_S = 10.0  # a server that finishes nothing for so long is probed
 _DEATH_SHOWS_S = 5.0  # a broken connection may come a moment before the launcher sees the server's death
 _ABORT_S = 5.0  # longest wait of close() until a server that was not started here has received the aborts
+_GENERATE_S = 7200.0  # longest time for one group, including its time in the server's queue
 _MAX_CONNECTIONS = 512
 _CONTROL_CONNECTIONS = 4  # for pushes, probes and aborts while every row is being sampled
 _NO_LOG_PROB = -9000.0  # vLLM writes -9999 where a log-prob is missing, infinite or NaN
@@ -165,7 +166,7 @@ class ServerEngine(SteppingEngine):
     Args:
         client: sends requests to the server; :meth:`close` closes it.
         options: ``eos_token_ids``, ``max_model_len``, ``max_rows`` (most samples of one group, and most concurrent
-            requests, of which there are at most 512) and ``deadlines`` are read.
+            requests, of which there are at most 512) and ``timeout_s`` are read.
         shapes: shape of every weight of the model, by name.
         tied: for each tied weight, the name of the weight whose values it shares.
         process: the server's process if it was started here, else None; :meth:`close` ends it.
@@ -208,7 +209,7 @@ class ServerEngine(SteppingEngine):
         super().__init__()
         self._client, self._process = client, process
         self._shapes, self._tied = shapes, tied
-        self._max_rows, self._deadlines = options.max_rows, options.deadlines
+        self._max_rows, self._timeout_s, self._load_s = options.max_rows, options.timeout_s, options.load_s
         self._stop_token_ids = sorted(options.eos_token_ids)
         self._weights, self.weight_dtype = weight_folder, weight_folder.dtype
         self._token = secrets.token_hex(4)
@@ -267,9 +268,9 @@ class ServerEngine(SteppingEngine):
 
         The existing folder ``scratch`` is deleted when the server ends. Return the process, the server's url and its
         random key. Raise ServerDied if it ends before it answers, ServerLate if it does not answer within
-        ``options.deadlines.start``.
+        ``options.load_s``.
         """
-        log_path, start_s = Path(options.log_path), options.deadlines.start
+        log_path, start_s = Path(options.log_path), options.load_s
         logger.info("Starting an inference server; its output goes to %s.", log_path)
         # A killed server leaves sockets and rendezvous files. On a GPU the temporary folder keeps compiled code too.
         leavings = {"TMPDIR" if on_cpu else "VLLM_RPC_BASE_PATH": str(scratch)}
@@ -290,7 +291,7 @@ class ServerEngine(SteppingEngine):
                         if time.monotonic() > deadline:
                             raise ServerLate(
                                 f"The inference server was not ready after {start_s:g} s ({str(error).rstrip('.')}); "
-                                f"see its output in {log_path}, or raise ray.timeout_s (deadlines.start)."
+                                f"see its output in {log_path}, or raise ray.timeout_s."
                             ) from error
                         time.sleep(_POLL_S)
                     else:
@@ -331,7 +332,7 @@ class ServerEngine(SteppingEngine):
         params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "seed": 0, "logprobs": 0, "detokenize": False}
         # Not token 0: it is often the padding token, whose embedding is 0, and top_k=1 keeps all of many equal logits.
         body = {"token_ids": [1, 2, 3], "sampling_params": params}
-        answer = self._client.post(self.generate_path, body, timeout_s=self._deadlines.start)
+        answer = self._client.post(self.generate_path, body, timeout_s=self._load_s)
         log_prob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
         if log_prob != 0:
             raise UserError(
@@ -341,10 +342,10 @@ class ServerEngine(SteppingEngine):
             )
 
     def _get(self, path: str) -> Any:
-        return self._client.get(path, timeout_s=self._deadlines.control)
+        return self._client.get(path, timeout_s=self._timeout_s)
 
     def _post(self, path: str, body: Any) -> Any:
-        return self._client.post(path, body, timeout_s=self._deadlines.control)
+        return self._client.post(path, body, timeout_s=self._timeout_s)
 
     @contextlib.contextmanager
     def _breaking(self, doing: str, kind: type[Exception] = Exception) -> Iterator[None]:
@@ -390,7 +391,7 @@ class ServerEngine(SteppingEngine):
             result: Sequence[Sample] | Exception
             try:
                 body, version = self._body(ticket, flight), self.version
-                answer = self._client.post(self.generate_path, body, timeout_s=self._deadlines.generate)
+                answer = self._client.post(self.generate_path, body, timeout_s=_GENERATE_S)
                 try:
                     result = self._samples(answer, flight, version)
                 except (KeyError, TypeError, ValueError) as error:
@@ -553,7 +554,7 @@ class ServerEngine(SteppingEngine):
     def _load(self, folder: str, label: str) -> None:
         """Make the paused server load the weights in ``folder`` and label them; the new cache salt drops old ones."""
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        self._client.post("/collective_rpc", load, timeout_s=self._deadlines.push)
+        self._client.post("/collective_rpc", load, timeout_s=self._load_s)
         self._set_label(label)
 
     def _set_label(self, label: str) -> None:
@@ -576,7 +577,7 @@ class ServerEngine(SteppingEngine):
             self._wake_now()
             try:
                 with self._breaking("while it read its weights back", ServerSilent):
-                    results = self._client.post("/collective_rpc", body, timeout_s=self._deadlines.push)["results"]
+                    results = self._client.post("/collective_rpc", body, timeout_s=self._load_s)["results"]
             except ServerError as error:
                 if self._failure is not None or error.status not in (404, 500, 501):
                     raise
@@ -628,7 +629,7 @@ def server_engine(options: EngineOptions) -> ServerEngine:
     if url is not None:
         client = HttpClient(url, api_key=key, max_connections=connections)
         try:
-            client.get("/health", timeout_s=options.deadlines.control)
+            client.get("/health", timeout_s=options.timeout_s)
         except ServerSilent as error:
             raise UserError(
                 f"No server answers at engine.url={client.url}; start the server first, or correct engine.url."

@@ -128,7 +128,7 @@ class SGLangEngine(ServerEngine):
         """Load weights; the prompt cache can be flushed only while no group runs, else the salt drops old prompts."""
         idle = not self._flights
         load = {"model_path": folder, "weight_version": label, "abort_all_requests": False, "flush_cache": idle}
-        answer = self._client.post("/update_weights_from_disk", load, timeout_s=self._deadlines.push)
+        answer = self._client.post("/update_weights_from_disk", load, timeout_s=self._load_s)
         if not (isinstance(answer, dict) and answer.get("success")):
             said = one_line(str(answer))
             raise ServerError(f"The server at {self._client.url} failed to load the weights in {folder}: {said}")

@@ -179,7 +179,7 @@ class PromptSource:
     Args:
         task: its examples, their chat messages and its ``score``; ValueError if it has no examples for training.
         tokenizer: the policy's; without a chat template the messages are separated by blank lines.
-        repeats: group size of tasks that do not define one (:meth:`group_size`).
+        repeats: group size, the number of responses to each prompt.
         shuffle, seed: arguments of the :class:`PromptStream` over ``task.train``.
         max_prompt_tokens: maximum prompt length; None: no limit.
         grader: scores responses; None grades with ``task.score`` in this process.
@@ -251,11 +251,6 @@ class PromptSource:
     def opens_thinking(self) -> bool:
         """Whether prompts end in an opened thinking block (``<think>``), in which every response begins."""
         return opens_thinking(partial(self._rendered, self.template_kwargs))
-
-    def group_size(self, example: Example) -> int:
-        """Return the number of responses to ``example``: the task's ``group_size(example)``, else ``repeats``."""
-        size = getattr(self.task, "group_size", lambda _: None)(example)
-        return self.repeats if size is None else size
 
     def check_prompts(self, *, skip: bool = False) -> int:
         """Tokenise all prompts of the task; return the length of the longest in tokens, also as ``longest_prompt``.

@@ -210,11 +210,6 @@ class TaskEnv(PromptSource, EnvBase):
         while self._num_drawn <= number:
             self.stream.name_apart()
             ((group_id, example),) = self.stream.draw(1)
-            if self.group_size(example) != self.repeats:
-                raise ValueError(
-                    f"the task sets {self.group_size(example)} responses for a prompt, but this environment has "
-                    f"repeats={self.repeats}; use PromptGroupCollector, or the same number for all tasks."
-                )
             prompt_ids, seed = self.prompt_ids(example), sample_seed(self.stream.seed, group_id)
             request = GroupRequest(group_id, prompt_ids, self.repeats, seed, example)
             rows = prompt_rows(group_id, example, prompt_ids, self.repeats)

@@ -54,6 +54,7 @@ class LogitTiles:
         if num_bytes is None:
             num_bytes = LOGITS_BYTES_ON_CPU if hidden.device.type == "cpu" else LOGITS_BYTES
         self.weight, self.bias, self.softcap = weight, bias, softcap
+        self.copy = weight if options.copy is None else options.copy
         self.factor = (1 if softcap is None else 2 * softcap) / (LN2 * options.temperature)
         self.slope = (1 if softcap is None else 4) / options.temperature
         self.dtype, self.wide = hidden.dtype, torch.promote_types(hidden.dtype, torch.float32)
@@ -61,7 +62,8 @@ class LogitTiles:
         num_buffers = 1 if self.kernels else 1 + options.with_entropy + (softcap is not None)
         narrow_bytes = 0 if self.dtype == self.wide else self.dtype.itemsize
         size = max(1, num_bytes // (num_buffers * self.wide.itemsize + narrow_bytes))
-        num_rows = max(1, min(len(hidden), math.isqrt(size)))
+        height = math.isqrt(size) * (2 if self.kernels else 1)  # a GPU takes fewer tiles where all rows are in each
+        num_rows = max(1, min(len(hidden), height))
         num_columns = min(len(weight), size // num_rows, _kernels().MAX_COLUMNS if self.kernels else size)
         num_rows = max(1, min(len(hidden), size // num_columns))
         self.rows = _pieces(len(hidden), num_rows)
@@ -170,6 +172,7 @@ def chunked_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     vocab_shard: VocabShard | None = None,
+    copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return each target's log-prob under ``softmax((hidden weight^T + bias) / temperature)``, and the entropy.
 
@@ -197,6 +200,7 @@ def chunked_log_probs(
         entropy_grad: compute gradients of the entropy too; otherwise it is detached.
         vocab_shard: under tensor parallelism, the shard of the output embedding in ``weight`` and ``bias``; all ranks
             must call this and the backward pass with the same ``hidden`` and ``targets``, ids of the full vocabulary.
+        copy: ``weight`` in the dtype of the products, which are then computed from it; in another dtype it is ignored.
 
     Raises:
         ValueError: wrong shapes; temperature, softcap or memory not above 0; ``entropy_grad`` without ``with_entropy``.
@@ -220,7 +224,8 @@ def chunked_log_probs(
         raise ValueError("entropy_grad=True needs with_entropy=True, because without it no entropy is computed.")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, vocab_shard)
+    copy = None if copy is None or copy.dtype != hidden.dtype else copy
+    options = _Options(temperature, softcap, logits_bytes, with_entropy, entropy_grad, vocab_shard, copy)
     sufficient = not entropy_grad and softcap is None and vocab_shard is None
     if torch.is_grad_enabled() and hidden.requires_grad and sufficient:
         frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
@@ -254,6 +259,7 @@ class _Options(NamedTuple):
     with_entropy: bool = False
     entropy_grad: bool = False
     vocab_shard: VocabShard | None = None
+    copy: Tensor | None = None
     keeps_slopes: bool = False  # the forward pass stores d log_prob / d hidden for the backward pass
     keeps_tiles: bool = False  # the forward pass stores 2^(z - top) for the backward pass
 
@@ -292,6 +298,8 @@ class _TiledLogProbs(torch.autograd.Function):
         saved = (hidden, weight, bias, targets, scan.top, scan.mass, entropy)
         if options.keeps_tiles:
             to_save = [log_probs, *to_save]
+            tiles.buffers = tiles.narrow_buffer = hidden.new_empty(0)
+            ctx.tiles = tiles
         ctx.save_for_backward(*(to_save if options.keeps_slopes else (*saved, *to_save)))
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -308,8 +316,7 @@ class _TiledLogProbs(torch.autograd.Function):
         targets, top, mass, entropy = (x.unsqueeze(1) for x in vectors[:4])
         every = _Rows(hidden, targets, top, mass, entropy, g, h)
         if ctx.options.keeps_tiles:
-            tiles = LogitTiles(hidden, weight, bias, ctx.options)
-            return *_pull_saved(tiles, every, *vectors[4:]), None, None, None
+            return *_pull_saved(ctx.tiles, every, *vectors[4:]), None, None, None
         rows, active = every, None
         if not hidden.is_cuda:  # skipping a row saves three products; on a GPU it would cost a synchronization
             pulls = g if h is None else torch.cat((g, h), 1)
@@ -346,7 +353,7 @@ def _score(tiles: LogitTiles, hidden: Tensor, targets: Tensor, options: _Options
     tops = hidden.new_empty(len(tiles.columns), num_tops, 1, dtype=tiles.wide)
     saved = [tops] if options.keeps_tiles else []
     for columns, top in zip(tiles.columns, tops):
-        weight = tiles.weight[columns].to(hidden.dtype)
+        weight = tiles.copy[columns].to(hidden.dtype)
         whole = hidden.new_empty(len(hidden), len(weight)) if options.keeps_tiles else None
         for rows in tiles.rows:
             so_far = _Scan(*(column[rows] for column in scan))
@@ -433,7 +440,7 @@ def _pull_saved(
     pulled = torch.empty_like(hidden)
     scales = -g * (tops - rows.top).exp2() / rows.mass
     for columns, whole, scale in zip(tiles.columns, saved, scales):
-        tile_weight = weight[columns].to(hidden.dtype)
+        tile_weight = tiles.copy[columns].to(hidden.dtype)
         torch.mul(scale, hidden, out=pulled)
         if hidden.is_cuda:
             grad_hidden.addcmul_(torch.mm(whole, tile_weight, out_dtype=tiles.wide), scale)
@@ -461,7 +468,7 @@ def _pull_back(tiles: LogitTiles, rows: _Rows, needs_grad: tuple[bool, ...]) -> 
     grad_weight = torch.empty_like(weight) if needs_grad[1] else None
     grad_bias = torch.empty_like(bias) if bias is not None and needs_grad[2] else None
     for columns in tiles.columns:
-        tile_weight = weight[columns].to(hidden.dtype)
+        tile_weight = tiles.copy[columns].to(hidden.dtype)
         to_weight = hidden.new_zeros(tile_weight.t().shape, dtype=tiles.wide)
         to_bias = to_weight.new_zeros(len(tile_weight))
         for piece in tiles.rows:

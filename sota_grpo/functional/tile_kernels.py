@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_COLUMNS = 8192  # of a tile, because a kernel holds a row in registers
-
-WARPS = 8
+MAX_COLUMNS = 16384  # of a tile, because a kernel holds a row in registers: 32 numbers per thread
 
 
 @triton.jit
@@ -93,7 +91,7 @@ def scan(
         _scan_row[(rows,)](
             raw, targets, top, target, mass, moment, raw if weights is None else weights, top if tops is None else tops,
             factor, first, columns,
-            ENTROPY=with_entropy, WEIGHTS=weights is not None, BLOCK=_block(columns), num_warps=WARPS,
+            ENTROPY=with_entropy, WEIGHTS=weights is not None, **_block(columns),
         )  # fmt: skip
 
 
@@ -118,14 +116,15 @@ def pull(
     with on_device_of(raw):
         _pull_row[(rows,)](
             raw, targets, top, by_p, by_p if by_zp is None else by_zp, at_target, grad, factor, first, columns,
-            ENTROPY=by_zp is not None, BLOCK=_block(columns), num_warps=WARPS,
+            ENTROPY=by_zp is not None, **_block(columns),
         )  # fmt: skip
 
 
-def _block(columns: int) -> int:
+def _block(columns: int) -> dict[str, int]:
     if columns > MAX_COLUMNS:
         raise ValueError(f"A tile has {columns} columns; a kernel supports at most {MAX_COLUMNS}.")
-    return triton.next_power_of_2(columns)
+    block = triton.next_power_of_2(columns)
+    return {"BLOCK": block, "num_warps": max(8, block // 1024)}
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from sota_grpo.assembly.compose import (
-    PATH_OPTIONS,
     UNUSED_WITHOUT_LOSS,
     UNUSED_WITHOUT_SAMPLES,
     load_config,
@@ -24,8 +23,8 @@ from sota_grpo.assembly.compose import (
 from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
-from sota_grpo.config import Config, model_name, rubric_file
-from sota_grpo.config.mixture import ENTRY_OPTIONS, task_configs, tasks_named
+from sota_grpo.config import Config, model_name
+from sota_grpo.config.mixture import task_configs, tasks_named
 from sota_grpo.config.spelling import changed_options, walk
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_folder, drop_leftovers, file_reference, system_errors
@@ -38,10 +37,7 @@ from sota_grpo.recording.metrics import responses_trained
 from sota_grpo.recording.progress import percent
 from sota_grpo.recording.run_files import CONFIG_FILE, EVALUATED, EXPORTED, METRICS_FILE, read_rows
 from sota_grpo.rewards.grading import LocalGrader
-from sota_grpo.rewards.sandbox import is_url
 from sota_grpo.tasks import task_class
-from sota_grpo.tasks.agents import SESSIONS
-from sota_grpo.tasks.servers import server_of
 from sota_grpo.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -206,9 +202,8 @@ _AMOUNTS = (
     *("train.total_dialog_turns", "train.max_policy_age", "inference_model.max_tokens", "inference_model.temperature"),
     "seed",
 )
-_PRIVATE = ("engine.url", "ray.address", "logging.wandb_kwargs", "reward.judge.url")
+_PRIVATE = ("reward.judge.url", "reward.judge.rubric")  # not in the card
 _PARTIAL = ".sota_grpo_export_"  # begins the name of the folder of an unfinished export
-_PATHS = (*PATH_OPTIONS, "train.resume")
 
 _TEXT = """---
 # Choose a licence (license: ...); that of the base model applies, too.
@@ -239,13 +234,6 @@ Held-out problems of the training task, evaluated during training; means with th
 |---|---|
 {options}
 
-<details><summary>The whole configuration</summary>
-
-```yaml
-{config}```
-
-</details>
-
 Versions: {versions}.
 """
 _MERGED = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -262,68 +250,34 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER", dtype="auto", device_
 def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]], *, is_adapter: bool = False) -> str:
     """Return the text of the model card (``README.md`` of the Hugging Face hub): YAML front matter, then Markdown.
 
-    Its config and paths are :func:`published`. From ``metrics`` (the rows of ``metrics.jsonl``) it has the number of
+    Paths are shown without their folders. From ``metrics`` (the rows of ``metrics.jsonl``) it has the number of
     responses in the first ``steps`` training steps, and the evaluations up to then.
     """
-    from omegaconf import OmegaConf
-
-    public = published(config)
-    base, data = public.model.name or model_name(public), public.env.dataset_path
-    named = {*_AMOUNTS, *(name for name in changed_options(public) if name.startswith("reward."))}
+    base, data, tasks = map(_public, (model_name(config), config.env.dataset_path, tasks_named(config)))
+    named = {*_AMOUNTS, *(name for name in changed_options(config) if name.startswith("reward."))} - {*_PRIVATE}
     responses = responses_trained(row for row in metrics if row["step"] < steps)
-    shown = [(name, value) for name, _, value in walk(public) if name.startswith(_SHOWN) or name in named]
+    shown = [(name, _public(value)) for name, _, value in walk(config) if name.startswith(_SHOWN) or name in named]
     return _TEXT.format(
         front="\n".join(_front(config, is_adapter)),
-        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {tasks_named(public)}",
+        title=f"{base.rpartition('/')[2]} trained by {config.algorithm.name} on {tasks}",
         base=base,
         steps=steps,
         algorithm=config.algorithm.name,
-        task=tasks_named(public) + (f" ({data})" if config.env.mixture is None and data is not None else ""),
+        task=tasks + (f" ({data})" if config.env.mixture is None and data is not None else ""),
         responses=f" ({responses:,} responses)" if responses else "",
         version=_versions()["sota_grpo"],
         results="\n".join(_results(config, [row for row in metrics if EVALUATED in row and row["step"] <= steps])),
         loading=_ADAPTER if is_adapter else _MERGED,
         serving="needs the merged model (`sota-grpo export --to hf`)" if is_adapter else "serves it",
         options="\n".join(f"| `{name}` | {value} |" for name, value in shown),
-        config=OmegaConf.to_yaml(OmegaConf.create(asdict(public))),
         versions=", ".join(f"{name} {release}" for name, release in _versions().items()),
     )
 
 
-def published(config: Config) -> Config:
-    """Return a copy to publish, without addresses, commands of tool servers and agents, and W&B arguments.
-
-    Absolute paths, and all paths in lists, become file names.
-
-    >>> config = Config()
-    >>> config.env.dataset_path, config.engine.url = "/home/me/data/train.jsonl", "http://host:8000"
-    >>> published(config).env.dataset_path, published(config).engine.url
-    ('train.jsonl', None)
-    """
-    from omegaconf import OmegaConf
-
-    node = OmegaConf.structured(config)
-    for name, item, value in walk(config):
-        OmegaConf.update(node, name, item.default if name in _PRIVATE else _public(name, value))
-    for task, entry in (config.env.mixture or {}).items():
-        for name, value in entry.items():
-            node.env.mixture[task][name] = _public(ENTRY_OPTIONS.get(name, name), value)
-    copy = OmegaConf.to_object(node)
-    assert isinstance(copy, Config)
-    return copy
-
-
-def _public(option: str, value: Any) -> Any:
-    if option == "env.sandbox" and is_url(str(value)):
-        return "auto"
-    if option == "env.environment" and (server := server_of(value)) is not None:
-        return f"{server.protocol}{'+http://HOST' if server.url else ':COMMAND'}"
-    if option == "env.agent" and value not in (None, SESSIONS) and file_reference(value) is None:
-        return "COMMAND"
-    if option not in _PATHS and not (option == "reward.judge.rubric" and rubric_file(value)):
-        return value
+def _public(value: Any) -> Any:
+    """Return a value with the names of files and folders in place of their absolute paths."""
     if isinstance(value, list):
-        return [Path(path).name for path in value]
+        return [_public(item) for item in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 

@@ -19,7 +19,7 @@ from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import PROJECT, AlgorithmConfig, Config, max_support
 from sota_grpo.config.algorithm_rules import has_no_ratio
-from sota_grpo.config.memory_rules import device_count, learner_ranks, micro_batch_tokens, shares_devices
+from sota_grpo.config.memory_rules import learner_ranks, micro_batch_tokens
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import quoted, walk
 from sota_grpo.engines import ENGINES, is_server
@@ -96,6 +96,7 @@ _DIFFERENCES: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("env.reasoning", bool, "verl does not ask the policy to think again."),
     ("eval.avg_at_k", bool, "verl's validation is exported as greedy (see rollout.val_kwargs)."),
     ("device", lambda device: device == "cpu", "verl needs accelerators."),
+    ("mode", lambda mode: mode == "async", "exported as synchronous, so no response is older than its weights."),
 )
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATORS = {
@@ -363,12 +364,12 @@ def _amounts(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
 
 
 def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
-    """Translate file paths, run length, devices and the mode."""
-    ours.mapped |= {"train_model.devices", "train_model.num_devices"}
+    """Translate file paths, run length and devices."""
+    ours.mapped |= {"mode", "train_model.devices", "train_model.num_devices"}
     per_step = config.train.dialog_turns_per_batch
     steps = ours["train.total_dialog_turns"] // per_step
     mode, every = ours["eval.mode"], ours["eval.every"]
-    options: dict[str, Any] = {
+    return {
         "data.train_files": ScriptPath("$HERE/train.parquet"),
         "data.val_files": ScriptPath("$HERE/heldout.parquet"),
         "reward.custom_reward_function.path": ScriptPath("$HERE/reward.py"),
@@ -383,19 +384,6 @@ def _trainer(config: Config, ours: Report, facts: Facts) -> dict[str, Any]:
         "trainer.experiment_name": (ours["logging.wandb_kwargs"] or {}).get("name") or facts.name,
         "trainer.default_local_dir": ScriptPath("$HERE/checkpoints"),
         "trainer.v1.trainer_mode": "sync",
-    }
-    if ours["mode"] == "sync":
-        return options
-    ours.mapped |= {"inference_model.devices", "inference_model.num_devices"}
-    engines = learner_ranks(config) if shares_devices(config) else device_count(config.inference_model) or 1
-    ours.comment("train.max_policy_age", "verl drops or waits for older responses; sota_grpo never samples them.")
-    return options | {
-        "trainer.v1.trainer_mode": "separate_async",
-        "trainer.v1.separate_async.parameter_sync_step": per_step // config.train.optim_batch_size,
-        "trainer.v1.sampler.max_off_policy_threshold": max(1, ours["train.max_policy_age"]),
-        f"{_ROLLOUT}.nnodes": 1,
-        f"{_ROLLOUT}.n_gpus_per_node": engines,
-        f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
     }
 
 

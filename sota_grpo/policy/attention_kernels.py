@@ -8,7 +8,7 @@ head. A tile may hold several short responses of one prompt.
 The backward pass has a kernel for tiles of queries, and one for tiles of keys and values, which loops over the query
 heads that share the keys. The queries of all responses of a prompt are cut into pieces, whose float32 sums are added in
 a fixed order, without atomic additions: equal inputs give equal bits. :class:`~sota_grpo.policy.shared_prompt.Tables`
-assign work to programs.
+assign work to programs. Another kernel computes the gradient of the heads' norms and rotary positions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from sota_grpo.functional.tile_kernels import on_device_of
 from sota_grpo.policy.shared_prompt import TILE, Tables
 
+ROWS = tl.constexpr(16)  # tokens per program of ``unrotate``
 LOWEST = tl.constexpr(-1e30)  # score of a masked key; finite, so that a row without any key yet gives no NaN
 
 
@@ -341,6 +342,62 @@ def _join_pieces(
     tl.store(by_value + at, to_value.to(by_value.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _pull_heads(
+    pulls, norm, first, states, cos, sin, out, sums, row, length, eps, COUNT: tl.constexpr, ROTATED: tl.constexpr,
+    NORMED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient by heads ``[first, first + COUNT)`` of the states, and the program's share of the norm's."""
+    i, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    partner = (column + WIDTH // 2) % WIDTH
+    real = (i < length)[:, None] & (column < WIDTH)[None, :]
+    narrow = states.dtype.element_ty
+    total = tl.zeros([PADDED], tl.float32)
+    if ROTATED:
+        cosines = tl.load(cos + i[:, None] * WIDTH + column[None, :], mask=real, other=0.0)
+        sines = tl.load(sin + i[:, None] * WIDTH + partner[None, :], mask=real, other=0.0)
+        sines *= tl.where(column < WIDTH // 2, 1.0, -1.0)[None, :]
+    for head in range(COUNT):
+        at = pulls + (i * COUNT + head)[:, None] * WIDTH
+        pull = tl.load(at + column[None, :], mask=real, other=0.0).to(tl.float32)
+        here = i[:, None] * row + (first + head) * WIDTH + column[None, :]
+        if ROTATED:
+            pull = pull * cosines + tl.load(at + partner[None, :], mask=real, other=0.0).to(tl.float32) * sines
+        if ROTATED and NORMED:
+            x = tl.load(states + here, mask=real, other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+            total += tl.sum(pull * (x * factor).to(narrow).to(tl.float32), 0)
+            weight = tl.load(norm + column, mask=column < WIDTH, other=0.0)
+            pull = (pull * weight[None, :]).to(narrow).to(tl.float32)
+            mean = tl.sum(pull * x, 1)[:, None] / WIDTH
+            pull = pull * factor - x * (factor * factor * factor * mean)
+        tl.store(out + here, pull.to(narrow), mask=real)
+    if ROTATED and NORMED:
+        tl.store(sums + (tl.program_id(0) * 2 + tl.program_id(1)) * WIDTH + column, total, mask=column < WIDTH)
+
+
+@triton.jit
+def _unrotate_tile(
+    by_query, by_key, by_value, query_norm, key_norm, states, cos, sin, out, sums, length, eps, HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    row = (HEADS + 2 * KEY_HEADS) * WIDTH
+    if tl.program_id(1) == 0:
+        _pull_heads(
+            by_query, query_norm, 0, states, cos, sin, out, sums, row, length, eps, HEADS, True, NORMED, WIDTH, PADDED
+        )
+    elif tl.program_id(1) == 1:
+        _pull_heads(
+            by_key, key_norm, HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, True, NORMED, WIDTH,
+            PADDED,
+        )  # fmt: skip
+    else:
+        _pull_heads(
+            by_value, key_norm, HEADS + KEY_HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, False,
+            NORMED, WIDTH, PADDED,
+        )  # fmt: skip
+
+
 class Scores(NamedTuple):
     """Options of attention scores: scale of the products, softcap (0: none), sliding window in tokens (0: none)."""
 
@@ -407,6 +464,23 @@ def backward(
             by_key, by_value, key_sums, value_sums, joins, row, ROWS=16, COLUMNS=128, TILE=TILE, num_warps=4
         )
     return by_query, by_key, by_value
+
+
+def unrotate(
+    pulls: list[Tensor], states: Tensor, norms: list[Tensor], cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``rotated_heads`` by ``states``, and by ``norms`` as ``[2, width]`` or ``[0, width]``.
+
+    ``pulls``: gradients by rotated queries, rotated keys, and values, which are copied; all tensors are contiguous.
+    """
+    (length, _, width), by_states = states.shape, torch.empty_like(states)
+    sums = states.new_empty(triton.cdiv(length, ROWS.value), len(norms), width, dtype=torch.float32)
+    with on_device_of(states):
+        _unrotate_tile[(len(sums), 3)](
+            *pulls, *(norms or (cos, cos)), states, cos, sin, by_states, sums, length, eps, HEADS=pulls[0].shape[1],
+            KEY_HEADS=pulls[1].shape[1], NORMED=len(norms) > 0, WIDTH=width, PADDED=_padded(width),
+        )  # fmt: skip
+    return by_states, sums.sum(0)
 
 
 def _constants(query: Tensor, key: Tensor, blocks: Blocks) -> dict[str, Any]:

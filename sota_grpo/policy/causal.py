@@ -177,13 +177,15 @@ class CausalPolicy(TensorDictModuleBase):
         entropy = None if entropy is None else entropy.scatter(1, order, entropy)
         return log_probs.scatter(1, order, log_probs), entropy
 
-    def half_weights(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Return a context in which joined layers cast matrices to ``dtype`` once; no-op without joined layers.
+    def half_weights(self, dtype: torch.dtype, summed: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which joined layers and head cast matrices to ``dtype`` once; no-op if none is joined.
 
         In the context, weights must not change and gradients must not be reset (:class:`.decoder_layer.HalfWeights`).
         """
-        joined = [layer for layer in decoder_layers(base_model(self.model)) if hasattr(layer, "joined")]
-        return decoder_layer.HalfWeights(joined, dtype) if joined else nullcontext()
+        base: Any = base_model(self.model)
+        joined = [layer for layer in decoder_layers(base) if hasattr(layer, "joined")]
+        head = (self.scorer, base.get_output_embeddings().weight)
+        return decoder_layer.HalfWeights(joined, dtype, summed, *head) if joined else nullcontext()
 
     def layout(self, rows: TensorDictBase | Mapping[Any, Tensor]) -> Layout | None:
         """Return the packed layout of the rows ``[N, T]``, or of their entries, on the CPU; or None.
@@ -231,6 +233,7 @@ class Scorer(nn.Module):
         base = base_model(model)
         self.softcap: float | None = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(base, self.softcap)
+        self.half_head: Tensor | None = None  # copy of the head's weight, set while in ``half_weights``
 
     def forward(
         self, layout: Layout | None, *rows: Tensor, support: SupportSets | None = None
@@ -263,6 +266,7 @@ class Scorer(nn.Module):
             weight = weight if shard is None else head.weight.full_tensor()
             log_probs, entropy = support_log_probs(hidden, weight, support, **options)
         else:
+            options["copy"] = self.half_head
             log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
         if layout is not None:  # no view: FSDP2 hooks these tensors
             nothing, at = log_probs.new_zeros(layout.packed_at.shape), layout.slots

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear, silu
 from transformers.activations import SiLUActivation
 
-from sota_grpo.policy.shared_prompt import Layout, Tables, packed_attention, takes_kernels
+from sota_grpo.policy.shared_prompt import HeadAttention, Layout, SummingLinear, Tables, takes_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Limit of compiled variants (training, scoring, adapter on and off, each precision); above it torch uses eager mode.
@@ -62,6 +62,7 @@ class LayerWeights(NamedTuple):
     qkv_bias: tuple[Tensor, ...]  # empty: none
     norms: tuple[Tensor, ...]  # of the attention's and the MLP's input
     head_norms: tuple[Tensor, ...]  # of query and key; empty: none
+    totals: tuple[Tensor, ...] = ()  # float32 sums to which products add the gradients of the four; empty: none
 
 
 def decoder_layer(
@@ -84,18 +85,22 @@ def decoder_layer(
     """
     rows = hidden.flatten(0, 1)
     states = _normed(rows, weights.norms[0], shape.eps).to(dtype)
-    bias = _joined(weights.qkv_bias, dtype) if weights.qkv_bias else None
-    heads = linear(states, _joined(weights.qkv, dtype), bias).unflatten(-1, (-1, shape.width))
-    query, key, value = heads.split([shape.heads, shape.key_heads, shape.key_heads], 1)
-    if weights.head_norms:
-        query, key = (_normed(each, weight, shape.eps) for each, weight in zip((query, key), weights.head_norms))
-    query, key = (_rotated(each, cos[0].unsqueeze(1), sin[0].unsqueeze(1)).to(dtype) for each in (query, key))
-    attended = packed_attention(query, key, value, tables, sizes, shape.scale, 0.0, shape.window)
-    rows = rows + linear(attended.flatten(1), _joined(weights.out, dtype))
+    bias = [_joined(weights.qkv_bias, dtype)] if weights.qkv_bias else []
+    heads = _product(states, weights, 0, dtype, *bias).unflatten(-1, (-1, shape.width))
+    numbers = (shape.heads, shape.eps, shape.scale, shape.window)
+    attended = HeadAttention.apply(heads, cos[0], sin[0], tables, sizes, *numbers, *weights.head_norms)
+    rows = rows + _product(attended.flatten(1), weights, 1, dtype)
     states = _normed(rows, weights.norms[1], shape.eps).to(dtype)
-    gate, up = linear(states, _joined(weights.gate_up, dtype)).chunk(2, -1)
+    gate, up = _product(states, weights, 2, dtype).chunk(2, -1)
     # not a view, like the first layer's input: if it were one, layers would be compiled twice
-    return rows.unsqueeze(0) + linear(silu(gate) * up, _joined(weights.down, dtype)).unsqueeze(0)
+    return rows.unsqueeze(0) + _product(silu(gate) * up, weights, 3, dtype).unsqueeze(0)
+
+
+def _product(states: Tensor, weights: LayerWeights, index: int, dtype: torch.dtype, *bias: Tensor) -> Tensor:
+    group: Any = weights[index]
+    if weights.totals:
+        return SummingLinear.apply(states, _joined(group, dtype), weights.totals[index], *bias)
+    return linear(states, _joined(group, dtype), *bias)
 
 
 def _joined(group: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -106,11 +111,6 @@ def _joined(group: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 def _normed(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = states.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(states.dtype)
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, -1)
-    return heads * cos + torch.cat((-second, first), -1) * sin
 
 
 def compile_options() -> dict[str, Any]:
@@ -166,7 +166,7 @@ def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables) -> Tensor | N
     """Return the last hidden states ``[1, L, H]`` of packed tokens, with one compiled call for each block of layers.
 
     None if layers have to be called one by one: if they are not joined, their activations are checkpointed, FSDP
-    gathers their parameters, or :data:`FAMILIES` lacks the decoder. Hooks on layers are not called.
+    gathers their parameters, or :data:`FAMILIES` lacks the decoder. Hooks on layers and the last norm are not called.
     """
     layers = [*getattr(decoder, "layers", ())]
     if type(decoder).__module__ not in _MODULES or not hasattr(layers[0], "joined"):
@@ -181,7 +181,8 @@ def hidden_in_blocks(decoder: Any, layout: Layout, tables: Tables) -> Tensor | N
     with torch.autocast(device.type, enabled=False):
         for first in range(0, len(layers), size):
             hidden = _computed_block(layers[first : first + size], hidden, rotary, layout, tables, dtype)
-    return decoder.norm(hidden)
+    norm = decoder.norm  # computed by one kernel; on a CPU its bits are those of transformers' norm
+    return torch.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def block_size(layers: int) -> int:
@@ -268,14 +269,14 @@ def fits(layer: nn.Module) -> bool:
 class HalfWeights:
     """Context in which joined layers compute with copies of their matrices in ``dtype``, cast once at its start.
 
-    Each backward pass adds the copies' gradients to the matrices'. In the context, matrices must not change and their
-    gradients must not be reset. A layer with both trained and frozen matrices has no copies. Other parameters of the
-    layers get their gradients at the context's end, because one kernel per backward pass adds all of them.
+    So does ``scorer`` with ``head``, the output embedding. In the context, matrices must not change and their gradients
+    must not be reset. A layer with both trained and frozen matrices has no copies. Parameters get their gradients at
+    the context's end: products add those of copied matrices to float32 sums, and one kernel per backward pass adds
+    those of all other parameters of the layers. Without ``summed``, for a single backward pass, there are no sums.
     """
 
-    def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        self.layers, self.dtype = layers, dtype
-        self.totals: dict[int, Tensor] = {}
+    def __init__(self, layers: Sequence[Any], dtype: torch.dtype, summed: bool, scorer: Any, head: Tensor) -> None:
+        self.layers, self.dtype, self.summed, self.scorer, self.head = layers, dtype, summed, scorer, head
         small = [parameter for layer in layers for group in weights_of(layer)[4:] for parameter in group]
         self.small = [parameter for parameter in small if parameter.requires_grad]
         self.sums: list[Tensor | None] = [None] * len(self.small)  # of their gradients
@@ -287,31 +288,41 @@ class HalfWeights:
         matrices: list[Tensor] = []
         changed: list[tuple[Joined, LayerWeights]] = []
         for layer in self.layers:
-            weights, halves = weights_of(layer), []
+            weights, halves, totals = weights_of(layer), [], []
             if len({tensor.requires_grad for group in weights[:4] for tensor in group}) > 1:
                 continue
             for group in weights[:4]:
                 rows = [len(matrix) for matrix in group]
                 empty = group[0].new_empty(sum(rows), group[0].shape[1], dtype=self.dtype)
                 half = nn.Parameter(empty, requires_grad=group[0].requires_grad)
-                if half.requires_grad:
-                    half.register_post_accumulate_grad_hook(self._adding(group, rows))
+                if half.requires_grad and self.summed:
+                    total = torch.zeros_like(half, dtype=group[0].dtype)
+                    totals.append(nn.Parameter(total, requires_grad=False))  # a parameter: its shape is static
                 copies += half.data.split(rows)
                 matrices += group
                 halves.append((half,))
-            changed.append((layer.joined, weights._replace(**dict(zip(LayerWeights._fields, halves)))))
+            copied = dict(zip(LayerWeights._fields, halves))
+            changed.append((layer.joined, weights._replace(**copied, totals=tuple(totals))))
         if copies:
             torch._foreach_copy_(copies, matrices)
+        self.scorer.half_head = torch.empty_like(self.head, dtype=self.dtype).copy_(self.head)
         for joined, halved in changed:  # last: a failed allocation leaves no layer with empty copies
             joined.halves = halved
         if self.small:
             self.hooks.append(self.small[0].register_post_accumulate_grad_hook(self._after_backward))
 
     def __exit__(self, *error: object) -> None:
-        for layer in self.layers:
-            layer.joined.halves = None
-        self.totals.clear()
         self._add_small()
+        learned = not self.small or any(total is not None for total in self.sums)  # there was a backward pass
+        for layer in self.layers:
+            halves, layer.joined.halves = layer.joined.halves, None
+            totals = [total.data for total in halves.totals if learned] if halves else []
+            gradients = totals or [half.grad for (half,) in halves[:4]] if halves else []
+            for group, gradient in zip(weights_of(layer), gradients):
+                pieces = [] if gradient is None else gradient.to(group[0].dtype).split([*map(len, group)])
+                for matrix, own in zip(group, pieces):
+                    matrix.grad = own if matrix.grad is None else matrix.grad.add_(own)
+        self.scorer.half_head = None
         for parameter, total in zip(self.small, self.sums):
             parameter.grad = total
         self.sums = [None] * len(self.small)
@@ -331,19 +342,3 @@ class HalfWeights:
         self.sums = [gradient if total is None else total for total, gradient in zip(self.sums, gradients)]
         for parameter in self.small:
             parameter.grad = None
-
-    def _adding(self, group: tuple[Tensor, ...], rows: list[int]) -> Callable[[Tensor], None]:
-        def add(half: Tensor) -> None:
-            gradient, half.grad = half.grad, None
-            assert gradient is not None
-            total = self.totals.get(id(group[0]))
-            if total is not None:
-                total.add_(gradient)
-                return
-            total = gradient.to(group[0].dtype)
-            if all(matrix.grad is None for matrix in group):
-                self.totals[id(group[0])] = total
-            for matrix, own in zip(group, total.split(rows)):
-                matrix.grad = own if matrix.grad is None else matrix.grad.add_(own)
-
-        return add

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,12 +34,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sota_grpo.functional.log_probs import SupportSets, builds_kernels
+from sota_grpo.functional.log_probs import SupportSets, add_product, builds_kernels
 from sota_grpo.policy.weight_pack import copy_to
 
 SHARED_ATTENTION = "sota_grpo_shared"
@@ -529,10 +529,10 @@ def _builds_kernels(device: torch.device) -> bool:
 _library = torch.library.Library("sota_grpo", "FRAGMENT")
 
 
-def _operation(function: Callable[..., Any]) -> Any:
+def _operation(function: Callable[..., Any], mutates: Sequence[str] = ()) -> Any:
     """Return ``function`` as an operation of torch that graphs contain; ``torch.library.custom_op`` adds 17 calls."""
     name = function.__name__.lstrip("_")
-    _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+    _library.define(name + torch.library.infer_schema(function, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.sota_grpo, name).default
 
@@ -600,6 +600,87 @@ def _packed_attention_backward(
     from sota_grpo.policy.attention_kernels import Scores, backward
 
     return backward(grad, query, key, value, out, lse, Tables(tables, sizes), Scores(scale, softcap, window))
+
+
+class SummingLinear(torch.autograd.Function):
+    """``linear(states, weight, bias)``, whose backward pass adds the weight's gradient to ``total``; no ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, total: Tensor, *bias: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight, total)
+        ctx.biases = len(bias)
+        return linear(states, weight, *bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, total = ctx.saved_tensors
+        _add_gradient(total, grad, states)
+        return grad @ weight, None, None, *[grad.sum(0)] * ctx.biases
+
+
+@partial(_operation, mutates=("total",))
+def _add_gradient(total: Tensor, grad: Tensor, states: Tensor) -> None:
+    add_product(total.data, grad.t(), states)  # data: what was saved for another backward pass remains valid
+
+
+torch.library.register_fake("sota_grpo::add_gradient", lambda *tensors: None, lib=_library)
+
+
+def rotated_heads(states: Tensor, norms: Sequence[Tensor], cos: Tensor, sin: Tensor, heads: int, eps: float) -> Tensor:
+    """Return queries and keys ``[L, heads + key heads, width]``, normed unless ``norms`` are empty, and rotated.
+
+    ``states``: queries, keys and values, ``[L, heads + 2 key heads, width]``. ``norms``: float32 weights ``[width]`` of
+    the RMS norms of queries and of keys. ``cos``, ``sin``: rotary factors, float32 ``[L, width]``.
+    """
+    turned = states[:, : (states.shape[1] + heads) // 2].float()
+    if norms:
+        of_query = torch.arange(turned.shape[1], device=states.device).unsqueeze(1) < heads
+        normed = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + eps)
+        query_norm, key_norm = norms
+        turned = torch.where(of_query, query_norm, key_norm) * normed.to(states.dtype)
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+    return turned.to(states.dtype)
+
+
+class HeadAttention(torch.autograd.Function):
+    """Attention over packed rows of heads that :func:`rotated_heads` norms and rotates; without softcap.
+
+    Arguments: ``states, cos, sin, tables, sizes, heads, eps, scale, window`` and norms of queries and keys, if any.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, tables: Tensor, *others: Any) -> Tensor:
+        (sizes, heads, eps, scale, window), norms = others[:5], others[5:]
+        rotated = rotated_heads(states, norms, cos, sin, heads, eps)
+        query, key, value = rotated[:, :heads], rotated[:, heads:], states[:, rotated.shape[1] :]
+        out, lse = _packed_attention(query, key, value, tables, sizes, scale, 0.0, window)
+        ctx.save_for_backward(states, cos, sin, tables, rotated, out, lse, *norms)
+        ctx.numbers = others[:5]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, cos, sin, tables, rotated, out, lse, *norms = ctx.saved_tensors
+        sizes, heads, eps, scale, window = ctx.numbers
+        attended = (rotated[:, :heads], rotated[:, heads:], states[:, rotated.shape[1] :], out, lse, tables)
+        pulls = _packed_attention_backward(grad.contiguous(), *attended, sizes, scale, 0.0, window)
+        by_states, by_norms = _unrotate([*pulls], states, norms, cos, sin, eps)
+        return by_states, *[None] * 8, *by_norms.unbind()
+
+
+@_operation
+def _unrotate(
+    pulls: list[Tensor], states: Tensor, norms: list[Tensor], cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    from sota_grpo.policy.attention_kernels import unrotate
+
+    return unrotate(pulls, states, norms, cos, sin, eps)
+
+
+@torch.library.register_fake("sota_grpo::unrotate", lib=_library)
+def _(pulls: list[Tensor], states: Tensor, norms: list[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
+    return states.new_empty(states.shape), states.new_empty(len(norms), states.shape[2], dtype=torch.float32)
 
 
 @torch.library.register_fake("sota_grpo::packed_attention", lib=_library)

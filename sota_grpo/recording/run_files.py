@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ GATE_FILE = "gate.json"
 BEST_FILE = "best.json"  # with train.keep_best: step, metric and value of the best checkpoint
 FAILURE_FILE = "failure.json"  # why a run ended too early; deleted when it trains again
 LOCK_FILE = ".lock"
+_DEPTH = 4  # levels of folders searched for runs: DATE/TIME/JOB and one more
 _LINE_BYTES = 256 << 20  # longest line that is read; runs write shorter ones
 _REPLAY_BYTES = 64 << 10  # largest file of a replay; two tables of 23 algorithms are 20 kB
 _MOST_REPLAYS = 16  # only the newest are read
@@ -66,6 +65,35 @@ def natural(path: Path) -> list[tuple[int, str]]:
     """
     pieces = re.split(r"(\d+)", path.as_posix())
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+
+
+def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Return the run directories among ``paths`` and below them, once each, in natural order below each path.
+
+    Folders are searched 4 levels deep. UserError for a path that is no folder or has no run.
+    """
+    runs: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"There is no run in {path}: the folder does not exist; give the directory of a run.")
+        if not path.is_dir():
+            raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
+        below = _below(path, _DEPTH)
+        if not below:
+            what = f"neither the folder nor its subfolders have a {METRICS_FILE}"
+            raise UserError(f"There is no run in {path}: {what}; give the directory of a run.")
+        for run in below:
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values())
+
+
+def _below(path: Path, depth: int) -> list[Path]:
+    if has_begun(path):
+        return [path]
+    entries = path.iterdir() if depth else ()
+    folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
+    return below or ([path] if is_run(path) else [])
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -157,23 +185,15 @@ def json_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Return the nested options in ``config.yaml``; ``{}`` if it is missing, UserError if it is unreadable or wrong."""
+    from omegaconf import OmegaConf
+
     path = run_dir / CONFIG_FILE
     try:
-        return copy.deepcopy(_parsed_config(path, path.stat().st_mtime_ns))
+        content = OmegaConf.to_container(read_yaml(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-@lru_cache(maxsize=64)  # a training run reads it again at every checkpoint
-def _parsed_config(path: Path, _written: int) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        content = OmegaConf.to_container(read_yaml(path))
-    except OSError:
-        raise
     except Exception as error:  # PyYAML and OmegaConf raise many types
         raise UserError(f"{path} is not a valid config; remove the file: a run is readable without it.") from error
     config = {str(name): value for name, value in content.items()} if isinstance(content, dict) else {}

@@ -53,7 +53,6 @@ ROLLOUT_FIELDS = (
 )
 #: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
-_ORDER = (*ROLLOUT_FIELDS[:-1], *SOME_FIELDS, ROLLOUT_FIELDS[-1])  # in the order that the report expects
 Fields = Mapping[str, Any]  # a row of rollouts.jsonl
 _NUMBERS = (
     *(keys.REWARD, keys.SUCCESS, keys.TRUNCATED, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.ADVANTAGE),
@@ -61,7 +60,7 @@ _NUMBERS = (
 )
 
 _RULE = "=" * 100
-_ROUNDING = 5e-5  # error of rewards, which are float32 and written with four digits in debug_logs/
+_FIX = "free disk space, then continue from the last checkpoint with train.resume=auto"
 
 
 class RunLog:
@@ -129,7 +128,7 @@ class RunLog:
             picked += [best] if best is worst else [best, worst]
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
-            for names in (_ORDER, ROLLOUT_FIELDS)
+            for names in ((*ROLLOUT_FIELDS, *SOME_FIELDS), ROLLOUT_FIELDS)
         )
         self._append(self._run_dir / ROLLOUTS_FILE, "".join(as_json(row, allow_nan=False) + "\n" for row in lines))
         for sink in self._sinks:
@@ -139,7 +138,10 @@ class RunLog:
             name = f"grpo_debug_{datetime.now(UTC):%Y%m%d_%H%M%S}.txt"
             self._debug_log = self._debug_log or self._run_dir / DEBUG_FOLDER / name
             text = "".join(described(step, row, why, self._term_weights) for why, row in shown)
-            self._append(self._debug_log, text, " or set logging.num_examine=0")
+            fix = _FIX.replace("space", "space or set logging.num_examine=0")
+            with writing(self._debug_log.parent, fix, RunFailed):
+                self._debug_log.parent.mkdir(exist_ok=True)
+            self._append(self._debug_log, text, fix)
 
     def rewind(self, first_step: int) -> int:
         """Delete the lines and stored steps from ``first_step`` on, rewind sinks that can; return the number of lines.
@@ -149,7 +151,7 @@ class RunLog:
         """
         dropped = 0
         for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
-            try:
+            with writing(path, _FIX, RunFailed):
                 with path.open("rb") as lines:
                     is_kept = [
                         json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)
@@ -161,8 +163,6 @@ class RunLog:
                         temporary.open("wb") as file,
                     ):
                         file.writelines(itertools.compress(lines, is_kept))
-            except OSError as error:
-                raise _unwritten(path, error) from error
             dropped += is_kept.count(False)
         for sink in self._sinks:
             sink.rewind(first_step)
@@ -180,21 +180,9 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(0 if kind is None else 1)
 
-    def _append(self, path: Path, text: str, or_else: str = "") -> None:
-        try:
-            if path.parent != self._run_dir:
-                path.parent.mkdir(exist_ok=True)
-            with path.open("ab") as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise _unwritten(Path(error.filename or path), error, or_else) from error
-
-
-def _unwritten(path: Path, error: OSError, or_else: str = "") -> RunFailed:
-    return RunFailed(
-        f"{path} cannot be written ({os_reason(error)}); free disk space{or_else}, then continue "
-        "from the last checkpoint with train.resume=auto."
-    )
+    def _append(self, path: Path, text: str, fix: str = _FIX) -> None:
+        with writing(path, fix, RunFailed), path.open("ab") as file:
+            file.write(text.encode())
 
 
 class _TrainingLog(logging.FileHandler):
@@ -343,19 +331,10 @@ def described(step: int, row: Fields, why: str, term_weights: Mapping[str, float
     success = "yes" if row["success"] else "no"
     facts = [f"advantage {row['advantage']:.4f}", f"success {success}", f"policy version {row['policy_version']}"]
     facts += [one_line(f"grader: {name} = {value}", limit=None) for name, value in row["reward_info"].items()]
-    terms = dict.fromkeys(term_weights) | dict(row["reward_terms"])
-    tasks = {name.partition("/")[0] for name in row["reward_terms"] if "/" in name}  # of a mixture: one
-    terms = {name: value for name, value in terms.items() if "/" not in name or name.partition("/")[0] in tasks}
-    lines, total = [], 0.0
-    for name, value in terms.items():
+    lines = []
+    for name, value in row["reward_terms"].items():  # those that apply to the response
         weight = term_weights.get(name, 1.0)
-        if value is None:
-            lines.append(f"{one_line(name, limit=None):<20}  does not apply")
-            continue
-        total += weight * value
         lines.append(f"{one_line(name, limit=None):<20}  {value:8.4f} x {weight:8.4f} = {weight * value:8.4f}")
-    if abs(row["reward"] - total) > _ROUNDING * max(1.0, abs(total)):
-        lines.append(f"{'(other)':<20}  {'':>22}{row['reward'] - total:8.4f}")
     lines.append(f"{'total':<20}  {'':>22}{row['reward']:8.4f}")
     paragraphs = [
         f"{_RULE}\nstep {step}, group {row['group_id']}, sample {row['sample_id']}: {why}\n{_RULE}",

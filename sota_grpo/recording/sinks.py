@@ -11,7 +11,6 @@ import os
 import secrets
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from sota_grpo.config import PROJECT, Config
-from sota_grpo.config.spelling import flat
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.plugins import Registry
 from sota_grpo.recording.machine import this_start, without_secrets
@@ -30,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 RUN_ID_FILE = "wandb_run_id.txt"
 FOLDER = "tensorboard"
-JUDGED_BY = ("eval/accuracy", "reward")  # metrics in TensorBoard's HParams tab
 _FINISH_TIMEOUT_S = 120.0  # longest wait for an upload after the run has finished
-_TEXTS = 8  # responses per step in TensorBoard; rollouts.jsonl has more
 _FLUSH_S = 10  # TensorBoard reloads every 30 s
 
 
@@ -197,43 +193,32 @@ class WandbSink(CopySink):
 
 
 class TensorBoardSink(CopySink):
-    """A sink that copies metrics, samples and the config to event files in ``tensorboard/`` of the run directory.
+    """A sink that copies metrics to event files in ``tensorboard/`` of the run directory.
 
-    A resumed run begins a new event file; TensorBoard hides the older files' steps from its first step on. Options in
-    ``config``, which must have no secrets, become hyperparameters.
+    A resumed run begins a new event file; TensorBoard hides the older files' steps from its first step on.
     """
 
     label, package = "TensorBoard", "tensorboard"
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None):
+    def __init__(self, run_dir: str | os.PathLike[str]):
         super().__init__()
         self._dir = Path(run_dir) / FOLDER
-        self._config = config or {}
         self._first_step: int | None = None
         self._open: Any = None
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> TensorBoardSink:
-        return cls(run_dir, config=asdict(config))
+        return cls(run_dir)
 
     def _rewind(self, first_step: int) -> None:
-        self._close()
+        self._finish(0)
         self._first_step = first_step  # first step of the next event file
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        text = "\n\n".join(as_markdown(row) for row in rows[:_TEXTS])
-        self._writer.add_text("samples", text, step)
-
     def _finish(self, exit_code: int) -> None:
-        if exit_code == 0:  # TensorBoard shows a session without this as running
-            self._writer.file_writer.add_summary(self._hyperparameters()[2])
-        self._close()
-
-    def _close(self) -> None:
         writer, self._open = self._open, None
         if writer is not None:
             writer.close()
@@ -245,42 +230,7 @@ class TensorBoardSink(CopySink):
             from torch.utils.tensorboard import SummaryWriter
 
             self._open = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
-            experiment, start, _ = self._hyperparameters()
-            # not add_hparams, which creates another run
-            self._open.file_writer.add_summary(experiment)
-            self._open.file_writer.add_summary(start)
         return self._open
-
-    def _hyperparameters(self) -> tuple[Any, Any, Any]:
-        """Return three summaries for the HParams tab: experiment, start and end of this session."""
-        from torch.utils.tensorboard.summary import hparams
-
-        values = {name: value for name, value in flat(self._config).items() if value is not None}
-        plain = {name: one if isinstance(one, (bool, int, float, str)) else str(one) for name, one in values.items()}
-        return hparams(plain, dict.fromkeys(JUDGED_BY, 0.0))
-
-
-def as_markdown(row: Mapping[str, Any]) -> str:
-    """Return a row of ``rollouts.jsonl`` as Markdown, with prompt and response as code blocks.
-
-    >>> row = {"group_id": 7, "sample_id": 1, "reward": 1.0, "advantage": 0.5, "truncated": True, "response_tokens": 2}
-    >>> print(as_markdown(row | {"prompt": "1 + 1?", "response": "*2*"}))
-    **reward 1** | advantage 0.5 | 2 tokens, cut | group 7, sample 1
-    <BLANKLINE>
-        1 + 1?
-    <BLANKLINE>
-    Response:
-    <BLANKLINE>
-        *2*
-    """
-
-    def code(text: str) -> str:
-        return textwrap.indent(readable(text), "    ", lambda line: True)
-
-    length = f"{row['response_tokens']} tokens" + (", cut" if row["truncated"] else "")
-    head = f"**reward {row['reward']:.4g}** | advantage {row['advantage']:.3g} | {length}"
-    head += f" | group {row['group_id']}, sample {row['sample_id']}"
-    return f"{head}\n\n{code(row['prompt'])}\n\nResponse:\n\n{code(row['response'])}"
 
 
 #: The sinks by their name in ``logging.sinks``; ``wandb`` is chosen by ``logging.wandb`` instead.

@@ -22,13 +22,13 @@ from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_text
 from sota_grpo.recording.machine import SECRET
-from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, read_replays
-from sota_grpo.report.data import RunData, charts, curves, find_runs, phases, read_runs, safe_json, shown, stride_for
+from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, find_runs, read_replays
+from sota_grpo.report.data import RunData, charts, curves, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import Groups, choose_groups
 from sota_grpo.text import os_reason, sentence
 from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
 
-__all__ = ["TrainingReport", "write_report"]
+__all__ = ["report_of", "write_report"]
 
 REPORT_FILE = "report.html"
 MAX_BYTES = 9_500_000  # size of the file; plotly is half of it
@@ -37,8 +37,6 @@ _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("base", "lines", "curves", "runs", "tokens", "dialogs", "groups", "tables", "start")  # in this order
 _PLACEHOLDER = re.compile(r"@@(\w+)@@")
 _HIDDEN = "(hidden)"  # shown for secrets, because reports are shared
-_SHARE = 0.005  # largest fraction of the run's time for writing reports
-_FIRST_S = 0.3  # assumed time of the first report
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +109,7 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     """
     stride = stride_for(runs)
     plots = [curves(run, stride) for run in runs]
-    page = {
-        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "stride": stride,
-        "charts": charts([plot["columns"] for plot in plots]),
-        "options": options(runs),
-    }
-    head = safe_json(page)
-    bodies = []
+    shown_runs: list[dict[str, Any]] = []
     for run, name, plot in zip(runs, run_names(runs), plots):
         replays, sentences = read_replays(run.path)
         left_out += sentences
@@ -128,19 +119,26 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
             **{"note": run.note, "starts": list(run.starts), "written": written, "phases": phases(run)},
             **{"concurrent": run.config.get("mode") == "async", "gate": _gate(run.gate), "replays": replays},
         }
-        bodies.append(safe_json(about | plot))
-    share = max(0, budget - sum(map(len, [head, *bodies]))) // len(runs)
-    encoded = []
-    for run, body in zip(runs, bodies):
+        shown_runs.append(about | plot)
+    page = {
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "stride": stride,
+        "charts": charts([plot["columns"] for plot in plots]),
+        "options": options(runs),
+        "seeds": seeds_of_one_config(runs),
+        "left_out": left_out,
+        "runs": shown_runs,
+    }
+    share = max(0, budget - len(safe_json(page))) // len(runs)
+    for run, shown_run in zip(runs, shown_runs):
         try:
             groups = choose_groups(run, share)
         except UserError as error:  # a damaged line; the curves are shown without groups
             groups = Groups([], 0, [], [])
             left_out.append(f"The groups of {run.path}: {error}")
-        record = safe_json({"total": groups.total, "stored": groups.stored, "ages": groups.ages})
-        encoded.append(f'{body[:-1]},"record":{record},"groups":[{",".join(groups.encoded)}]}}')
-    rest = safe_json({"seeds": seeds_of_one_config(runs), "left_out": left_out})
-    return f'{head[:-1]},{rest[1:-1]},"runs":[{",".join(encoded)}]}}'
+        shown_run["record"] = {"total": groups.total, "stored": groups.stored, "ages": groups.ages}
+        shown_run["groups"] = groups.shown
+    return safe_json(page)
 
 
 def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -220,30 +218,16 @@ def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"mode": str(record.get("mode")), "checks": checks}
 
 
-class TrainingReport:
-    """Writes ``report.html`` to the directory of a run that has metrics; ``enabled`` False: never."""
-
-    def __init__(self, run_dir: str | os.PathLike[str], *, enabled: bool = True) -> None:
-        self._run_dir, self._enabled = Path(run_dir), enabled
-        self._began, self._spent, self._last = time.perf_counter(), 0.0, _FIRST_S
-
-    def write(self, *, last: bool = True) -> float:
-        """Write the report, unless it is not the ``last`` and reports would take over 0.5 % of the time.
-
-        Return the seconds it took, 0 without metrics. A failure is logged and disables reports.
-        """
-        metrics, began = self._run_dir / METRICS_FILE, time.perf_counter()
-        is_due = last or self._spent + self._last <= _SHARE * (began - self._began)
-        if not (self._enabled and is_due and metrics.is_file() and metrics.stat().st_size):
-            return 0.0
-        try:
-            write_report([self._run_dir], self._run_dir / REPORT_FILE)
-        except Exception as error:  # a failed report must not end a run
-            self._enabled = False
-            logger.warning(
-                "The report could not be written (%s); the run writes no other. Write it with: sota-grpo report %s",
-                *(sentence(error).rstrip("."), self._run_dir),
-            )
-        self._last = time.perf_counter() - began
-        self._spent += self._last
-        return self._last
+def report_of(run_dir: Path) -> float:
+    """Write ``report.html`` to the directory of a run that has metrics; return the seconds. A failure is logged."""
+    metrics, began = run_dir / METRICS_FILE, time.perf_counter()
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return 0.0
+    try:
+        write_report([run_dir], run_dir / REPORT_FILE)
+    except Exception as error:  # a failed report must not end a run
+        logger.warning(
+            "The report could not be written (%s). Write it with: sota-grpo report %s",
+            *(sentence(error).rstrip("."), run_dir),
+        )
+    return time.perf_counter() - began

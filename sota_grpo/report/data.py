@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,6 @@ from sota_grpo.recording.metrics import METRICS, Metric, declared
 from sota_grpo.recording.run_files import (
     GATE_FILE,
     METRICS_FILE,
-    has_begun,
-    is_run,
-    natural,
     read_config,
     read_json,
     read_record,
@@ -89,7 +85,6 @@ _OF_A_TASK = "*"  # placeholder in the key of a chart for the task names of its 
 _BAND_OF_TASK = f"{EVAL_TASK_ERROR}.., over problems"
 _LAST = ("reward/", "eval/reward/", "grader/")  # in a mixture, the task's name precedes the rest
 _HEAD, _TAIL = 16_000, 4_000  # characters shown of a longer text
-_DEPTH = 4  # levels of folders searched for runs: DATE/TIME/JOB and one more
 
 
 @dataclass(frozen=True)
@@ -113,26 +108,6 @@ class RunData:
         return max((row["step"] + 1 for row in self.rows if "dialog_turns" in row or "reward" in row), default=0)
 
 
-def find_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the run directories among ``paths`` and below them, once each, in natural order below each path.
-
-    Folders are searched 4 levels deep. UserError for a path that is no folder or has no run.
-    """
-    runs: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"There is no run in {path}: the folder does not exist; give the directory of a run.")
-        if not path.is_dir():
-            raise UserError(f"{path} is a file; give the run directory, {path.parent}.")
-        below = _below(path, _DEPTH)
-        if not below:
-            what = f"neither the folder nor its subfolders have a {METRICS_FILE}"
-            raise UserError(f"There is no run in {path}: {what}; give the directory of a run.")
-        for run in below:
-            runs.setdefault(run.resolve(), run)
-    return list(runs.values())
-
-
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     """Return the runs with metrics, and an error message per other run; UserError if no run has metrics."""
     runs, sentences = [], []
@@ -144,15 +119,6 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
     if not runs:
         raise UserError(sentences[0])
     return runs, sentences
-
-
-def _below(path: Path, depth: int) -> list[Path]:
-    if has_begun(path):
-        return [path]
-    entries = path.iterdir() if depth else ()
-    folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
-    return below or ([path] if is_run(path) else [])
 
 
 def read_run(path: Path) -> RunData:

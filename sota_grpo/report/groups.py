@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ from sota_grpo.untrusted import open_file
 _FIRST, _LAST = 2_500, 500  # tokens shown of a longer response: the first and the last
 _DIGITS = 3
 _OVERFLOW = 700.0  # largest argument of exp
-_HEAD = re.compile(rb'\{"step": (\d+), "group_id": (-?\d+), ')
-_TAIL = re.compile(rb'"policy_version": (-?\d+)\}\n\Z')
-_AT_ONCE = 4  # groups of a step that are chosen before the next step has its turn
 _MISFITS = 50  # successive groups over the budget, after which the rest is skipped
 _STEP_BYTES = 400_000  # of all groups of one stored step
 _MOST_TURNS, _MOST_CALLS = 200, 50  # per dialog and per turn; runs write far fewer
 _MOST_NAME = 100
 
+Group = dict[str, Any]  # see plain_group
 GroupKey = tuple[int, int]  # step and group
 Line = tuple[int, int, int]  # number, offset in the file, size in bytes
 
@@ -74,9 +70,9 @@ def _ends(column: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The prompt groups of a run that the report page shows, as JSON, and counts of all of the run's groups."""
+    """The prompt groups of a run that the report page shows, and counts of all of the run's groups."""
 
-    encoded: list[str]  # JSON of each group, safe in HTML
+    shown: list[Group]
     total: int  # number of groups in the run's files, shown or not
     stored: list[int]  # steps of the groups from stored steps
     ages: list[tuple[int, int]]  # (age of the policy in versions, number of responses)
@@ -92,12 +88,12 @@ def choose_groups(run: RunData, budget: int) -> Groups:
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3")).removesuffix("_unbiased")
     weight = sum(size for rows in lines.values() for *_, size in rows)
     most = max(budget // 2, budget - weight)
-    stored, left = _stored(run.path, estimator, most)
+    stored, used = _stored(run.path, estimator, most)
     rest = [key for key in _in_order(lines) if key not in stored]
-    extremes, _ = _fitting(_extremes(path, {key: lines[key] for key in rest}), budget - most + left)
+    extremes, _ = _fitting(_extremes(path, {key: lines[key] for key in rest}), budget - used)
     chosen = stored | extremes
     return Groups(
-        encoded=[chosen[key] for key in sorted(chosen)],
+        shown=[chosen[key] for key in sorted(chosen)],
         total=len(lines.keys() | chosen.keys()),
         stored=sorted({step for step, _ in stored}),
         ages=sorted(ages.items()),
@@ -112,16 +108,12 @@ def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
     lines: dict[GroupKey, list[Line]] = {}
     ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):
-        head, tail = _HEAD.match(line), _TAIL.search(line, max(0, len(line) - 64))
-        if head and tail:
-            step, group, version = int(head[1]), int(head[2]), int(tail[1])
-        else:
-            row = json_line(line, path, line_number)
-            step = row["step"]
-            group, version = (
-                row[name] if isinstance(row.get(name), int) else default
-                for name, default in (("group_id", 0), ("policy_version", step))
-            )
+        row = json_line(line, path, line_number)
+        step = row["step"]
+        group, version = (
+            row[name] if isinstance(row.get(name), int) else default
+            for name, default in (("group_id", 0), ("policy_version", step))
+        )
         lines.setdefault((step, group), []).append((line_number, offset, len(line)))
         ages[step - version] += 1
     return lines, ages
@@ -185,34 +177,33 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
 
 
 def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
-    """Yield a few groups of each step, in the order of :func:`spread`; then the next few of each step, and so on."""
+    """Yield all groups of a step, then of the next; the steps are in the order of :func:`spread`."""
     groups: dict[int, list[int]] = {}
     for step, group in keys:
         groups.setdefault(step, []).append(group)
     steps = sorted(groups)
-    for start in range(0, max(map(len, groups.values()), default=0), _AT_ONCE):
-        for step in (steps[at] for at in spread(len(steps))):
-            yield from ((step, group) for group in groups[step][start : start + _AT_ONCE])
+    for at in spread(len(steps)):
+        yield from ((steps[at], group) for group in groups[steps[at]])
 
 
-def _fitting(texts: Iterable[tuple[GroupKey, str]], budget: int) -> tuple[dict[GroupKey, str], int]:
-    """Return the texts that fit into ``budget`` bytes together, in order, and the number of bytes left."""
-    fitting: dict[GroupKey, str] = {}
-    misfits = 0
-    for key, text in texts:
-        size = len(text.encode())
-        if size <= budget:
-            fitting[key] = text
-            misfits, budget = 0, budget - size
+def _fitting(groups: Iterable[tuple[GroupKey, Group]], budget: int) -> tuple[dict[GroupKey, Group], int]:
+    """Return the groups whose JSON fits into ``budget`` bytes together, in order, and the number of these bytes."""
+    fitting: dict[GroupKey, Group] = {}
+    used = misfits = 0
+    for key, group in groups:
+        size = len(safe_json(group).encode())
+        if used + size <= budget:
+            fitting[key] = group
+            misfits, used = 0, used + size
         else:
             misfits += 1
             if misfits > _MISFITS:
                 break
-    return fitting, budget
+    return fitting, used
 
 
-def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, str]]:
-    """Yield (key, JSON) of the groups whose ``lines`` of ``rollouts.jsonl`` are given."""
+def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tuple[GroupKey, Group]]:
+    """Yield the groups whose ``lines`` of ``rollouts.jsonl`` are given."""
     if not lines:  # the file may be missing
         return
     with open_file(path) as file:
@@ -221,47 +212,35 @@ def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tupl
             for line_number, offset, size in sizes:
                 file.seek(offset)
                 rows.append(json_line(file.read(size), path, line_number))
-            yield key, safe_json(plain_group(rows, whole=False))
+            yield key, plain_group(rows, whole=False)
 
 
-def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, str], int]:
-    """Return the JSON of the groups of stored steps that fit into ``budget``, and the number of bytes left."""
-    stored: dict[GroupKey, str] = {}
+def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, Group], int]:
+    """Return the groups of stored steps that fit into ``budget``, and the number of bytes of their JSON."""
+    stored: dict[GroupKey, Group] = {}
     if not (run_dir / "steps").is_dir():  # without it torch is not needed
-        return stored, budget
-    from sota_grpo.recording.stored_steps import stored_steps
+        return stored, 0
+    from sota_grpo.recording.stored_steps import StoredStep, read_step, stored_steps
 
-    paths = list(stored_steps(run_dir).values())
+    def groups_of(step: StoredStep) -> Iterator[tuple[GroupKey, Group]]:
+        groups: dict[int, list[Mapping[str, Any]]] = {}
+        for row in step.samples:
+            groups.setdefault(int(row["group_id"]), []).append({**row, "step": step.step})
+        for group, rows in groups.items():
+            yield (step.step, group), plain_group(rows, whole=True, estimator=estimator)
+
+    used, paths = 0, list(stored_steps(run_dir).values())
     for at in spread(len(paths)):
         try:
-            status = paths[at].stat()
-            groups = _groups_of(paths[at], estimator, status.st_mtime_ns, status.st_size)
-        except (FileNotFoundError, UserError):  # deleted by the run meanwhile, or damaged
+            step = read_step(paths[at])
+        except UserError:  # deleted by the run meanwhile, or damaged
             continue
-        fitting, budget = _fitting(groups, budget)
+        fitting, size = _fitting(groups_of(step), min(budget - used, _STEP_BYTES))
         stored |= fitting
-        if budget < _STEP_BYTES // 10:
+        used += size
+        if budget - used < _STEP_BYTES // 10:
             break
-    return stored, budget
-
-
-@lru_cache(maxsize=32)  # a training run reads it again at every checkpoint
-def _groups_of(path: Path, estimator: str, _written: int, _bytes: int) -> list[tuple[GroupKey, str]]:
-    from sota_grpo.recording.stored_steps import read_step
-
-    stored = read_step(path)
-    groups: dict[int, list[Mapping[str, Any]]] = {}
-    for row in stored.samples:
-        groups.setdefault(int(row["group_id"]), []).append({**row, "step": stored.step})
-    encoded: list[tuple[GroupKey, str]] = []
-    left = _STEP_BYTES
-    for group, rows in groups.items():
-        text = safe_json(plain_group(rows, whole=True, estimator=estimator))
-        left -= len(text.encode())
-        if left < 0 and encoded:
-            break
-        encoded.append(((stored.step, group), text))
-    return encoded
+    return stored, used
 
 
 def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -234,10 +234,9 @@ def without_thinking(text: str) -> str:
     return text
 
 
-def last_tagged(text: str, tag: re.Pattern[str] = _TAG) -> str | None:
-    """Return the text between the last complete pair of tags, or None; group 1 of ``tag`` is a closing tag's slash."""
+def _last_tagged(text: str) -> str | None:
     begin, inside = None, None
-    for match in tag.finditer(text):
+    for match in _TAG.finditer(text):
         if not match[1]:
             begin = match.end()
         elif begin is not None:
@@ -395,14 +394,14 @@ def _hash(text: str, *, skips_headings: bool = False) -> str | None:
 
 _hash_no_heading = partial(_hash, skips_headings=True)
 _FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
-    "tags": (last_tagged,),
+    "tags": (_last_tagged,),
     "boxed": (_boxed,),
     "hash": (_hash,),
     "last_number": (find_last_number,),
-    "any": (last_tagged, _boxed, _hash_no_heading, find_last_number),
+    "any": (_last_tagged, _boxed, _hash_no_heading, find_last_number),
 }
-_OF_MATHEMATICS = (last_tagged, _boxed, _hash_no_heading, find_mathematics, find_last_number)
-_OF_WORDS = (last_tagged, _boxed, _hash_no_heading, _said_last, str)
+_OF_MATHEMATICS = (_last_tagged, _boxed, _hash_no_heading, find_mathematics, find_last_number)
+_OF_WORDS = (_last_tagged, _boxed, _hash_no_heading, _said_last, str)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 

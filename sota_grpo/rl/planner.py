@@ -54,7 +54,6 @@ class LearnerSettings(Rates):
         schedule: ``constant``, or ``linear`` or ``cosine`` decay to 0 at optimizer step ``total_steps``; each after a
             linear rise over ``warmup_steps`` optimizer steps.
         optim_batch_size: rows per optimizer step.
-        optim_groups: prompt groups per optimizer step, for groups of different sizes; None: use ``optim_batch_size``.
         micro_batch_tokens: most tokens of a forward pass, padded or packed (a prompt once); a single row may be longer.
         forward_tokens: the same for a forward pass that only computes log-probs; None: ``micro_batch_tokens``.
         top_entropy_quantile: fraction of an optimizer step's tokens, those of highest entropy, that the surrogate is
@@ -66,7 +65,6 @@ class LearnerSettings(Rates):
 
     total_steps: int
     optim_batch_size: int
-    optim_groups: int | None = None
     optimizer: str = "adamw"
     clip_grad_norm: float = 1.0
     schedule: str = "constant"
@@ -133,9 +131,9 @@ class Planner:
         """Return each rank's rows and micro-batches of a training step; the weights' ``version`` seeds the shuffles."""
         settings = self.settings
         prompts = row_prompts(table)
-        rows = table.rows(keys.GROUP_ID, keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
+        rows = table.rows(keys.ADVANTAGE, keys.TRUNCATED, keys.REWARD_ERROR)
         lengths = table.lengths(keys.FULL_TOKENS)
-        batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(rows, prompts, epoch, version)]
+        batches = [b for epoch in range(settings.epochs) for b in self.mini_batches(prompts, epoch, version)]
         scoring: list[list[tuple[list[int], bool]]] = [[] for _ in range(self.num_ranks)]
         if settings.recompute or self.drops_out:
             chosen = range(len(rows)) if settings.recompute else batches[0]
@@ -151,28 +149,20 @@ class Planner:
             shares.append(Share(table.take(positions), passes, micros, positions, lengths))
         return shares
 
-    def mini_batches(
-        self, rows: Sequence[Row], prompts: Sequence[RowPrompt], epoch: int, version: int
-    ) -> Iterator[list[int]]:
+    def mini_batches(self, prompts: Sequence[RowPrompt], epoch: int, version: int) -> Iterator[list[int]]:
         """Yield the row indices of each optimizer step of ``epoch`` (from 0); later epochs shuffle whole groups.
 
         The shuffle is seeded by ``version``, that of the weights, and ``epoch``.
-        ``optim_batch_size`` may split a group over steps; ``optim_groups`` never does. The last step may be smaller.
+        A group may be split over steps, and the last step may be smaller.
         """
-        order = list(range(len(rows)))
+        order = list(range(len(prompts)))
         if epoch:
             generator = torch.Generator().manual_seed(sample_seed(self.seed, version, epoch))
             groups = groups_by_prompt(prompts, order)
             mixed = torch.randperm(len(groups), generator=generator).tolist()
             order = [index for group in mixed for index in groups[group].rows]
-        pieces, size = [[index] for index in order], self.settings.optim_batch_size
-        if self.settings.optim_groups is not None:
-            groups_of: dict[int, list[int]] = {}
-            for index in order:
-                groups_of.setdefault(int(rows[index][keys.GROUP_ID]), []).append(index)
-            pieces, size = list(groups_of.values()), self.settings.optim_groups
-        for start in range(0, len(pieces), size):
-            yield [index for piece in pieces[start : start + size] for index in piece]
+        for start in range(0, len(order), self.settings.optim_batch_size):
+            yield order[start : start + self.settings.optim_batch_size]
 
     def passes(
         self,

@@ -23,8 +23,8 @@ class Task(Protocol):
     ``location`` names the row in error messages.
 
     Optional: ``counts(score, example)`` returns ``{name: (successes, trials)}`` of a benchmark's accuracies
-    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` may lower the run's response limit, and
-    ``group_size(example)`` replaces ``env.repeats`` unless None (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
+    (:class:`~sota_grpo.tasks.ifeval.IFEvalTask`); ``max_tokens(example)`` may lower the run's response limit
+    (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
     """
 
     name: str

@@ -21,7 +21,6 @@ from sota_grpo.assembly.estimate import require_disk
 from sota_grpo.assembly.learning import model_digests
 from sota_grpo.assembly.python_inputs import PythonInputs
 from sota_grpo.config import Config, num_steps
-from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.secrets import require_tokens
 from sota_grpo.config.spelling import with_options
 from sota_grpo.config.validators import validate
@@ -47,7 +46,7 @@ from sota_grpo.recording.run_files import (
 from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.stored_steps import StoredSteps
-from sota_grpo.report import TrainingReport
+from sota_grpo.report import report_of
 from sota_grpo.rewards.functions import Functions
 from sota_grpo.stopping import Interrupted, StopRequest
 from sota_grpo.text import GREEN, RED, os_reason, say
@@ -111,7 +110,6 @@ class Run:
             device=device,
             enabled=config.logging.store_steps,
         )
-        self.report = TrainingReport(self.run_dir, enabled=config.logging.report)
 
     def train(self) -> int:
         """Check, train, evaluate and export; return the number of completed steps, including those before a resume."""
@@ -249,7 +247,7 @@ class Run:
             if self.reached is not None:
                 return False
         if step == self.first:
-            starting(f"The first step: {mean_responses_per_step(self.config)} responses")
+            starting(f"The first step: {self.config.train.dialog_turns_per_batch} responses")
         self.log.begin()
         if step == self.first and self.components.collector.replay_buffer is not None:  # filled from now on
             self.components.collector.start()
@@ -321,10 +319,14 @@ class Run:
             self.stop.step_is_over()
         if (frequency and steps % frequency == 0) or steps == self.total or self.stop.requested:
             self._save(steps)
-            self.run_log.phase_seconds["time/report_s"] += self.report.write(last=self.stop.requested)
         if self.stop.requested and steps < self.total:
+            self._report()
             logger.warning("Stopped after %d steps; train.resume=auto continues the run.", steps)
         return not self.stop.requested
+
+    def _report(self) -> None:
+        if self.config.logging.report:
+            self.run_log.phase_seconds["time/report_s"] += report_of(self.run_dir)
 
     def _finish(self, steps: int) -> None:
         if self.reached is not None and self.saved != steps:
@@ -342,7 +344,7 @@ class Run:
                 ) from error
         self.saves.wait()
         self.directory.finish(self.reached)
-        self.run_log.phase_seconds["time/report_s"] += self.report.write()
+        self._report()
         evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
         before, after = evaluations.get(0, {}), evaluations.get(steps, {})

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sota_grpo.assembly.compose import (
     CONFIG_DIR,
-    below_home,
+    checked_overrides,
     preset_names,
     require_known,
-    require_names,
     resumed_config,
     sentence_of,
 )
 from sota_grpo.config import Config, register
-from sota_grpo.config.secrets import without_tokens
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_command
 from sota_grpo.files import write_text
@@ -35,7 +33,7 @@ from sota_grpo.recording.run_files import OVERRIDES_FILE, has_begun, is_held, no
 from sota_grpo.run import launch
 from sota_grpo.sweeps import SUMMARY, as_text, continued, note_command, objective, write_summary
 from sota_grpo.text import RED, ConsoleHandler, Output, readable, say
-from sota_grpo.training.runs import RunRefused, drop_empty, unwritable
+from sota_grpo.training.runs import RunRefused, drop_empty, writing_in
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -57,7 +55,7 @@ def entry(mode: str, command: str | None = None) -> None:
     """
 
     def run() -> int:
-        arguments = below_home(without_tokens(sys.argv[1:]))
+        arguments = checked_overrides(sys.argv[1:])
         wants_help = not {"-h", "--help"}.isdisjoint(arguments)
         if wants_help:
             print(help_heading(command or _program()))
@@ -65,7 +63,6 @@ def entry(mode: str, command: str | None = None) -> None:
             arguments = [argument for argument in arguments if argument not in ("-h", "--help", "-m", "--multirun")]
             arguments += ["--cfg", "job"]
         # Hydra saves the command line, but must not write into a directory that may be another run's
-        require_names(arguments)
         sys.argv[1:] = continued([_NO_FILES, _KEEP_SWEEP, *with_mode(arguments, mode)])
         if not wants_help:
             return _run()
@@ -355,7 +352,7 @@ class Jobs:
 
             with suppress(OSError, UserError):  # a missing page is no failure of the sweep
                 report = f", report: {write_report([self._sweep_dir], self._sweep_dir / 'report.html')}"
-        say(f"Summary: {self._sweep_dir / SUMMARY}.md and .json{report}")
+        say(f"Summary: {self._sweep_dir / SUMMARY}{report}")
 
 
 def note_options(run_dir: Path, composed: DictConfig) -> None:
@@ -366,12 +363,10 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
     folder, hydra = (run_dir / OVERRIDES_FILE).parent, cast(Any, HydraConfig.instance().cfg)
     if has_begun(run_dir) or hydra is None:
         return
-    try:
+    with writing_in(run_dir):
         folder.mkdir(parents=True, exist_ok=True)
         for name, node in (("config", composed), ("hydra", hydra), ("overrides", hydra.hydra.overrides.task)):
             write_text(folder / f"{name}.yaml", OmegaConf.to_yaml(node))
-    except OSError as error:
-        raise unwritable(run_dir, error) from error
 
 
 def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Config, bool]:

@@ -105,8 +105,7 @@ class PromptGroupCollector(BaseCollector):
     Args:
         env: draws prompts, tokenises and grades: a :class:`~sota_grpo.envs.TaskEnv` or its ``PromptSource``.
         policy: the engine that samples the responses.
-        dialog_turns_per_batch: responses per batch, a positive multiple of ``env.repeats``. A batch has
-            ``dialog_turns_per_batch / env.repeats`` prompts, also if tasks set other group sizes.
+        dialog_turns_per_batch: responses per batch, a positive multiple of ``env.repeats``.
         total_dialog_turns: collection ends after so many responses; -1: never.
         max_policy_age: largest age of a token in a batch, in weight updates; above 0 needs a GroupReplayBuffer.
         replay_buffer: the buffer to fill. With a :class:`~sota_grpo.source.replay_buffer.GroupReplayBuffer` the age
@@ -622,7 +621,7 @@ class PromptGroupCollector(BaseCollector):
         try:
             if rows is None:
                 seed = sample_seed(self._seed, group.group_id)
-                prompt = Prompt(group.group_id, group.example, self.env.group_size(group.example), seed)
+                prompt = Prompt(group.group_id, group.example, self.env.repeats, seed)
                 rows = (await self.rollouts.group(prompt, self.sampling, self._clock)).rows
                 for transform in self.graded_transforms:
                     transform(rows)  # in place

@@ -1,9 +1,9 @@
 """Tasks by name; a task is imported when its name is first used.
 
 The options of ``env`` and ``reward`` that a task reads are the parameters of its class and of its ``load``. A class may
-have four optional attributes: ``hub_name``, its default dataset; ``has_test_split``, True if a hub dataset's split
-``test`` is held out; ``replies``, True if its scores may have a ``reply``; ``calls_tools``, True if a response may call
-a tool. Importing a built-in task does not import torch, because options are validated before torch is imported.
+have three optional attributes: ``hub_name``, its default dataset; ``has_test_split``, True if a hub dataset's split
+``test`` is held out; ``replies``, True if its scores may have a ``reply``. Importing a built-in task does not import
+torch, because options are validated before torch is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _OWN = {
     "code": "code:CodeTask",
     "arithmetic": "arithmetic:ArithmeticTask",
     "countdown": "procedural:CountdownTask",
-    "calculator": "procedural:CalculatorTask",
     "reasoning_gym": "reasoning_gym:ReasoningGymTask",
 }
 _METHODS = ("messages", "score", "gold_response", "read_row")  # required methods

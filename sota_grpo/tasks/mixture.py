@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from sota_grpo.rewards.grading import guarded_scores
@@ -43,25 +43,6 @@ def task_of_draw(weights: Sequence[Fraction], draw: int) -> tuple[int, int]:
     return len(weights) - 1, draw
 
 
-def position_in_rounds(sizes: Sequence[int], index: int) -> tuple[int, int]:
-    """Return (number of the list, index in it) of element ``index`` of lists of these sizes, interleaved round-robin.
-
-    All three count from 0; IndexError unless ``0 <= index < sum(sizes)``.
-
-    >>> [position_in_rounds([1, 3], index) for index in range(4)]
-    [(0, 0), (1, 0), (1, 1), (1, 2)]
-    """
-    rounds = 0
-    for size in sorted(set(sizes)) if index >= 0 else ():
-        waiting = [task for task, length in enumerate(sizes) if length >= size]
-        here = (size - rounds) * len(waiting)
-        if index < here:
-            turn, which = divmod(index, len(waiting))
-            return waiting[which], rounds + turn
-        index, rounds = index - here, size
-    raise IndexError(f"the index is outside a sequence of {sum(sizes)} elements.")
-
-
 class MixedExamples(Sequence[Example]):
     """The examples of several tasks (``examples_of``), each tagged with its task's name, interleaved round-robin.
 
@@ -71,17 +52,21 @@ class MixedExamples(Sequence[Example]):
     def __init__(self, examples_of: Mapping[str, Sequence[Example]], weights: Mapping[str, Fraction]) -> None:
         self.examples_of = dict(examples_of)
         self.weights = {name: weights[name] for name in examples_of}
-        self._names, self._sizes = list(examples_of), [len(examples) for examples in examples_of.values()]
+
+    @cached_property
+    def _order(self) -> list[tuple[int, int, str]]:
+        """Index in its task, number of the task and its name, for each example."""
+        numbered = enumerate(self.examples_of.items())
+        return sorted((at, task, name) for task, (name, part) in numbered for at in range(len(part)))
 
     def __len__(self) -> int:
-        return sum(self._sizes)
+        return sum(map(len, self.examples_of.values()))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        position = operator.index(index)
-        which, position_of_task = position_in_rounds(self._sizes, position + len(self) if position < 0 else position)
-        return self.example(self._names[which], position_of_task)
+            return [self.example(name, at) for at, _, name in self._order[index]]
+        at, _, name = self._order[index]
+        return self.example(name, at)
 
     def example(self, name: str, index: int) -> Example:
         """Return example ``index`` of the task ``name``, with ``extra["mixture/task"]`` set to the name."""
@@ -101,7 +86,7 @@ class MixedExamples(Sequence[Example]):
     def drawn(self, draw: int) -> tuple[str, int]:
         """Return (task name of draw ``draw``, number of earlier draws of that task)."""
         which, count = task_of_draw(list(self.weights.values()), draw)
-        return self._names[which], count
+        return list(self.examples_of)[which], count
 
 
 class MixtureTask:
@@ -114,7 +99,6 @@ class MixtureTask:
         tasks: tasks by name; the names also prefix their metrics.
         weights: sampling weights by name; a task without one has weight 1.
         max_tokens: maximum response length in tokens by name, for tasks that override the run's limit.
-        group_sizes: group size by name, for tasks that override the run's group size.
     """
 
     name = "mixture"
@@ -124,14 +108,13 @@ class MixtureTask:
         tasks: Mapping[str, Task],
         weights: Mapping[str, Fraction] | None = None,
         max_tokens: Mapping[str, int] | None = None,
-        group_sizes: Mapping[str, int] | None = None,
     ) -> None:
         names = sorted(tasks)  # independent of the order in a file or command
         shares = dict.fromkeys(names, Fraction(1)) | dict(weights or {})
         self._set_tasks({name: without_examples(tasks[name]) for name in names})
         self.train: Sequence[Example] = MixedExamples({name: tasks[name].train for name in names}, shares)
         self.heldout: Sequence[Example] = MixedExamples({name: tasks[name].heldout for name in names}, shares)
-        self._max_tokens, self._group_sizes = dict(max_tokens or {}), dict(group_sizes or {})
+        self._max_tokens = dict(max_tokens or {})
 
     def _set_tasks(self, tasks: Mapping[str, Task]) -> None:
         self.tasks = dict(tasks)
@@ -164,10 +147,6 @@ class MixtureTask:
     def max_tokens(self, example: Example) -> int | float:
         """Return the maximum response length of the example's task, in tokens; infinity if the task sets none."""
         return self._max_tokens.get(self.resolve(example)[0], math.inf)
-
-    def group_size(self, example: Example) -> int | None:
-        """Return the group size of the example's task; None if the task sets none."""
-        return self._group_sizes.get(self.resolve(example)[0])
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Return ``{task: (success, 1)}`` of the example's task, and the task's benchmark counts as ``task/name``."""

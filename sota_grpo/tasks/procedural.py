@@ -1,12 +1,9 @@
-"""Procedurally generated tasks, with two that support multi-turn dialogs: Countdown and a calculator.
+"""Procedurally generated tasks, with Countdown, which supports multi-turn dialogs.
 
 A Countdown problem has numbers and a target; the answer is an expression of the numbers whose value is the target, by
 the rules of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets. The reply to a
-wrong response names the mistake. TinyZero's rows (columns ``nums`` and ``target``) can be used as data.
-
-The calculator is an example of a task with a tool: after a turn with ``<calc>347 * 28</calc>``, a tool turn gives the
-result, and the policy continues. Arithmetic is exact, and no model text is executed
-(:mod:`sota_grpo.rewards.expressions`).
+wrong response names the mistake. TinyZero's rows (columns ``nums`` and ``target``) can be used as data. Arithmetic is
+exact, and no model text is executed (:mod:`sota_grpo.rewards.expressions`).
 """
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
-from sota_grpo.rewards.extract import extract_answer, last_tagged, numbers_equal, without_thinking
+from sota_grpo.rewards.extract import extract_answer, numbers_equal
 from sota_grpo.rl.records import Example, Score, sample_seed
 from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, optional_text, require_not_negative, text_of
 
@@ -221,52 +217,6 @@ def _expression(rng: random.Random, numbers: Sequence[int]) -> tuple[int, str]:
 
 
 LARGEST_RESULT = 10**18
-FORMS = (  # of the questions; each letter is a number with two or three digits
-    *("a * b", "a * b + c", "a * b - c", "(a + b) * c", "(a - b) * c", "a * b + c * d", "a * b - c * d"),
-)
-_TAG = re.compile(r"<(/?)calc>")
-_LETTER = re.compile("[a-d]")
-
-
-class CalculatorTask(ProceduralTask):
-    """Products and sums of large numbers; graded by exact match of the final number.
-
-    Reward and arguments: :class:`ProceduralTask`. If a response has no answer, but a complete ``<calc>`` outside the
-    thinking, the last complete one is evaluated, and the result or error is the reply, a tool turn. Any other response
-    ends the dialog. ``info`` has ``tool_calls``, 1 for a response that calls the calculator, else 0.
-
-    >>> task = CalculatorTask()
-    >>> example = Example("What is 347 * 28 + 591?", "#### 10307")
-    >>> task.score("First the product: <calc>347 * 28</calc>", example).reply
-    {'role': 'tool', 'content': '9716'}
-    >>> task.score("#### 10307", example).terms, task.score("#### 10307", example).reply
-    ({'correct': 1.0}, None)
-    """
-
-    name = "calculator"
-    replies = True  # scores have replies
-    calls_tools = True  # needs env.max_steps of 2 or more
-    default_prompt = (
-        "You have a calculator for +, -, *, / and brackets: write <calc>expression</calc> and end your turn, and you "
-        "are given its result. Give the final answer on a last line of the form '#### <number>'."
-    )
-
-    def draw(self, rng: random.Random, heldout: bool) -> Example:
-        """Sample a form, then numbers until the result is positive and the problem is in the requested split."""
-        form = rng.choice(FORMS)
-        while True:
-            question = _LETTER.sub(lambda _: str(rng.randint(11, 999)), form)
-            value = parse_expression(question).value
-            if value > 0 and is_heldout((form, value)) == heldout:  # a * b and b * a are in the same split
-                return Example(query=f"What is {question}?", answer=f"#### {value}")
-
-    def score(self, response: str, example: Example) -> Score:
-        """Return the term ``correct``, and the calculator's ``reply`` if the response calls it."""
-        if extract_answer(response, "hash") is not None:
-            return replace(super().score(response, example), info={"tool_calls": 0})
-        call = last_tagged(without_thinking(response), _TAG)
-        reply = None if call is None else {"role": "tool", "content": calculate(call)}
-        return Score({"correct": 0.0}, False, info={"tool_calls": int(call is not None)}, reply=reply)
 
 
 def calculate(expression: str) -> str:

@@ -111,14 +111,6 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def gains(before: Mapping[str, Sequence[Counts]], after: Mapping[str, Sequence[Counts]]) -> dict[str, Any]:
-    """Return ``{name: accuracy(after[name], before[name])}`` for each name that is in both mappings.
-
-    The two counts of a name must be of the same problems in the same order; ValueError if their numbers differ.
-    """
-    return {name: accuracy(after[name], before[name]) for name in after if name in before}
-
-
 def _shares(problems: Sequence[Sequence[Response]], weights: Mapping[str, float]) -> dict[str, Any]:
     responses = [response for group in problems for response in group]
     right = [(sum(one.score.success for one in group) / len(group), 1.0) for group in problems]

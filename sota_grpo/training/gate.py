@@ -538,7 +538,7 @@ def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
     task = run.task
     if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
         count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
-        yield from ((example, run.rollouts.env.group_size(example)) for example in task.train[:count])
+        yield from ((example, run.rollouts.env.repeats) for example in task.train[:count])
     else:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])
 

@@ -121,7 +121,7 @@ class Learner:
             self._apply_entropy_coef(0.0)
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
-        """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows (or ``optim_groups``).
+        """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows.
 
         Return metrics, combined over the optimizer steps (mostly means); None for one that could not be measured, such
         as ``entropy`` if no token was trained. ``mismatch_kl`` is measured with the weights before the step, without
@@ -249,7 +249,7 @@ class Learner:
         sums: dict[str, Tensor] = {}
         largest: list[Tensor] = []
         half = None if self.is_sharded else AUTOCAST[self.settings.precision]
-        with contextlib.nullcontext() if half is None else self.policy.half_weights(half):
+        with contextlib.nullcontext() if half is None else self.policy.half_weights(half, last > 1):
             threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
             for index, (micro, weights, learns) in enumerate(passes, start=1):
                 if self.ranks.size > 1:
@@ -261,8 +261,10 @@ class Learner:
                 if learns:
                     self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
                 for totals, values in ((losses, terms), (sums, dict(out.sums.items()))):
-                    for name, value in values.items():
-                        totals[name] = totals.get(name, 0) + value.detach()
+                    if totals.keys() == values.keys():  # by one kernel
+                        torch._foreach_add_(list(totals.values()), [values[name].detach() for name in totals])
+                    else:
+                        totals |= {name: totals.get(name, 0) + value.detach() for name, value in values.items()}
                 largest.append(out.gradient_squared_max)
         top = torch.stack(largest).amax(0, keepdim=True)
         if self.ranks.size > 1:

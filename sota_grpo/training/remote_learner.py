@@ -27,7 +27,7 @@ from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable
 from sota_grpo.training.checkpoint import Shards, ShardWriter
 from sota_grpo.training.learner import Learner
-from sota_grpo.workers.base import IDLE_METHOD, Start, Worker, WorkerDied, WorkerThread
+from sota_grpo.workers.base import Worker, WorkerDied, WorkerThread
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -225,7 +225,7 @@ class RemoteLearner:
         workers: one :class:`sota_grpo.training.remote_learner.LearnerWorker` process per rank, in rank order.
         share: stores a large argument once for all ranks (:meth:`sota_grpo.workers.base.Launcher.share`).
         silence_s: longest time without progress; must exceed that of a micro-batch, an update or a gathered tensor.
-        start_silence_s: longest time without progress while ranks start (:class:`sota_grpo.workers.base.Start`).
+        start_s: longest time until all ranks have built their learners.
         grace_s: how long the other ranks may take to answer after one rank raised.
     """
 
@@ -236,12 +236,12 @@ class RemoteLearner:
         *,
         share: Callable[[Any], Any] = lambda value: value,
         silence_s: float = 600.0,
-        start_silence_s: float = 600.0,
+        start_s: float = 1800.0,
         grace_s: float = 10.0,
     ):
         self.workers, self.settings, self.version = tuple(workers), settings, 0
         self.pack_bytes, self._share = _PACK_BYTES, share
-        self._silence_s, self._start_silence_s, self._grace_s = silence_s, start_silence_s, grace_s
+        self._silence_s, self._start_s, self._grace_s = silence_s, start_s, grace_s
         self._ready = False
         self._planner: Planner | None = None
         self._order = threading.Lock()
@@ -255,26 +255,13 @@ class RemoteLearner:
         if self._ready:
             return
         answers = [worker.call("ping") for worker in self.workers]
-        limit_s, began_s = self._start_silence_s, time.monotonic()
-        starts = [Start(limit_s, began_s) for _ in answers]
-        looks: dict[int, Future[Any]] = {}
-        pause_s = min(limit_s / (2 * _PINGS_PER_SILENCE), _LONGEST_PING_PAUSE_S)
-        while pending := wait(answers, timeout=pause_s, return_when=FIRST_EXCEPTION).not_done:
-            if any(answer.done() and answer.exception() for answer in answers):
-                break
-            now_s = time.monotonic()
-            left = {index: start for index, start in enumerate(starts) if answers[index] in pending}
-            for index, start in left.items():
-                if index in looks and looks[index].done() and not looks[index].exception():
-                    start.answered(looks.pop(index).result(), now_s)
-                if index not in looks:
-                    looks[index] = self.workers[index].call(IDLE_METHOD)
-            for index, start in left.items():
-                if why := start.verdict(now_s, left.values()):
-                    self._die(index, why)
+        pending = wait(answers, timeout=self._start_s, return_when=FIRST_EXCEPTION).not_done
         for index, answer in enumerate(answers):
             if answer.done() and (error := answer.exception()):
                 self._die(index, str(error), error)
+        for index, answer in enumerate(answers):
+            if answer in pending:
+                self._die(index, f"it was not ready after {self._start_s:g} s")
         self._ready = True
 
     def poll(self, pings: _Pings | None = None) -> None:

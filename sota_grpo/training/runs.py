@@ -18,7 +18,7 @@ from typing import IO, Any
 from sota_grpo.config import IN_FILES, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.spelling import flat, walk
-from sota_grpo.errors import UserError
+from sota_grpo.errors import UserError, writing
 from sota_grpo.files import drop_leftovers, file_reference, write_text
 from sota_grpo.recording.machine import starts_of, this_start
 from sota_grpo.recording.run_files import (
@@ -171,10 +171,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         files = [(CONFIG_FILE, config_yaml), (RUN_FILE, json.dumps({**self._row, "finished": False}))]
         for name, text in files[::-1] if self.resumed else files:  # so that a kill between leaves a run to resume
             self._write(name, text)
-        try:
+        with writing_in(self.path):
             (self.path / FAILURE_FILE).unlink(missing_ok=True)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
     def finish(self, reached: Mapping[str, float] | None = None) -> None:
         """Record that the run is finished; ``reached``: step, accuracy and target, if met. UserError if that fails."""
@@ -188,10 +186,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.close()
 
     def _write(self, name: str, text: str) -> None:
-        try:
+        with writing_in(self.path):
             write_text(self.path / name, text)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
 
 
 def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, num_steps: int) -> RunDir:
@@ -355,31 +351,31 @@ def _lock(path: Path) -> IO[bytes] | None:
         return None
     if read_record(path) is not None:
         require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
-    try:
+    with writing_in(path):
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK_FILE).open("ab")
         for _ in range(_TRIES):  # `is_held` holds the lock for an instant
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise
+                raise UserError(
+                    f"The file system of {path} locks no files ({os_reason(error)}), so a second process could not be "
+                    "kept away from the run; mount it with flock, or set hydra.run.dir."
+                ) from error
+            else:
                 os.register_at_fork(after_in_child=file.close)  # a worker must not keep the lock of a killed run
                 return file
-            time.sleep(0.02)
         file.close()
-        return None
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise UserError(
-                f"The file system of {path} locks no files ({os_reason(error)}), so a second process could not be kept "
-                "away from the run; mount it with flock, or set hydra.run.dir."
-            ) from error
-        raise unwritable(path, error) from error
+    return None
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
-    """Return a UserError: the run directory ``path`` cannot be written, because of ``error``."""
-    return UserError(
-        f"The run directory {path} cannot be written ({os_reason(error)}); make it writable, or set hydra.run.dir."
-    )
+def writing_in(path: Path) -> AbstractContextManager[None]:
+    """Replace an OSError in the block by a UserError: the run directory ``path`` cannot be written."""
+    return writing(f"The run directory {path}", "make it writable, or set hydra.run.dir")
 
 
 def drop_empty(fresh: Path) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,11 +40,6 @@ from sota_grpo.text import readable
 
 Result = TypeVar("Result")
 Unpack = Callable[[], tuple[Any, ...]]
-IDLE_METHOD = "__idle_s__"  # method name; every host returns its idle time at once, also during construction
-_SILENCES = 12  # a start that is always busy fails after so many times its limit
-_BUSY = 0.05  # cores; a process that uses less is idle (an idle Ray actor uses 0.01)
-_MOVED = 1 << 20  # bytes per second; a process that reads and writes more is busy
-_SHORTEST_LOOK_S = 0.05
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
     "from sota_grpo.orphans import fork_under_subreaper; fork_under_subreaper();"
@@ -257,9 +252,8 @@ class WorkerThread:
 class Host(WorkerThread):
     """Constructs a worker and calls its methods, in order, on the thread that runs :meth:`serve`.
 
-    If the construction raises, every call fails with :class:`ConstructionFailed`. Two calls are not queued, but made in
-    :meth:`post`: ``ping``, once the worker is constructed, and at any time ``"__idle_s__"``, which returns the seconds
-    for which this process has been idle. :meth:`close` closes the worker after the queued calls.
+    If the construction raises, every call fails with :class:`ConstructionFailed`. Once the worker is constructed,
+    ``ping`` is not queued, but called in :meth:`post`. :meth:`close` closes the worker after the queued calls.
 
     Args:
         unpack_spec: returns the worker's spec; called in :meth:`serve`; an exception is a failed construction.
@@ -275,15 +269,12 @@ class Host(WorkerThread):
 
     def __init__(self, name: str, unpack_spec: Callable[[], WorkerSpec]) -> None:
         super().__init__(name, start=False)
-        self._activity = Activity()
         self._worker = self.submit(self._construct, unpack_spec)
 
     def post(self, method: str, unpack: Unpack, answer: Callable[[bool, Any], object]) -> None:
         """Queue ``method(*unpack())`` for the worker; pass the outcome to ``answer(succeeded, result or error)``."""
         # unpack imports the modules of its arguments: imports on two threads may see a partly initialized module
-        if method == IDLE_METHOD:
-            answer(True, self._activity.idle_s())
-        elif method == "ping" and self._worker.done() and self._worker.exception() is None:
+        if method == "ping" and self._worker.done() and self._worker.exception() is None:
             try:
                 answer(True, getattr(self._worker.result(), "ping", self.silent_s)())
             except Exception as error:
@@ -320,53 +311,6 @@ class Host(WorkerThread):
     def _reply(self, answer: Callable[[bool, Any], object], done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         answer(*((True, done.result()) if error is None else (False, portable(self.name, error))))
-
-
-class Activity:
-    """Measures for how long this process and its descendants have been idle: hardly any CPU time, reads or writes.
-
-    Loading a model, compiling it and capturing CUDA graphs report no progress for minutes, but are not idle. A
-    process that hangs or waits (lock, network, rank) is idle, unless it spins. Only Linux counts reads and writes.
-
-    >>> activity = Activity()
-    >>> activity.idle_s()
-    0.0
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._busy_at = self._looked_at = time.monotonic()
-        self._seen: dict[int, tuple[float, int]] = {}
-
-    def idle_s(self) -> float:
-        """Return the seconds since a call last noticed activity: 0 if this one does, or if it is the first."""
-        with self._lock:
-            now = time.monotonic()
-            elapsed_s = now - self._looked_at
-            if not self._seen or elapsed_s >= _SHORTEST_LOOK_S:
-                used = _used()
-                before = [self._seen.get(pid, (0.0, 0)) for pid in used]
-                cpu_s = sum(max(0.0, cpu - old) for (cpu, _), (old, _) in zip(used.values(), before))
-                moved = sum(max(0, count - old) for (_, count), (_, old) in zip(used.values(), before))
-                if not self._seen or cpu_s >= _BUSY * elapsed_s or moved >= _MOVED * elapsed_s:
-                    self._busy_at = now
-                self._seen, self._looked_at = used, now
-            return now - self._busy_at
-
-
-def _used() -> dict[int, tuple[float, int]]:
-    """Return {pid: (CPU seconds, bytes read and written, mapped files included)} of this process and descendants."""
-    this_process, used = psutil.Process(), {}
-    for process in (this_process, *descendants()):
-        with suppress(psutil.Error):  # it has ended, or access is denied
-            times = process.cpu_times()  # in steps of 10 ms
-            cpu_s = time.process_time() if process.pid == this_process.pid else times.user + times.system
-            used[process.pid] = cpu_s, 0
-            if psutil.LINUX:
-                with suppress(OSError, RuntimeError, ValueError):  # the kernel does not count them, or a truncated file
-                    counts = process.io_counters()
-                    used[process.pid] = cpu_s, counts.read_chars + counts.write_chars + counts.read_bytes
-    return used
 
 
 def descendants() -> list[psutil.Process]:
@@ -456,54 +400,6 @@ def child_environment(env: Mapping[str, str] | None, threads: int | None) -> dic
     {'OMP_NUM_THREADS': '2', 'A': 'b'}
     """
     return ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}) | dict(env or {})
-
-
-@dataclass
-class Start:
-    """Start-up timer of one worker, kept by the process that starts it; all times are of that process's clock.
-
-    Args:
-        limit_s: the start fails after so many seconds without an answer from this worker, or without activity of this
-            and every other starting worker. After 12 times as many seconds in all, it fails in any case.
-        began_s: when the worker was started.
-    """
-
-    limit_s: float
-    began_s: float
-
-    def __post_init__(self) -> None:
-        self.answered_s = self.worked_s = self.began_s
-
-    def answered(self, idle_s: float, now_s: float) -> None:
-        """Record for :meth:`verdict` that the worker answered at ``now_s``, when it had been idle for ``idle_s``."""
-        self.answered_s, self.worked_s = now_s, max(self.worked_s, now_s - idle_s)
-
-    def verdict(self, now_s: float, starts: Iterable[Start]) -> str | None:
-        """Return why the start has failed; None if the caller should keep waiting.
-
-        Args:
-            starts: timers of all workers that are starting. One may wait for another (for a download, at a rendezvous),
-                so idleness is a failure only if all are idle for ``limit_s``.
-
-        >>> start, other = Start(10.0, began_s=0.0), Start(10.0, began_s=0.0)
-        >>> other.answered(idle_s=0.0, now_s=9.0)
-        >>> start.answered(idle_s=9.0, now_s=9.0)
-        >>> start.verdict(12.0, [start, other])
-        >>> start.answered(idle_s=15.0, now_s=15.0), start.verdict(19.5, [start, other])
-        (None, 'it did nothing for 10 s while it was being started')
-        >>> other.verdict(19.5, [start, other])
-        'it has not answered for 10 s while it was being started'
-        >>> start.answered(idle_s=0.0, now_s=120.0), start.verdict(120.0, [start])
-        (None, 'it was not ready after 120 s')
-        """
-        if now_s - self.answered_s >= self.limit_s:
-            return f"it has not answered for {self.limit_s:g} s while it was being started"
-        silent_s = now_s - self.worked_s  # reads the other timers only if this worker is idle
-        if silent_s >= self.limit_s <= now_s - max((start.worked_s for start in starts), default=self.worked_s):
-            return f"it did nothing for {self.limit_s:g} s while it was being started"
-        if now_s - self.began_s >= _SILENCES * self.limit_s:
-            return f"it was not ready after {_SILENCES * self.limit_s:g} s"
-        return None
 
 
 class ThreadWorker:

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sota_grpo.workers.base import (
-    IDLE_METHOD,
     ConstructionFailed,
     Result,
-    Start,
     Worker,
     WorkerDied,
     WorkerLate,
@@ -68,37 +66,16 @@ class Slot:
 
     name: str  # of its last worker
     index: int
-    start: Start
     worker: Worker | None = None
     state: Literal["starting", "ready", "retired"] = "starting"
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # set unless the state is starting
     owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers to wait for before it is ready
     life: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # coroutines while its worker is ready
     tasks: dict[int, Task] = field(default_factory=dict)  # by number, oldest first
+    called: set[asyncio.Future[Any]] = field(default_factory=set)  # of broadcasts that its worker has not answered
     failed_starts: int = 0  # in a row
     has_run: bool = False
     line: dict[Slot, None] = field(default_factory=dict)  # entry of Fleet._lines that has this slot
-
-
-@dataclass(eq=False)
-class Broadcast:
-    """One call to every ready worker, pending until each answers or is lost; if all are lost, the next is called."""
-
-    method: str
-    args: tuple[Any, ...]
-    deadline_s: float  # for each worker
-    future: asyncio.Future[dict[str, Any]]
-    previous: tuple[Any, ...] | None  # earlier sticky arguments, restored if this call fails
-    waiting: set[int] = field(default_factory=set)  # slots that have not answered
-    answers: dict[int, tuple[str, Any]] = field(default_factory=dict)  # slot -> (worker's name, answer)
-    refusals: list[BaseException] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    deaths: int = 0
-
-    @property
-    def needs_another(self) -> bool:
-        """Whether the next worker that becomes ready must be called: none is pending and none has answered."""
-        return not (self.waiting or self.answers or self.refusals)
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
@@ -148,8 +125,7 @@ class Fleet:
         progress: ``progress(*args)`` counts finished parts of a task; the deadline is then per part. It is read eight
             times per deadline, so a part gets at most nine eighths of it.
         silence_s: longest time without an answer to a ping, or without progress.
-        start_silence_s: longest time in which a starting worker may answer nothing, or in which it and all others that
-            start may be idle (:class:`~.base.Activity`); a start that takes 12 times as long fails, too.
+        start_s: longest time until a started worker has answered a ping; then it is killed and the start has failed.
         max_attempts: a task fails with :class:`TaskLost` when so many workers died or hung with it.
         max_start_failures: failed starts in a row after which the slot is retired; once all slots are retired, all
             tasks fail. If a construction raises in a slot that never had a ready worker, the slot is retired at once.
@@ -181,7 +157,7 @@ class Fleet:
         task_deadline_s: float | None = None,
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
-        start_silence_s: float = 600.0,
+        start_s: float = 1800.0,
         max_attempts: int = _MAX_ATTEMPTS,
         max_start_failures: int = 5,
         shares_devices: bool = False,
@@ -192,15 +168,15 @@ class Fleet:
         self.poll: Callable[[], object] = lambda: None
         self._role, self._start, self._capacity = role, start, capacity
         self._task_deadline_s, self._progress = task_deadline_s, progress
-        self._silence_s, self._start_silence_s = silence_s, start_silence_s
+        self._silence_s, self._start_s = silence_s, start_s
         self._max_attempts, self._max_start_failures = max_attempts, max_start_failures
         self._shares_devices = shares_devices
-        self._slots = [Slot(f"{role}-{index}", index, Start(start_silence_s, 0.0)) for index in range(count)]
+        self._slots = [Slot(f"{role}-{index}", index) for index in range(count)]
         self._numbers = itertools.count()
         self._queue: list[tuple[int, Task]] = []  # a heap: number, task
         # _lines[n]: ready slots with n < capacity tasks; the slot that has waited longest is first.
         self._lines: list[dict[Slot, None]] = [{} for _ in range(capacity)]
-        self._broadcasts: list[Broadcast] = []  # pending
+        self._any_ready = asyncio.Event()  # set when a worker becomes ready, and at the end
         self._sticky: dict[str, tuple[Any, ...]] = {}  # {method: arguments} to call on a new worker
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
@@ -352,14 +328,20 @@ class Fleet:
         for slot in self._slots:
             slot.tasks = {}
             slot.settled.set()
+            self._fail_called(slot, cause)
             if slot.worker is not None:
                 slot.worker.kill()
+        self._any_ready.set()
         if not self._ready.done():
             self._ready.set_exception(cause)
-        tasks.sort(key=lambda task: task.number)
-        for future in [broadcast.future for broadcast in self._broadcasts] + [task.future for task in tasks]:
-            if not future.done():
-                future.set_exception(cause)
+        for task in sorted(tasks, key=lambda task: task.number):
+            if not task.future.done():
+                task.future.set_exception(cause)
+
+    def _fail_called(self, slot: Slot, why: Exception) -> None:
+        called, slot.called = slot.called, set()
+        for outcome in called:
+            outcome.set_exception(why)
 
     # One slot
 
@@ -369,8 +351,7 @@ class Fleet:
         while not self._stop.is_set():  # a task group that fails while it is cancelled raises only its failure
             try:
                 await self._bring_up(slot, pause_s)
-            except ExceptionGroup as failures:  # whatever a launcher raises is a failed start
-                error = failures.exceptions[0]
+            except Exception as error:  # whatever a launcher raises is a failed start
                 slot.failed_starts += 1
                 no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
                 if no_construction or slot.failed_starts >= self._max_start_failures:
@@ -396,22 +377,23 @@ class Fleet:
         """Start a worker, call the sticky broadcasts on it, and wait until it has answered them and a ping."""
         old, slot.worker = slot.worker, None
         slot.settled.clear()
-        slot.start = Start(self._start_silence_s, self._loop.time() + pause_s)
-        while slot.worker is None or slot.owed:  # broadcasts that came while the group below ended are awaited, too
-            async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch_start(slot))
-                if slot.worker is None:
-                    if old is not None:
-                        await self._on_thread(slot, old.kill)
-                    await self._awake.wait()
-                    await asyncio.sleep(pause_s)
-                    slot.worker = await self._on_thread(slot, self._start, slot.index)
-                    slot.name = slot.worker.name
-                    calls = [*self._sticky.items(), ("ping", ())]
-                    slot.owed = [self._call(slot, method, *args) for method, args in calls]
+        if old is not None:
+            await self._on_thread(slot, old.kill)
+        await self._awake.wait()
+        await asyncio.sleep(pause_s)
+        limit = asyncio.timeout(self._start_s)
+        try:
+            async with limit:
+                slot.worker = await self._on_thread(slot, self._start, slot.index)
+                slot.name = slot.worker.name
+                calls = [*self._sticky.items(), ("ping", ())]
+                slot.owed = [self._call(slot, method, *args) for method, args in calls]
                 while slot.owed:
                     await slot.owed.pop(0)
-                watch.cancel()
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"it was not ready after {self._start_s:g} s") from None
+            raise
 
     async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
         """Await ``function(*args)`` on a new thread; if this is cancelled, kill the worker that it returns later."""
@@ -441,25 +423,6 @@ class Fleet:
                 done.result().kill()
             raise
 
-    async def _watch_start(self, slot: Slot) -> None:
-        """Request a starting worker's idle time, eight times per ``start_silence_s``; raise if the start has failed."""
-        pinged: asyncio.Future[float] | None = None
-        while True:
-            now_s = self._loop.time()
-            if not self._awake.is_set():  # the timer starts when the fleet wakes
-                slot.start = Start(self._start_silence_s, now_s)
-            if why := slot.start.verdict(now_s, (other.start for other in self._slots if other.state == "starting")):
-                raise TimeoutError(why)
-            if pinged is None and slot.worker is not None:
-                pinged = self._call(slot, IDLE_METHOD)
-            if pinged is not None:
-                await asyncio.wait([pinged], timeout=self._start_silence_s / 8)
-                if pinged.done():
-                    if pinged.exception() is None:  # if the worker died, another call raises it
-                        slot.start.answered(pinged.result(), self._loop.time())
-                    pinged = None
-            await asyncio.sleep(now_s + self._start_silence_s / 8 - self._loop.time())
-
     def _retire(self, slot: Slot, error: BaseException) -> None:
         left = sum(other.state != "retired" for other in self._slots) - 1
         tries = f"{slot.failed_starts} start{'s' * (slot.failed_starts > 1)}"
@@ -477,17 +440,15 @@ class Fleet:
             self._end(cause)
 
     def _mark_ready(self, slot: Slot) -> None:
-        """Mark a worker ready for tasks, and call pending broadcasts on it that no other worker can answer."""
+        """Mark a worker ready for tasks and broadcasts."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
         slot.settled.set()
         logger.info("Worker %s is ready.", slot.name)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
         slot.life.create_task(self._while_ready(slot, self._watch))
+        self._any_ready.set()
         self._offer(slot)
-        for broadcast in self._broadcasts:
-            if broadcast.needs_another:
-                self._send_to(broadcast, slot)
         self._dispatch()
 
     async def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
@@ -518,7 +479,7 @@ class Fleet:
             await asyncio.sleep(began_s + self._silence_s / 4 - answered_s)
 
     def _lose(self, slot: Slot, why: WorkerDied | _Unfit) -> None:
-        """Requeue the tasks of a lost worker at their old positions, and remove the worker from broadcasts."""
+        """Requeue the tasks of a lost worker at their old positions, and end its part in broadcasts."""
         tasks, slot.tasks = list(slot.tasks.values()), {}
         failed = []
         for task in tasks:
@@ -537,10 +498,7 @@ class Fleet:
             again,
             len(failed),
         )
-        for broadcast in [broadcast for broadcast in self._broadcasts if slot.index in broadcast.waiting]:
-            broadcast.waiting.remove(slot.index)
-            broadcast.deaths += 1
-            self._conclude(broadcast, str(why))
+        self._fail_called(slot, why)
         self._dispatch()
         for task in failed:
             what = f"{task.workers_lost} {self._role} workers died or hung with it, the last was {slot.name}: {why}"
@@ -598,61 +556,69 @@ class Fleet:
     # Broadcasts
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> dict[str, Any]:
-        """Call every ready worker, and for a sticky broadcast every starting worker before its first task."""
-        if self._dead is not None or self._stop.is_set():
-            raise self._dead or self._closed()
-        broadcast = Broadcast(method, args, deadline_s, self._loop.create_future(), self._sticky.get(method))
-        self._broadcasts.append(broadcast)
-        for slot in self._slots:
-            if slot.state == "ready":
-                self._send_to(broadcast, slot)
-            elif sticky and slot.state == "starting" and slot.worker is not None:
-                slot.owed.append(self._call(slot, method, *args))
-        if sticky:
+        """Call every ready worker, or the next one; for a sticky broadcast every starting worker before it is ready."""
+        previous = self._sticky.get(method)
+        if sticky and self._dead is None:
+            for slot in self._slots:
+                if slot.state == "starting" and slot.worker is not None:
+                    slot.owed.append(self._call(slot, method, *args))
             self._sticky[method] = args
-        return await broadcast.future
+        deaths, late, count = 0, list[str](), len(self._slots)
+        while True:
+            if self._dead is not None or self._stop.is_set():
+                raise self._dead or self._closed()
+            if not (ready := [slot for slot in self._slots if slot.state == "ready"]):
+                self._any_ready.clear()
+                await self._any_ready.wait()
+                continue
+            outcomes = {slot.name: self._outcome(slot, method, args, deadline_s, late) for slot in ready}
+            await asyncio.wait(outcomes.values())
+            if self._dead is not None:
+                raise self._dead
+            errors = [error for outcome in outcomes.values() if (error := outcome.exception())]
+            if refusals := [error for error in errors if not isinstance(error, (WorkerDied, _Unfit))]:
+                if self._sticky.get(method) is args:  # workers that start later get the previous call
+                    del self._sticky[method]
+                    if previous is not None:
+                        self._sticky[method] = previous
+                raise refusals[0]
+            if len(errors) < len(outcomes):
+                return {name: outcome.result() for name, outcome in outcomes.items() if not outcome.exception()}
+            deaths += len(errors)
+            if deaths >= self._max_attempts * count or len(late) >= _MAX_LATE * count:
+                what = f"No {self._role} worker answered {method} within {deadline_s:g} s; late: {', '.join(late)}"
+                died = f"{deaths} {self._role} workers died or hung during {method}; the last: {errors[-1]}"
+                raise WorkerLate(what) if late else WorkerDied(died)
 
-    def _send_to(self, broadcast: Broadcast, slot: Slot) -> None:
-        broadcast.waiting.add(slot.index)
-        slot.life.create_task(self._while_ready(slot, self._answer, broadcast))
+    def _outcome(self, slot: Slot, *call: Any) -> asyncio.Future[Any]:
+        """Call a ready worker; return the future of its answer, which fails with the reason if the worker is lost."""
+        outcome = self._loop.create_future()
+        slot.called.add(outcome)
+        slot.life.create_task(self._while_ready(slot, self._answer, outcome, *call))
+        return outcome
 
-    async def _answer(self, slot: Slot, broadcast: Broadcast) -> None:
-        answer = self._call(slot, broadcast.method, *broadcast.args)
-        await asyncio.wait([answer], timeout=broadcast.deadline_s)
+    async def _answer(
+        self,
+        slot: Slot,
+        outcome: asyncio.Future[Any],
+        method: str,
+        args: tuple[Any, ...],
+        deadline_s: float,
+        late: list[str],
+    ) -> None:
+        answer = self._call(slot, method, *args)
+        await asyncio.wait([answer], timeout=deadline_s)
         if not answer.done():
-            broadcast.late.append(slot.name)
-            raise _Unfit(f"it has not answered {broadcast.method} within {broadcast.deadline_s:g} s")
+            late.append(slot.name)
+            raise _Unfit(f"it has not answered {method} within {deadline_s:g} s")
         error = answer.exception()
         if isinstance(error, WorkerDied):
             raise error
-        broadcast.waiting.remove(slot.index)
+        slot.called.remove(outcome)
         if error is None:
-            broadcast.answers[slot.index] = slot.name, answer.result()
+            outcome.set_result(answer.result())
         else:
-            broadcast.refusals.append(error)
-        self._conclude(broadcast, "")
-
-    def _conclude(self, broadcast: Broadcast, why: str) -> None:
-        """Complete a broadcast with no pending worker, unless all were lost and a replacement may still answer."""
-        count, method = len(self._slots), broadcast.method
-        hopeless = broadcast.deaths >= self._max_attempts * count or len(broadcast.late) >= _MAX_LATE * count
-        if broadcast.waiting or (broadcast.needs_another and not hopeless):
-            return
-        self._broadcasts.remove(broadcast)
-        if broadcast.refusals:
-            if self._sticky.get(method) is broadcast.args:  # workers that start later get the previous call
-                del self._sticky[method]
-                if broadcast.previous is not None:
-                    self._sticky[method] = broadcast.previous
-            broadcast.future.set_exception(broadcast.refusals[0])
-        elif broadcast.answers:
-            broadcast.future.set_result(dict(broadcast.answers[index] for index in sorted(broadcast.answers)))
-        elif broadcast.late:
-            late = f"No {self._role} worker answered {method} within {broadcast.deadline_s:g} s"
-            broadcast.future.set_exception(WorkerLate(f"{late}; late: {', '.join(broadcast.late)}"))
-        else:
-            died = f"{broadcast.deaths} {self._role} workers died or hung during {method}; the last: {why}"
-            broadcast.future.set_exception(WorkerDied(died))
+            outcome.set_exception(error)
 
     # Sleep
 

@@ -29,7 +29,6 @@ from sota_grpo.errors import UserError, collect_garbage_rarely
 from sota_grpo.files import folder_for_sockets
 from sota_grpo.orphans import die_with_parent, guard
 from sota_grpo.workers.base import (
-    IDLE_METHOD,
     Host,
     Launcher,
     OpenCalls,
@@ -95,6 +94,9 @@ class HostActor:
         self._next_call = 0
         self._arrived: dict[int, Callable[[], None]] = {}
 
+    async def locate(self) -> tuple[Location, bool, None]:
+        return (os.getpid(), machine_id()), True, None
+
     async def call(self, number: int, method: str, *packed: Any) -> tuple[Location, bool, Any]:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[bool, Any]] = loop.create_future()
@@ -130,7 +132,7 @@ class RayWorker:
         self._lock = threading.Lock()
         self._sent = 0
         self._process: int | None = None  # pidfd of the actor's process, if it runs on this machine
-        self.call(IDLE_METHOD)  # every answer includes the location
+        self._await(actor.locate.remote(), number=-1)  # answered during the construction too
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         def send(number: int) -> None:
@@ -142,7 +144,7 @@ class RayWorker:
             except Exception as error:  # Ray has ended, or raises
                 self._calls.fail(WorkerDied(f"{self.name} cannot be reached: {_one_line(error)}"))
             else:
-                answer.future().add_done_callback(partial(self._answered, number))
+                self._await(answer, number)
 
         return self._calls.open(send)
 
@@ -165,6 +167,9 @@ class RayWorker:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                 wait([process], _GONE_S)
             os.close(process)
+
+    def _await(self, answer: Any, number: int) -> None:
+        answer.future().add_done_callback(partial(self._answered, number))
 
     def _answered(self, number: int, answer: Future[tuple[Location, bool, Any]]) -> None:
         from ray.exceptions import RayTaskError

@@ -193,15 +193,6 @@ def test_an_adapter_travels_alone_and_is_merged_with_the_base_that_came_before(p
     assert any(not torch.equal(value, actual[name]) for name, value in base.tensors())
 
 
-def test_each_rank_keeps_half(pair: Pair) -> None:
-    two, one = pair.learner(), pair.one()
-    two.update(ragged_rows(4))
-    whole = sum(parameter.numel() for parameter in one.parameters)
-    kept = pair.ask("num_elements")
-    assert [sum(part) for part in zip(*kept)] == [whole, whole]
-    assert max(parameters for parameters, _ in kept) < 0.51 * whole
-
-
 def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> None:
     rows = row_list(ragged_rows(5, longest=5))
     planner = passes_of(pair.one().policy, learner_settings(), Ranks(0, 2)).step_planner()

@@ -18,9 +18,9 @@ from tests.contract.test_fsdp_ranks import (
     CLOSE,
     LAYOUT,
     Pair,
-    assert_equal_figures,
     assert_equal_weights,
-    measured,
+    require_equal_gate,
+    require_equal_updates,
     save,
     started,
 )
@@ -55,16 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_equal_one_ranks(kind: str, four: Pair) -> None:
-    """6 rows in steps of 5 and 1, where a share has no row at all; then another 5 in one."""
     options = KINDS[kind]
     many, one = four.learner(**options), four.one(**of_one(options))
-    before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
-    for step in range(2):
-        rows = ragged_rows(6 - step)
-        actual, expected = measured(many.update(rows)), measured(one.update(rows))
-        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    moved = max(float((value - before[name]).abs().max()) for name, value in engine_weights(one.policy.model))
-    assert moved > 1e-4
+    require_equal_updates(many, one)
     assert_equal_weights(many, one)
 
 
@@ -90,11 +83,7 @@ def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
 @pytest.mark.parametrize("options", [DIVIDED, {"fsdp_size": 2}], ids=["tensor", "copies"])
 def test_the_gate_is_answered_alike(options: dict[str, Any], four: Pair) -> None:
     many, one, rows = four.learner(**options), four.one(**of_one(options)), row_list(ragged_rows(5))
-    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
-    assert_equal_figures(many.diagnose(rows), one.diagnose(rows))
-    (norm, gap, _), (expected_norm, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
-    assert gap < 1e-5
+    require_equal_gate(many, one, rows)
     before = many.state_dict()["model"]
     many.perturb()
     state = many.state_dict()
@@ -120,10 +109,7 @@ def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
         drawn = row[keys.FULL_TOKENS][sampled]
         others = torch.stack([drawn, (drawn + 1) % 37, (drawn + 20) % 37], dim=1)
         row[keys.SUPPORT_IDS], row[keys.SUPPORT_COUNTS] = others.flatten().int(), sampled.int() * 3
-    torch.testing.assert_close(many.measured(rows), one.measured(rows), **CLOSE)
-    (norm, gap, _), (expected, *_) = (learner.gradient_gap(rows, (1000, 1)) for learner in (many, one))
-    assert norm == pytest.approx(expected, rel=1e-5)
-    assert gap < 1e-5
+    require_equal_gate(many, one, rows)
 
 
 def test_a_checkpoint_changes_the_layout(four: Pair, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from sota_grpo.rl.table import row_list
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import think_again
 from sota_grpo.workers.instances import InstanceLost
-from tests.forked import ForkLauncher
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 SEED = random.randrange(1 << 30)
 NUM_ENVS, REPEATS, MAX_STEPS = 6, 3, 4
 SAMPLING = Sampling(max_tokens=120)
@@ -95,14 +95,6 @@ class Policy:
 def engine(env: TaskEnv) -> ScriptedEngine:
     length = (env.max_prompt_tokens or 4095) + 1
     return ScriptedEngine(script, eos_token_id=TOKENIZER.eos_token_id, log_prob=-0.25, max_model_len=length)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ from sota_grpo.engines import EngineOptions
 from sota_grpo.envs import complete_rows
 from sota_grpo.envs.task_env import ScoreResponse
 from sota_grpo.policy.causal import FrozenReference
-from sota_grpo.rl.collate import pad_rows, set_loss_weights
+from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.table import RowTable
-from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
 from tests.contract.test_torchrl_env import MAX_TOKENS, NUM_ENVS, REPEATS, log_probs_of, make_env, make_policy, terse
 from tests.engine_rigs import tiny_model
 from tests.unit.test_envs import char_tokenizer
@@ -75,10 +75,6 @@ def rows(written: TensorDictBase) -> TensorDictBase:
     return complete_rows(written.clone())
 
 
-def lengths_of(rows: TensorDictBase) -> list[int]:
-    return [row[keys.RESPONSE_TOKENS].shape[0] for row in rows.unbind(0)]
-
-
 def test_a_table_has_every_entry_of_a_wrappers_rows(rows: TensorDictBase) -> None:
     table = RowTable.of(rows)
     for row, single in zip(rows.unbind(0), table.rows(), strict=True):
@@ -111,50 +107,6 @@ def test_rows_of_a_wrapper_that_pads_are_those_of_one_that_does_not(model: Qwen2
         assert not (row[keys.ASSISTANT_MASK] & ~real).any()
         for key in (keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.LOG_PROBS):
             torch.testing.assert_close(row[key][real], other[key], equal_nan=True)
-
-
-def test_loss_weights_are_of_the_response(rows: TensorDictBase) -> None:
-    """But for a first token whose log-prob the wrapper does not say, which the loss leaves out."""
-    set_loss_weights(rows, "sequence")
-    weights = [row[keys.LOSS_WEIGHT][row[keys.ASSISTANT_MASK]] for row in rows.unbind(0)]
-    known = [int(row[keys.LOG_PROBS][row[keys.ASSISTANT_MASK]].isfinite().sum()) for row in rows.unbind(0)]
-    pairs = [(count, own[0].item()) for count, own in zip(known, weights) if count]  # one response may be one token
-    assert [1 / (len(pairs) * count) for count, _ in pairs] == pytest.approx([weight for _, weight in pairs])
-    assert [own.shape[0] for own in weights] == lengths_of(rows)
-
-
-def test_the_overlong_penalty_counts_the_response(rows: TensorDictBase) -> None:
-    before = rows[keys.REWARD].clone()
-    OverlongPenalty(max_tokens=MAX_TOKENS, buffer_tokens=MAX_TOKENS)(rows)
-    expected = [-length / MAX_TOKENS for length in lengths_of(rows)]
-    assert (rows[keys.REWARD] - before).flatten().tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("baseline", ["group_mean", "length_weighted"])
-def test_the_advantage_is_over_siblings(rows: TensorDictBase, baseline: Any) -> None:
-    rewards = torch.arange(NUM_ENVS).float()
-    for row, reward in zip(rows.unbind(0), rewards):
-        row.set(keys.REWARD, reward.reshape(1))
-    out = GroupAdvantage(baseline, "none", group_size=REPEATS)(rows)[keys.ADVANTAGE].flatten()
-    lengths = torch.tensor(lengths_of(rows)).float() if baseline == "length_weighted" else torch.ones(NUM_ENVS)
-    for group in range(0, NUM_ENVS, REPEATS):
-        own = slice(group, group + REPEATS)
-        mean = (rewards[own] * lengths[own]).sum() / lengths[own].sum()
-        assert out[own].tolist() == pytest.approx((rewards[own] - mean).tolist(), abs=1e-5)
-
-
-def test_the_reference_of_the_same_weights_gives_the_log_probs_that_were_sampled(
-    rows: TensorDictBase, model: Qwen2ForCausalLM
-) -> None:
-    """And a KL of 0 in the reward."""
-    before = rows[keys.REWARD].clone()
-    reference_kl(model, in_reward_coeff=1.0)(rows)
-    for row in rows.unbind(0):
-        known = row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite()
-        assert known.sum() >= row[keys.ASSISTANT_MASK].sum() - 1
-        torch.testing.assert_close(row[keys.REF_LOG_PROBS][known], row[keys.LOG_PROBS][known], rtol=0, atol=1e-4)
-    assert rows[keys.KL_TERM].flatten().tolist() == pytest.approx([0.0] * NUM_ENVS, abs=1e-3)
-    torch.testing.assert_close(rows[keys.REWARD], before, rtol=0, atol=1e-3)
 
 
 def reference_kl(model: Qwen2ForCausalLM, **options: Any) -> ReferenceKL:

@@ -24,7 +24,7 @@ VARIANTS = {
     "adapter": ("train_model.lora.enabled=true", "train.precision=fp32", "optimizer.eps=1e-5"),
     "corrected": ("algorithm.correction=sequence", "algorithm.correction_mode=mask", "policy.kl_coef=0.1",
                   "train.kl_coef_in_loss=false", "algorithm.overlong_buffer=16", "train.epochs=2"),
-    "concurrent": ("mode=async", "inference_model.num_devices=2", "logging.wandb=online"),
+    "logged": ("logging.wandb=online",),
 }  # fmt: skip
 
 #: Every preset, every algorithm, and every variant of the two algorithms that it treats differently.

@@ -23,7 +23,7 @@ from sota_grpo.engines.vllm_engine import PROVIDER, shorten
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import packed_weights
-from sota_grpo.policy.weight_pack import Checksum, WeightPack
+from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.training.gate import graded_rows, pushed_weights_landed
@@ -40,7 +40,6 @@ from tests.engine_rigs import (
     tiny_model,
 )
 from tests.training_rigs import make_components
-from tests.worker_rigs import HostedRollout
 
 pytestmark = [
     pytest.mark.vllm,
@@ -191,15 +190,6 @@ def test_shorter_ways_through_vllm_change_nothing(rig: Rig, monkeypatch: pytest.
     assert few["allocate_new_blocks"] < many["allocate_new_blocks"] / 4
 
 
-def test_log_probs_equal_transformers_after_a_push(rig: Rig):
-    requests = ragged_requests(6, 4)
-    before = generate(rig.engine, requests, Sampling(max_tokens=40))
-    rig.push(random.randrange(10, 10**6))  # others than an earlier draw of this test
-    assert largest_gap(rig.model, requests, before, 1.0) > 0.1
-    after = generate(rig.engine, requests, Sampling(max_tokens=40))
-    assert largest_gap(rig.model, requests, after, 1.0) < 1e-5
-
-
 def held(
     weights: dict[str, torch.Tensor], sums: dict[str, Checksum], dtype: torch.dtype = torch.float32
 ) -> dict[str, Checksum]:
@@ -244,15 +234,6 @@ def test_a_push_reads_some_columns_of_packed_matrices_and_the_next_push_others(
         with pytest.raises(RunFailed, match=rf"vllm has .* the learner has .* of {stale}, and 1 of"):
             weight_sync.send()
     rig.push(8)
-
-
-def test_a_cached_prompt_of_old_weights_is_not_used_after_a_push(rig: Rig):
-    prompt = tuple(torch.randint(2, VOCAB, (200,)).tolist())  # several blocks of the prompt cache
-    request = GroupRequest(group_id=0, prompt_ids=prompt, num_samples=4, seed=9)
-    generate(rig.engine, [request], Sampling(max_tokens=8))
-    rig.push(3)
-    outputs = generate(rig.engine, [request], Sampling(max_tokens=8))
-    assert largest_gap(rig.model, [request], outputs, 1.0) < 1e-5
 
 
 def test_a_push_while_groups_run_is_seen_in_their_versions(rig: Rig):
@@ -425,27 +406,6 @@ def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor(monkeypatch: p
     assert ParallelConfig(**ours).distributed_executor_backend == "mp"
     alone = engine_arguments(EngineOptions("model", eos_token_ids=[1]), on_cpu=False)
     assert "distributed_executor_backend" not in alone
-
-
-@on_one_engine
-def test_a_rollout_worker_pushes_under_a_running_group(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """Stepped by another thread than the one that built it."""
-    monkeypatch.setattr(rig.engine, "close", lambda: None)  # the other tests continue with it
-    worker, new = HostedRollout(lambda: rig.engine), rig.engine.version + 1
-    try:
-        (long,) = ragged_requests(1, 2)
-        running = worker.run(long, Sampling(max_tokens=150, ignore_eos=True))
-        weights = changed_weights(rig.base, 5)
-        assert worker.update_weights(WeightPack.of(weights.items()), new).result(60.0) == new
-        assert not running.done()
-        rig.model.load_state_dict(weights)
-        requests = ragged_requests(3, 2)
-        futures = [worker.run(request, Sampling(max_tokens=20)) for request in requests]
-        outputs = {output.group_id: output for output in (future.result(60.0) for future in futures)}
-        assert largest_gap(rig.model, requests, outputs, 1.0) < 1e-5
-        assert int(running.result(60.0).samples[0].versions[-1]) == new
-    finally:
-        worker.close()
 
 
 def test_stop_strings_and_further_arguments(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import urllib3
@@ -29,7 +28,7 @@ from tests.engine_rigs import (
     reference_log_probs,
     step,
 )
-from tests.process_rigs import children, members, wait_for
+from tests.process_rigs import members, wait_for
 
 pytestmark = [
     pytest.mark.vllm,
@@ -184,9 +183,9 @@ def test_a_killed_server_ends_the_step_with_its_log_and_leaves_nothing(rig: Rig)
     add(rig.engine, [GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
     for _ in range(3):
         step(rig.engine)
-    (server,) = children(rig.group)  # of the launcher
+    (server,) = psutil.Process(rig.group).children()  # of the launcher
     assert len(members(rig.group)) > 2  # vLLM's engine is a process of its own
-    os.kill(server, signal.SIGKILL)
+    server.kill()
     with pytest.raises(ServerDied, match="ended while it sampled") as caught:
         step_for_ever(rig.engine)
     assert str(rig.log_path) in str(caught.value)

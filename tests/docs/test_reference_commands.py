@@ -89,15 +89,6 @@ def test_options_reach_the_run(workshop: Workshop) -> None:
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.01)
 
 
-@pytest.mark.slow
-def test_a_grid_holds_every_pair(workshop: Workshop) -> None:
-    from omegaconf import OmegaConf
-
-    configs = [OmegaConf.load(run_dir / "config.yaml") for run_dir in ran("grid", workshop)]
-    actual = [(config.optimizer.lr, config.policy.kl_coef) for config in configs]
-    assert actual == [(1e-4, 0.01), (1e-4, 0.1), (1e-5, 0.01), (1e-5, 0.1)]
-
-
 @pytest.mark.parametrize("command", WITH_OPTIONS, ids=lambda command: command.text[:50])
 def test_options_of_the_text_are_known_and_fit(command: Command, workshop: Workshop) -> None:
     workshop.estimate(command, WITH_OPTIONS).require(command.text)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from sota_grpo.recording.metrics import declared
 from sota_grpo.run.app import train
 from tests.config.test_config import composed
 from tests.forked import Done, ForkServer
+from tests.process_rigs import hit, wait_for
 
 collect_ignore = ["turns"]  # for other processes, which it watches
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,8 +96,7 @@ def signalled(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Done]:
         finally:
             for sent in range(times):
                 time.sleep(0.1 * bool(sent))
-                with suppress(ProcessLookupError):  # it has ended, as its exit code shows
-                    os.kill(process, number)
+                hit(process, number)  # if it has ended, its exit code shows it
             done = fork_server.finish()
         return done
 
@@ -114,13 +113,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     assert train(composed("grpo_cpu", *SMALL, *options), folder) == 2
     return folder
-
-
-def wait_for(moment: Callable[[], bool], deadline_s: float = 500.0) -> None:
-    limit = time.monotonic() + deadline_s
-    while not moment():
-        assert time.monotonic() < limit, "the moment to act at never came"
-        time.sleep(0.001)
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.conftest import ENVIRONMENT, command, metrics
-from tests.e2e.processes import below, require_gone
+from tests.process_rigs import below, require_gone
 
 
 class Running:

@@ -30,17 +30,6 @@ QUICK = (
 GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(40)]
 
 
-def test_data_that_cannot_be_used_is_one_sentence_and_exit_code_2(tmp_path: Path, grpo) -> None:
-    """What each kind of row says: tests/unit/test_question_tasks.py."""
-    rows = [*GOOD, {"question": "How many?", "answer": "#### many"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = grpo(tmp_path / "run", *QUICK, "env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows.jsonl'}")
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "row 41" in done.stderr
-    assert not (tmp_path / "run" / "run.json").exists()
-
-
 def test_a_dataset_of_which_nothing_is_held_out_ends_the_start(tmp_path: Path) -> None:
     """A folder that datasets reads as a hub's dataset, with the split train alone."""
     (tmp_path / "rows").mkdir()

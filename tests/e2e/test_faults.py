@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import metrics
-from tests.e2e.processes import below, hit, workers
 from tests.e2e.running import Running, require_every_prompt_once, running
+from tests.process_rigs import below, hit, workers
 
 pytest.importorskip("ray", reason="needs Ray (the extra ray)")
 pytestmark = [pytest.mark.slow, pytest.mark.longest(4), pytest.mark.timeout(1800)]

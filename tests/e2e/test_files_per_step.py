@@ -11,7 +11,7 @@ from tests.forked import ForkServer
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [([], 28), pytest.param(["--workers"], 31, marks=pytest.mark.slow)], ids=["here", "workers"]
+    ("options", "most"), [([], 29), pytest.param(["--workers"], 32, marks=pytest.mark.slow)], ids=["here", "workers"]
 )
 def test_a_step_passes_through_few_files(
     options: list[str], most: int, fork_server: ForkServer, tmp_path: Path

@@ -11,8 +11,9 @@ import pytest
 
 from sota_grpo.recording.metrics import METRICS, declared
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS
-from tests.e2e.conftest import ROOT, SMALL, command, metrics, wait_for
+from tests.e2e.conftest import ROOT, SMALL, command, metrics
 from tests.forked import ForkServer
+from tests.process_rigs import wait_for
 from tests.sink_files import event_files, wandb_config, wandb_history, wandb_run
 
 DOCS = (ROOT / "docs" / "logging.md").read_text()

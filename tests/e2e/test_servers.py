@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import SMALL, metrics
-from tests.e2e.processes import below, hit
 from tests.e2e.running import Running, require_every_prompt_once, running
+from tests.process_rigs import below, hit
 
 pytest.importorskip("vllm", reason="needs vLLM (the CPU build will do)")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import SMALL, command, metrics, wait_for
+from tests.e2e.conftest import SMALL, command, metrics
 from tests.forked import Done, ForkServer
+from tests.process_rigs import wait_for
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra slurm is not installed")
 

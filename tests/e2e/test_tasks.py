@@ -6,7 +6,6 @@ The preset of MATH does in tests/docs, by a command of the README.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 from sota_grpo.config.spelling import overrides_of
@@ -63,22 +62,6 @@ def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
     (log,) = (tmp_path / "run" / "debug_logs").glob("grpo_debug_*.txt")
     heads = [line for line in log.read_text().splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in heads] == ["step 0", "step 0", "step 1", "step 1"]
-
-
-def test_ifeval(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
-    rows = [
-        {
-            "prompt": f"Say something about the number {i}. Use {n} words or more and no comma.",
-            "instruction_id_list": ["length_constraints:number_words", "punctuation:no_comma"],
-            "kwargs": [{"relation": "at least", "num_words": n}, {}],
-        }
-        for i, n in enumerate(rng.randint(1, 20) for _ in range(40))
-    ]
-    data = ("env.reward_workers=0", f"env.dataset_path={write(tmp_path / 'rows.jsonl', rows)}")
-    steps, rollouts = run(tmp_path, "grpo_ifeval", *data)
-    assert all("follow_instruction_list_strict" in row["reward_info"] for row in rollouts)
-    assert all(0 <= row["success"] <= 1 for row in steps)
 
 
 REWARDS = '''
@@ -138,7 +121,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> None:
-    """Four tasks: functions, a token limit, tools and a group size of one task alone.
+    """Four tasks: functions, a token limit, and tools of one task alone.
 
     Cut in two it is the same run: when tools and graders answer does not decide which turns are sampled together.
     """
@@ -148,7 +131,7 @@ def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> N
     (tmp_path / "rewards.py").write_text(REWARDS)
     mixture = {
         "maths": {"dataset": "gsm8k", "dataset_path": write(tmp_path / "maths.jsonl", problems()), "weight": 2},
-        "sums": {"difficulty": 1, "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2, "repeats": 6},
+        "sums": {"difficulty": 1, "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2},
         "numbers": {"dataset": "countdown", "max_tokens": 9},
         "mine": {"dataset": "table", "dataset_path": write(tmp_path / "rows.jsonl", rows), "reward_name": "brief"},
     }
@@ -161,8 +144,7 @@ def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> N
         responses = {name: row.get(f"task/{name}/responses", 0) for name in mixture}
         trained += sum(responses.values())
         assert row["dialog_turns"] == trained
-        assert responses["sums"] in (0, 6)
-        assert sum(responses.values()) == 16 + 2 * (responses["sums"] > 0)
+        assert sum(responses.values()) == 16
         assert responses["maths"] in (4, 8)  # two fifths of four groups
         assert ("grader/sums/tool_calls" in row) == (responses["sums"] > 0)
         assert not any(f"grader/{name}/tool_calls" in row for name in ("maths", "numbers", "mine"))

@@ -20,6 +20,9 @@ NOT_SHIPPED = (
 )
 
 
+COMMANDS = ("train", "doctor", "check", "estimate", "eval", "score", "report", "replay", "export", "sweep")
+
+
 def run(command: list[str], folder: Path, **kwargs: str) -> str:
     done = subprocess.run(
         command,
@@ -78,10 +81,8 @@ def test_the_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel: Pat
 def test_the_program_names_its_commands_and_python_finds_the_presets(python: Path, tmp_path: Path) -> None:
     """What each says of itself: tests/unit/test_first_words.py."""
     program = str(python.parent / "sota-grpo")
-    commands = run([program, "-sc", "query=bash"], tmp_path, COMP_LINE="sota-grpo ").split()
-    assert len(commands) == 10
     text = run([program, "--help"], tmp_path)
-    assert all(command in text for command in commands)
+    assert all(f"  {command} " in text for command in COMMANDS), text
     code = (
         "import sota_grpo, sota_grpo.run.entry as entry\n"
         "print(sota_grpo.__version__, sota_grpo.__file__, entry.CONFIG_DIR, sota_grpo.train.__name__)"

@@ -73,6 +73,33 @@ def packed_attention_backward(
     return of_query, of_key, of_value
 
 
+def unrotate(
+    pulls: list[Tensor], states: Tensor, norms: list[Tensor], cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``sota_grpo::unrotate``."""
+    pull, heads = torch.cat(list(pulls[:2]), 1).to(torch.promote_types(states.dtype, torch.float32)), pulls[0].shape[1]
+    first, second = (pull * sin.unsqueeze(1)).chunk(2, -1)
+    pull, by_norms = pull * cos.unsqueeze(1) + torch.cat((second, -first), -1), []
+    if norms:
+        wide = states[:, : pull.shape[1]].to(pull.dtype)
+        factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        shares = pull * (wide * factor).to(states.dtype)
+        by_norms = [each.sum((0, 1)) for each in shares.tensor_split([heads], 1)]
+        pull = (pull * _of_heads(norms, heads, pull.shape[1])).to(states.dtype).to(pull.dtype)
+        pull = pull * factor - wide * factor**3 * (pull * wide).mean(-1, keepdim=True)
+    by_states = torch.cat((pull.to(states.dtype), pulls[2]), 1)
+    return by_states, torch.stack(by_norms) if norms else pull.new_empty(0, states.shape[2])
+
+
+def _of_heads(norms: list[Tensor], heads: int, total: int) -> Tensor:
+    return torch.cat([norm.expand(count, -1) for norm, count in zip(norms, (heads, total - heads))])
+
+
+def add_gradient(total: Tensor, grad: Tensor, states: Tensor) -> None:
+    """``sota_grpo::add_gradient``, summed in float32."""
+    total.addmm_(grad.t().to(total.dtype), states.to(total.dtype))
+
+
 def _require_kernels(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> None:
     def require(holds: bool, what: str) -> None:
         if not holds:
@@ -146,6 +173,8 @@ def _wide_product(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 STAND_INS: dict[str, Callable[..., Any]] = {
     "sota_grpo::packed_attention": packed_attention,
     "sota_grpo::packed_attention_backward": packed_attention_backward,
+    "sota_grpo::add_gradient": add_gradient,
+    "sota_grpo::unrotate": unrotate,
     "aten::mm.dtype": _wide_product(aten.mm.default),
     "aten::bmm.dtype": _wide_product(aten.bmm.default),
     "aten::addmm.dtype": _wide_product(aten.addmm.default),

@@ -1,8 +1,8 @@
 """What Inductor makes of decoder layers for an H100, on a machine without one: ``python -m ... --shape qwen3-0.6b``.
 
 Nothing is run. Tensors have shapes alone, torch is told of a GPU of compute capability 9.0, and the code that Inductor
-writes is read: one line of JSON with, for the forward and the backward pass, how many Triton kernels, matrix products
-and other operators it calls, and the bytes that the Triton kernels read and write once.
+writes is read: one line of JSON with, for the forward and the backward pass, how many Triton kernels, matrix products,
+sums of partial sums and other operators it calls, and the bytes that the Triton kernels read and write once.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ def compile_layers(shape: str, number: int) -> None:
         width = layers[0].self_attn.head_dim
         rotary = tuple(torch.empty(1, length, width, device="cuda") for _ in range(2))
         tables = type(tables)(torch.empty(tables.flat.shape, dtype=torch.int32, device="cuda"), tables.sizes)
+        copies = decoder_layer.HalfWeights(layers, torch.bfloat16, True, SimpleNamespace(), hidden)
         in_half = torch.autocast("cuda", torch.bfloat16)
         results_are_none = contextlib.suppress(AttributeError, AssertionError)  # code that is only read returns None
-        with decoder_layer.HalfWeights(layers, torch.bfloat16), in_half, results_are_none:
+        with copies, in_half, results_are_none:
             decoder_layer._computed_block(layers, hidden, rotary, None, tables, torch.bfloat16)
 
 
@@ -160,8 +161,10 @@ def counted(code: str) -> dict[str, float]:
                 num_bytes += times * size * SIZES[kind.removeprefix("*")] if kind.startswith("*") else 0
         elif re.search(r"extern_kernels\.\w+\(", line):
             calls["products"] += 1
-        elif re.search(r"= torch\.ops\.\w+\.\w+", line):
+        elif re.match(r"(\w+ = )?torch\.ops\.\w+\.\w+", line):
             calls["operators"] += 1
+        elif re.match(r"\w+ = workspace_\d+\[.*\.sum\(dim=0\)", line):  # second half of a reduction
+            calls["sums"] += 1
     return {**calls, "gigabytes": round(num_bytes / 1e9, 3)}
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(guard.reason_to_skip() is not None, reason=str(guard.reason_to_skip()))
 @pytest.mark.parametrize(
     ("shape", "layers", "kernels", "gigabytes"),
-    [("qwen3-0.6b", 4, 54, 12.3), ("qwen2.5-1.5b", 1, 16, 4.8)],
+    [("qwen3-0.6b", 4, 30, 8.4), ("qwen2.5-1.5b", 1, 12, 4.2)],
 )
 def test_layers_have_few_kernels_and_bytes(shape: str, layers: int, kernels: int, gigabytes: float) -> None:
     """16,384 packed tokens, weights cast to bfloat16 once per step; transformers' layers have 32 and 37 kernels."""
@@ -26,7 +26,8 @@ def test_layers_have_few_kernels_and_bytes(shape: str, layers: int, kernels: int
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     forward, backward = (json.loads(done.stdout.splitlines()[-1])[name] for name in ("forward", "backward"))
-    assert (forward["products"], backward["products"]) == (4 * layers, 8 * layers)
-    assert forward["operators"] == backward["operators"] == layers
+    assert (forward["products"], backward["products"]) == (4 * layers, 4 * layers)
+    # backward: attention, rotary positions, and four products that are added to sums of gradients
+    assert (forward["operators"], backward["operators"]) == (layers, 6 * layers)
     assert 0 < forward["kernels"] + backward["kernels"] <= kernels
     assert 0 < forward["gigabytes"] + backward["gigabytes"] <= gigabytes

@@ -24,10 +24,10 @@ from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.toolbox import load
 from sota_grpo.tasks.wrappers import with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
-from tests.forked import ForkLauncher
 from tests.process_rigs import wait_for
 from tests.unit.test_tool_calls import FORMATS, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 SEED = random.randrange(1 << 30)
 SAMPLING = Sampling(max_tokens=200)
 COUNTER = '''
@@ -77,14 +77,6 @@ class Counter:
     def get_reward(self):
         return float(self.total)
 '''
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
 
 
 @pytest.fixture(scope="module")

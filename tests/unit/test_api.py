@@ -21,7 +21,7 @@ import torch
 import sota_grpo
 from sota_grpo.recording import run_log
 from sota_grpo.run import api
-from tests.e2e.processes import workers
+from tests.process_rigs import workers
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(24)]

@@ -75,8 +75,7 @@ def test_a_broken_line_is_named_and_the_others_are_scored(tmp_path: Path, capsys
         (["--task", "gsm8k"], "give either --input FILE or --text RESPONSE"),
         (["--task", "gsm8k", "--input", "nowhere.jsonl"], "--input nowhere.jsonl cannot be read (No such file"),
         (["--task", "gsm8k", "--text", "4"], "give --answer"),
-        (["--task", "gsm8k", "--text", "4", "--row", "[" * 10**5], "is not a JSON object"),
-        (["--task", "gsm8k", "--input", "-", "--row", "{}"], "--row is for --text"),
+        (["--task", "gsm8k", "--input", "-", "--answer", "4"], "--answer is for --text"),
         (["--task", "gsm8k", "--text", "4", "--answer", "4", "--reward-name", "f"], "with --reward-path FILE"),
         (["--task", "gsm8k", "--text", "4", "--timeout-s", "nan"], "is not a time above 0"),
     ],
@@ -187,7 +186,7 @@ def test_an_interrupt_says_how_many_rows_are_written(to_file, num_read, tmp_path
 def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "scored.jsonl"
     text = "I set api_key = 5, so #### 4"  # no option with a key
-    assert ended("--task", "gsm8k", "--text", text, "--row", '{"answer": "4"}', "--output", str(target)) == 0
+    assert ended("--task", "gsm8k", "--text", text, "--answer", "4", "--output", str(target)) == 0
     assert json.loads(target.read_text())["reward"] == 1.0
     assert capsys.readouterr().out == ""
 
@@ -196,5 +195,5 @@ def test_the_score_of_a_text_goes_to_the_output(tmp_path: Path, capsys: pytest.C
 def test_sentences_that_are_split_by_rules_are_reported(punkt: str | None, monkeypatch, capsys) -> None:
     monkeypatch.setattr(score_command, "_score_text", lambda task, options: None)
     monkeypatch.setattr(score_command, "find_punkt", lambda: punkt)
-    assert ended("--task", "ifeval", "--text", "Well.", "--row", "{}", "--workers", "1") == 0
+    assert ended("--task", "ifeval", "--text", "Well.", "--workers", "1") == 0
     assert ("split by rules" in capsys.readouterr().err) == (punkt is None)

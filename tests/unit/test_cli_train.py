@@ -1,4 +1,4 @@
-"""``sota-grpo train`` is the scripts, and the shell completes it."""
+"""``sota-grpo train`` is the scripts."""
 
 from __future__ import annotations
 
@@ -47,31 +47,3 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 def test_the_mode_is_the_commands_and_the_rest_is_hydras(command, arguments: tuple, mode: str) -> None:
     (config,) = command(*arguments)
     assert (config.mode, config.seed, config.model.name) == (mode, 3, "tiny")
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("sota-grpo tr", ["train"]),
-        ("sota-grpo score --in", []),
-        ("sota-grpo train --async seed=1 optimizer.l", ["optimizer.lr="]),
-        (
-            "sota-grpo train --config-name grpo_cpu algorithm=d",
-            [f"algorithm={name}" for name in ("dapo", "deepseek_v32", "dppo", "dr_grpo")],
-        ),
-        ("sota-grpo train --conf", ["--config-dir", "--config-name"]),
-        ("sota-grpo train --config-name grpo_c", ["grpo_cpu"]),
-    ],
-)
-def test_commands_and_options_are_completed(line: str, expected: list[str], typed) -> None:
-    done = typed("sota-grpo", "-sc", "query=bash", COMP_LINE=line)
-    assert done.code == 0, done.stderr
-    assert done.stdout.split() == expected
-
-
-def test_the_shell_gets_the_command_to_call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", "train", "-sc", "install=bash"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion sota-grpo")

@@ -120,26 +120,6 @@ def sibling_rows(count: int, size: int) -> list[TensorDict]:
     return [rows[index] for index in torch.randperm(len(rows), generator=stream)]
 
 
-def packed_tokens(rows: list[TensorDict]) -> int:
-    """Each prompt once, every response."""
-    prompts = {tuple(row[keys.FULL_TOKENS][~row[keys.ASSISTANT_MASK]].tolist()) for row in rows}
-    return sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows) + sum(map(len, prompts))
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("budget", [1, 17, 10_000])
-def test_micro_batches_keep_the_budget_and_lose_no_row(budget, shared) -> None:
-    rows = sibling_rows(6, 4)
-    parts = micro_batches(rows, token_budget=budget, shared_prompt=shared)
-    assert sorted(map(id, rows)) == sorted(id(row) for part in parts for row in part)
-    widths = [max(row[keys.FULL_TOKENS].shape[0] for row in part) for part in parts]
-    sizes = [packed_tokens(part) if shared else len(part) * width for part, width in zip(parts, widths)]
-    assert all(len(part) == 1 or size <= budget for part, size in zip(parts, sizes))
-    assert sizes == sorted(sizes, reverse=True)
-    again = micro_batches(lazy_stack(rows, 0), token_budget=budget, shared_prompt=shared)
-    assert [[id(row) for row in part] for part in again] == [[id(row) for row in part] for part in parts]
-
-
 def test_tokens_make_siblings_and_ids_do_not() -> None:
     """Tool turns belong to the response, and a row without a response is all prompt."""
     one, other, third = sibling_rows(1, 3)

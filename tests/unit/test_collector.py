@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,9 +17,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling
 
 from sota_grpo import keys
-from sota_grpo.engines.stepping import Task
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling
@@ -50,20 +48,6 @@ def column(rows, key) -> list:
     return [int(row[key]) for row in row_list(rows)]
 
 
-@pytest.mark.parametrize("multi_turn", [False, True])
-def test_a_request_has_its_example_where_the_dialog_continues(multi_turn: bool) -> None:
-    env = small_env()
-    env.multi_turn = multi_turn
-    engine, example, requests = make_scripted(env), env.task.train[3], []
-    engine.submit = lambda request, sampling: requests.append(request) or Future()
-    prompt = Prompt(7, example, num_samples=2, seed=5)
-    Task(Rollouts(env, engine).group(prompt, Sampling(max_tokens=8)))
-    (request,) = requests
-    assert (request.group_id, request.num_samples, request.seed) == (7, 2, 5)
-    assert request.prompt_ids == env.prompt_ids(example)
-    assert request.example == (example if multi_turn else None)
-
-
 def test_a_collector_that_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="group size 4; use 16"):
         make_collector(dialog_turns_per_batch=18)
@@ -86,6 +70,8 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
         make_collector().start()
     with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):
         make_collector(replay_buffer=ReplayBuffer(storage=LazyStackStorage(1000))).start(dispatch=False)
+    with pytest.raises(RuntimeError, match="a postproc already"):
+        make_collector(postproc=GroupAdvantage()).set_postproc(GroupAdvantage())
     begun = make_collector(replay_buffer=GroupReplayBuffer(4, 4))
     assert not begun.is_ready()
     with pytest.raises(RuntimeError, match=r"call start\(\) before is_ready\(\) or a batch"):
@@ -132,18 +118,6 @@ def test_an_advantage_is_compared_with_the_whole_batch(has_buffer: bool, group_s
     rewards = rows[keys.REWARD].flatten()
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     torch.testing.assert_close(rows[keys.ADVANTAGE].flatten(), expected)
-
-
-def test_another_buffer_is_filled_by_iterating_and_by_a_thread_until_the_shutdown() -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=8)
-    assert list(make_collector(total_dialog_turns=32, replay_buffer=buffer)) == [None, None]
-    assert len(buffer) == 32
-    collector = make_collector(total_dialog_turns=-1, replay_buffer=buffer)
-    collector.start()
-    while len(buffer) == 32:
-        assert collector.is_running()
-    collector.shutdown(timeout=60)
-    assert not collector.is_running()
 
 
 def test_a_group_buffer_gives_batches_beside_the_collector_and_ends_where_it_does() -> None:
@@ -209,22 +183,6 @@ def test_a_collector_that_is_closed_ends_the_wait_for_a_batch() -> None:
         collector.close()
         with pytest.raises(RuntimeError, match="was closed"):
             waiting.result(30)
-
-
-def test_a_batch_at_which_a_transform_fails_is_requested_again() -> None:
-    fails = iter([True, False])
-
-    def postproc(rows):
-        if next(fails):
-            raise ValueError("a mistake")
-        return rows
-
-    collector = make_collector(postproc=postproc)
-    with pytest.raises(ValueError, match="a mistake"):
-        collector.next_batch()
-    assert column(collector.next_batch(), keys.GROUP_ID)[::4] == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="a postproc already"):
-        collector.set_postproc(postproc)
 
 
 class NewestFirst(RandomSampler):

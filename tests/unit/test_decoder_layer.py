@@ -46,11 +46,11 @@ def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcome(
-    policy: CausalPolicy, rows: TensorDict, precision: torch.dtype | None, halves: bool = False, passes: int = 1
+    policy: CausalPolicy, rows: TensorDict, precision: torch.dtype | None, halves: Any = False, passes: int = 1
 ):
     """Log-probs, and the gradient summed over ``passes`` weighted micro-batches."""
     policy.zero_grad()
-    with policy.half_weights(precision) if halves else nullcontext():
+    with policy.half_weights(precision, halves == "summed") if halves else nullcontext():
         for index in range(passes):
             with nullcontext() if precision is None else torch.autocast("cpu", precision):
                 log_probs = policy(rows)[keys.LOG_PROBS]
@@ -96,10 +96,13 @@ def test_matrices_that_are_cast_once_give_the_same_gradients(precision: torch.dt
     rows, added = make_groups(GROUPS), mock.Mock(wraps=torch._foreach_add_)
     expected = outcome(policy, rows, precision, passes=3)
     with mock.patch.object(torch, "_foreach_add_", added):
-        for actual, one in zip(outcome(policy, rows, precision, halves=True, passes=3), expected):
+        for actual, one in zip(outcome(policy, rows, precision, "summed", passes=3), expected):
             assert torch.equal(actual, one)
     assert [len(call.args[0]) for call in added.mock_calls] == [8, 8]  # all norms of two layers, by one kernel
     assert all(layer.joined.halves is None for layer in layers_of(policy))
+    assert policy.scorer.half_head is None
+    for actual, one in zip(outcome(policy, rows, precision, "once"), outcome(policy, rows, precision)):
+        assert torch.equal(actual, one)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -160,7 +163,7 @@ def test_copies_and_second_policies_of_a_joined_model_compute_packed_rows() -> N
 
 
 def test_gradients_that_are_there_are_added_to() -> None:
-    """Two contexts, and a padded micro-batch before a packed one, as without copies."""
+    """Two contexts, and a padded micro-batch before a packed one, as without copies; none without a backward pass."""
     policy, rows = qwen3(), make_groups(GROUPS)
 
     def accumulated(precision: torch.dtype | None) -> torch.Tensor:
@@ -173,6 +176,10 @@ def test_gradients_that_are_there_are_added_to() -> None:
 
     expected = accumulated(None)
     assert torch.equal(accumulated(torch.bfloat16), expected)
+    policy.zero_grad()
+    with policy.half_weights(torch.bfloat16), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        policy(rows)
+    assert all(each.grad is None for each in policy.parameters())
 
 
 def test_a_layer_with_some_frozen_matrices_has_no_copies_nor_has_any_after_a_failed_allocation(monkeypatch) -> None:
@@ -218,12 +225,13 @@ def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkey
         forward=lambda query, *rest: (query.clone(memory_format=whole), query[:, :, 0].t().float().contiguous()),
         backward=lambda grad, *rest: tuple([each.clone(memory_format=whole) for each in rest[:3]]),
         Scores=lambda *numbers: numbers,
+        unrotate=lambda pulls, states, norms, *rest: (states.clone(), torch.stack(list(norms))),
     )
     for layers in (4, 8):
         policy = qwen3(num_hidden_layers=layers)
         expected = outcome(policy, rows, None)
         with torch.compiler.set_stance("default"):
-            for actual, one in zip(outcome(policy, rows, None, halves=True), expected):
+            for actual, one in zip(outcome(policy, rows, None, "summed"), expected):
                 assert distance(actual, one) < 1e-6
         monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", nothing_computed)
         with torch.compiler.set_stance("default"), policy.half_weights(torch.float32):

@@ -144,11 +144,3 @@ def test_a_teacher_in_a_process_says_what_one_in_this_process_says(teacher: str,
     for one, other in zip(here, there, strict=True):
         for figure in ("distill/reverse_kl", "kl", "grad_norm", "loss/objective"):
             assert other[figure] == pytest.approx(one[figure], rel=1e-3)
-
-
-def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path: Path) -> None:
-    """Equal weights have equal log-probs to rounding: the advantage is the difference of the two."""
-    same = str(save_hf(load_model("tiny"), load_tokenizer("tiny"), tmp_path / "hf"))
-    (first,) = run(tmp_path / "run", *ALONE, f"ref_model.name={same}", "check.mode=off", "train.total_dialog_turns=16")
-    assert first["grad_norm"] < 1e-6
-    assert abs(first["distill/reverse_kl"]) < 1e-6

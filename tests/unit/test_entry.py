@@ -67,7 +67,11 @@ def test_a_directory_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatc
     """Hydra does not read a value that begins with ``~``."""
     monkeypatch.setenv("HOME", "/home/me")
     arguments = ["hydra.run.dir=~/runs/a", "train.resume=~/b", "env.system_prompt='~/c'", "hydra.run.dir=d/~/e"]
-    assert entry.below_home(arguments) == ["hydra.run.dir=/home/me/runs/a", "train.resume=/home/me/b", *arguments[2:]]
+    assert entry.checked_overrides(arguments) == [
+        "hydra.run.dir=/home/me/runs/a",
+        "train.resume=/home/me/b",
+        *arguments[2:],
+    ]
 
 
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:

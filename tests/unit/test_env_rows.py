@@ -17,7 +17,6 @@ from sota_grpo.rl.records import Example, Sample, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import graded_texts, write_scores
 from tests.unit.test_envs import char_tokenizer
-from tests.unit.test_group_buffer import same
 
 SEED = random.randrange(1 << 30)
 
@@ -140,19 +139,6 @@ def test_what_is_written_into_a_row_leaves_its_siblings_and_its_prompt_alone() -
         assert keys.REWARD not in rows[index].keys(True)
     assert set(prompt.keys()) == {keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID, "tokens"}
     assert prompt.get(keys.PROMPT_TOKENS).tolist() == [4, 6]
-
-
-def test_a_group_of_dialogs_and_single_turns_is_its_rows_one_by_one() -> None:
-    tokenizer, samples = char_tokenizer(), []
-    for count in random.sample(range(1, 12), 5):
-        mask = torch.rand(count) < 0.7
-        mask[-1] = True
-        ids, versions = torch.randint(4, 20, (count,)), torch.randint(0, 9, (count,))
-        samples.append(Sample(ids, -torch.rand(count), versions, bool(count % 2), mask if count % 3 else None))
-    prompt = drawn_entries(0, Example("q", "a"), [4, 6, 8])
-    for index, row in enumerate(group_table(prompt, samples, tokenizer)):
-        (alone,) = group_table(prompt, [samples[index]], tokenizer)
-        assert same(row, alone | {keys.SAMPLE_ID: torch.tensor(index)})
 
 
 def test_rows_of_another_collector_are_completed() -> None:

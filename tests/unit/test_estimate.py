@@ -20,7 +20,6 @@ from sota_grpo.assembly.estimate import GIB, Estimate, Machine, RunMemory, estim
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import configs as command
 from sota_grpo.config import num_steps
-from sota_grpo.config.mixture import mean_responses_per_step
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, load_tokenizer, resolve_model_path
@@ -219,7 +218,7 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
     options, steps = config.eval, num_steps(config)
     times = 2 + ((steps - 1) // options.every if options.every else 0)
     evaluated = times * options.num_samples * (1 + options.avg_at_k)
-    assert evaluated < 0.15 * (evaluated + steps * mean_responses_per_step(config))
+    assert evaluated < 0.15 * (evaluated + steps * config.train.dialog_turns_per_batch)
 
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:

@@ -87,7 +87,7 @@ def test_a_missing_package_of_smollm2_is_reported_first(tmp_path: Path, typed) -
         ("check --config-name=grpo_cpu model.name=./none", "model.name=./none is not a folder with a config.json"),
         ("estimate optimizer.lr=-1", "optimizer.lr=-1.0 must be above 0."),
         ("train env.repeat=3", "There is no option env.repeat; did you mean env.repeats?"),
-        ("sweep ./none", "none is not a folder; give the directory of a sweep"),
+        ("sweep ./none", "There is no run in none: the folder does not exist"),
         ("replay ./none 1", "There is no run in none (config.yaml is missing)"),
         ("export ./none --to hf", "There is no run in none (config.yaml is missing)"),
     ],

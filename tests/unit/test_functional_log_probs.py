@@ -294,6 +294,22 @@ def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool)
         assert (gradient.double() - reference).norm() < close * reference.norm()
 
 
+@pytest.mark.parametrize("kept", [0, 2**20])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_copy_of_the_weight_in_half_precision_changes_no_bit(frozen: bool, kept: int, monkeypatch) -> None:
+    """And the products are the copy's: another copy gives other values. One in float32 is ignored."""
+    monkeypatch.setattr(functional_log_probs, "max_saved_bytes", lambda device: kept)
+    hidden, weight = torch.randn(20, 24), torch.randn(301, 24).requires_grad_(not frozen)
+    targets, outcomes = torch.randint(0, 301, (20,)), []
+    for copy in (None, weight.detach().bfloat16(), weight.detach() + 1, torch.zeros(301, 24, dtype=torch.bfloat16)):
+        leaves = [hidden.bfloat16().requires_grad_(), *([] if frozen else [weight])]
+        actual, _ = chunked_log_probs(leaves[0], weight, targets, logits_bytes=9000, copy=copy)
+        outcomes.append([actual.detach(), *torch.autograd.grad(actual.sum(), leaves)])
+    for others in outcomes[1:3]:
+        assert all(map(torch.equal, outcomes[0], others))
+    assert not torch.equal(outcomes[0][0], outcomes[3][0])
+
+
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-13), (torch.bfloat16, 1.5e-2)])
 def test_kept_tiles_give_the_gradient_of_recomputed_ones(dtype: torch.dtype, close: float, monkeypatch) -> None:
     """Against the full logits in float64, for targets that repeat, a certain row and rows without a pull."""

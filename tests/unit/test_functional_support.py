@@ -1,4 +1,4 @@
-"""Laws of sota_grpo.functional.log_probs.support_log_probs: values and gradients by hand; estimates have no bias."""
+"""Laws of sota_grpo.functional.log_probs.support_log_probs: values and gradients by hand."""
 
 from __future__ import annotations
 
@@ -109,67 +109,3 @@ def test_half_precision_rounds_its_inputs_only():
 def test_sets_that_are_not_those_of_their_tokens_are_refused(ids, counts, targets, sentence):
     with pytest.raises(ValueError, match=sentence):
         SupportSets.of(torch.tensor(ids), torch.tensor(counts), torch.tensor(targets))
-
-
-def nucleus(probs: Tensor, top_p: float) -> list[int]:
-    """The fewest most likely tokens that have so much mass."""
-    order = probs.argsort(descending=True).tolist()
-    mass, kept = 0.0, []
-    for token in order:
-        if mass < top_p:
-            kept.append(token)
-            mass += float(probs[token])
-    return kept
-
-
-class Bigrams:
-    """All responses of two tokens of a policy whose logits are products, as sampled with a nucleus of 0.8."""
-
-    def __init__(self, vocab: int = 8):
-        self.hidden = torch.randn(vocab + 1, H, dtype=torch.float64)  # what was said before; the last is the prompt
-        self.weight = 0.5 * torch.randn(vocab, H, dtype=torch.float64)
-        self.support = [nucleus(row.softmax(-1), 0.8) for row in self.hidden @ self.weight.T]
-        self.texts = [(a, b) for a in sorted(self.support[-1]) for b in sorted(self.support[a])]
-        self.reward = torch.randn(len(self.texts), dtype=torch.float64)
-
-    def log_q(self, weight: Tensor) -> Tensor:
-        """``[texts]``, over the sampling supports of the policy that sampled."""
-        before = [context for a, _ in self.texts for context in (len(self.hidden) - 1, a)]
-        tokens = torch.tensor([token for text in self.texts for token in text])
-        sets = [self.support[context] for context in before]
-        counts = torch.tensor([len(kept) for kept in sets])
-        index = SupportSets.of(torch.tensor([token for kept in sets for token in kept]), counts, tokens)
-        return support_log_probs(self.hidden[before], weight, index)[0].view(-1, 2).sum(1)
-
-    def log_p(self, weight: Tensor) -> Tensor:
-        """``[texts]``, over the whole vocabulary."""
-        log_p = (self.hidden @ weight.T).log_softmax(-1)
-        return torch.stack([log_p[-1, a] + log_p[a, b] for a, b in self.texts])
-
-
-def test_the_expected_gradient_is_exact_and_that_of_untruncated_log_probs_is_not():
-    """Over all texts: ``sum_x q(x) A(x) grad log q(x)`` is the gradient of ``sum_x q(x) A(x)``, A of mean 0."""
-    gaps = []
-    for _ in range(8):
-        world = Bigrams()
-        weight = world.weight.clone().requires_grad_()
-        q = world.log_q(weight).exp()
-        assert q.sum().item() == pytest.approx(1, abs=1e-12)
-        advantage = world.reward - (q.detach() * world.reward).sum()
-        (exact,) = torch.autograd.grad((q * advantage).sum(), weight)
-        values = ((q.detach() * advantage * log(weight)).sum() for log in (world.log_q, world.log_p))
-        ours, naive = (torch.autograd.grad(value, weight)[0] for value in values)
-        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
-        if exact.norm() > 0:  # not where one text alone can be sampled, or all earn the same
-            gaps.append(float((naive - exact).norm() / exact.norm()))
-    assert sum(gaps) / len(gaps) > 0.02
-
-
-def test_a_ratio_of_kept_distributions_has_mean_1_and_carries_means_to_the_new_policy():
-    world = Bigrams()
-    moved = world.weight + 0.3 * torch.randn_like(world.weight)
-    q, new = world.log_q(world.weight), world.log_q(moved)
-    assert (q.exp() * (new - q).exp()).sum().item() == pytest.approx(1, abs=1e-12)
-    carried = (q.exp() * (new - q).exp() * world.reward).sum()
-    assert carried.item() == pytest.approx((new.exp() * world.reward).sum().item(), abs=1e-12)
-    assert (q.exp() * (world.log_p(world.weight) - q).exp()).sum().item() < 0.999

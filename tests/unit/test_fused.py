@@ -66,7 +66,8 @@ def attention_of_cpus() -> Any:
         *tensors, tables, scores = tensors
         return without_autocast(kernels.packed_attention_backward)(*tensors, tables.flat, tables.sizes, *scores)
 
-    return SimpleNamespace(forward=forward, backward=backward, Scores=lambda *numbers: numbers)
+    unrotate = without_autocast(kernels.unrotate)
+    return SimpleNamespace(forward=forward, backward=backward, unrotate=unrotate, Scores=lambda *numbers: numbers)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed
 from sota_grpo.rl.collate import drawn_entries, group_table
 from sota_grpo.rl.records import Example, Sample
-from sota_grpo.rl.table import Row, RowTable
+from sota_grpo.rl.table import RowTable
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.checkpoint import CheckpointStore
 from tests.builders import tiny_tokenizer
+from tests.unit.test_row_table import same
 
 TOKENIZER = tiny_tokenizer()
 
@@ -35,17 +35,6 @@ def group(group_id: int, *, size: int = 3) -> RowTable:
     rows = group_table(drawn, samples, TOKENIZER)
     rows.set(keys.REWARD, torch.rand(size, 1))
     return rows
-
-
-def same(one: Row, other: Row) -> bool:
-    """Equal keys, dtypes, shapes, bits and texts."""
-
-    def alike(left: Any, right: Any) -> bool:
-        if isinstance(left, torch.Tensor):
-            return left.dtype == right.dtype and torch.equal(left, right)
-        return left == right
-
-    return one.keys() == other.keys() and all(alike(one[path], other[path]) for path in one)
 
 
 def buffer_of(max_groups: int) -> GroupReplayBuffer:
@@ -173,7 +162,7 @@ def test_what_would_be_lost_is_refused_and_a_buffer_can_be_pickled() -> None:
         with pytest.raises(NotImplementedError, match="copies"):
             write("reward", 0.0)
     again = pickle.loads(pickle.dumps(buffer))
-    assert all(same(one, two) for one, two in zip(*map(RowTable.of, (again.sample(), buffer.sample())), strict=True))
+    same(again.sample(), buffer.sample())
 
 
 def test_a_saved_buffer_continues_as_the_original_would(tmp_path) -> None:
@@ -188,4 +177,4 @@ def test_a_saved_buffer_continues_as_the_original_would(tmp_path) -> None:
     other.load_state_dict(state["buffer"])
     for count in (2, 3):
         rows, again = (one.sample(count) for one in (buffer, other))
-        assert all(same(one, two) for one, two in zip(rows, again, strict=True))
+        same(rows, again)

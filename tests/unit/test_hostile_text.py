@@ -16,7 +16,7 @@ import pytest
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks.ifeval import IFEvalTask
-from sota_grpo.tasks.procedural import CalculatorTask, CountdownTask
+from sota_grpo.tasks.procedural import CountdownTask
 from sota_grpo.tasks.questions import GSM8KTask, MathTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
@@ -57,7 +57,6 @@ TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, 
         IFEvalTask(), *(instructed(INSTRUCTIONS[i : i + 4]) for i in range(0, len(INSTRUCTIONS), 4))
     ),
     "countdown": lambda: read(CountdownTask(), {"nums": [3, 5, 7], "target": 26, "answer": "7*3+5"}),
-    "calculator": lambda: read(CalculatorTask(), {"answer": "10307"}),
 }
 
 INVARIANTS: dict[
@@ -65,7 +64,6 @@ INVARIANTS: dict[
 ] = {  # of every score, for some tasks; a reply is short and repeats no markup
     "reasoning": lambda score: -1 <= score.terms["thinking"] <= 0 <= score.terms["format"] <= 1,
     "countdown": lambda score: score.success or (len(said(score)) < 200 and "<|im_end|>" not in said(score)),
-    "calculator": lambda score: len(said(score)) < 60,
 }
 
 
@@ -83,17 +81,17 @@ _{ \left( \right) ( ) [ ] \{ \} | , ; = < \le \in \cup + - * / ! \% ^\circ \pm \
 \text{cm}
 \binom{ \log_ \sin \begin{pmatrix} \end{pmatrix} \begin{cases} & \\ \sum_{i=1}^{10^9} \int_0^1 \prod \lim \gcd( \max(
 \operatorname{eye}( \mathbb{R} $ \$ \ or and \overline{ . ... <think> </think> <answer> </answer> #### < > << >>
-<calc> </calc> <|im_end|>
+<|im_end|>
 """
 STRANGE = ("\x00", "\x1b[31m", "\ud800", "\udfff", "\u202e", "\u200f", "\ufeff", "\u2028", "\U0001f600", "\u0e01\u0e33")
 SPACED = ("\n", " ", "\r\n", "\t", " or ", " and ", "#### ", "9" * 5000, "-" * 300 + "1", "e\u0301" * 3)
-NESTED = r"\frac{1}{ \sqrt{ \boxed{ \left( \text{ \{ ( [ { 2^{ | - 1/ x_ 1+ 1, <answer> <think> </think> <calc> ####"
+NESTED = r"\frac{1}{ \sqrt{ \boxed{ \left( \text{ \{ ( [ { 2^{ | - 1/ x_ 1+ 1, <answer> <think> </think> ####"
 DEEP = tuple(NESTED.split())
 PIECES = (*CODE, *PLAIN.split(), *STRANGE, *SPACED, *"Ⅷ½²א٥数\u0663")
 FRAMES = (
     *(("", ""), ("", ""), ("\\boxed{", "}"), ("so \\boxed{", ""), ("<answer>", "</answer>"), ("#### ", "")),
     *(("<think>", "</think>\\boxed{1}"), ("\\boxed{\\frac{1}{", "}}"), ("\\boxed{x=", "}"), ("\\boxed{(1,", "]}")),
-    *(("<calc>", "</calc>"), ("<think>", "</think><answer>18</answer>")),
+    ("<think>", "</think><answer>18</answer>"),
 )
 
 

@@ -89,6 +89,31 @@ def test_attention(device: str, case: str, heads: tuple[int, int, int], window: 
         assert gap < (1e-6 if INTERPRETED else 5e-3), gap
 
 
+@pytest.mark.parametrize(("heads", "normed"), [((4, 2, 16), True), ((3, 1, 24), False)])
+def test_gradients_of_norms_and_rotary_positions(device: str, heads: tuple[int, int, int], normed: bool) -> None:
+    """By formulas that round alike, and in float32 torch's own; 37 tokens are three programs."""
+    from sota_grpo.policy import attention_kernels
+    from tests.pretended_cuda import kernels
+
+    (queries, keys, width), dtype = heads, torch.float32 if INTERPRETED else torch.bfloat16
+    states, *pulls = (
+        torch.randn(37, count, width).to(device, dtype) for count in (queries + 2 * keys, queries, keys, keys)
+    )
+    norms, (cos, sin) = [torch.rand(width, device=device) for _ in range(2 * normed)], torch.randn(2, 37, width)
+    factors = (states, norms, cos.to(device), sin.to(device))
+    actual, expected = (module.unrotate(pulls, *factors, 1e-2) for module in (attention_kernels, kernels))
+    for leaf in (states, *norms):
+        leaf.requires_grad_()
+    turned = shared_prompt.rotated_heads(*factors, queries, 1e-2)
+    gradients = torch.autograd.grad(turned, (states, *norms), torch.cat(pulls[:2], 1))
+    gradients[0][:, queries + keys :] = pulls[2]
+    by_norms = torch.stack(gradients[1:]) if normed else expected[1]
+    for value, reference, exact in zip(actual, expected, (gradients[0], by_norms)):
+        assert value.shape == reference.shape == exact.shape
+        assert (value - reference).norm() <= (1e-6 if INTERPRETED else 5e-3) * reference.norm()
+        assert (value - exact).norm() <= (1e-6 if INTERPRETED else 5e-3) * exact.norm()
+
+
 def measured(hidden, weight, targets, pulls, tile: int, *, entropy_grad: bool, frozen: bool) -> list[torch.Tensor]:
     """Log-probs, entropy and the gradients of hidden states and weight."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
@@ -146,7 +171,13 @@ def test_they_compile_and_fit_where_they_are_said_to_fit(capability: int, width:
     bf16 = ("query", "key", "value", "grad", "out", "by_query", "by_key", "by_value")
     types = dict.fromkeys(bf16, "*bf16") | dict.fromkeys(INTEGERS, "i32") | {"starts": "*i32", "tiles": "*i32"}
     types |= dict.fromkeys(("lse", "delta", "key_sums", "value_sums"), "*fp32")
-    types |= dict.fromkeys(("factor", "cap", "scale"), "fp32")
+    types |= dict.fromkeys(("factor", "cap", "scale", "eps"), "fp32") | {"states": "*bf16"}
+    types |= dict.fromkeys(("query_norm", "key_norm", "cos", "sin", "sums"), "*fp32")
+    heads = {"HEADS": 4, "KEY_HEADS": 2, "NORMED": True, "WIDTH": width, "PADDED": width}
+    names = kernels._unrotate_tile.arg_names
+    signature = {name: "constexpr" if name in heads else types[name] for name in names}
+    constants_of = {(names.index(name),): value for name, value in heads.items()}
+    triton.compile(ASTSource(kernels._unrotate_tile, signature, constants_of), target=target)
     for kernel, blocks in (
         (kernels._forward_tile, launch.forward),
         (kernels._by_query_tile, launch.by_query),

@@ -29,11 +29,6 @@ def adapter(tmp_path_factory) -> Adapter:
     return load("ours", tmp_path_factory.mktemp("wheels"))
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_ours_keeps_every_law(name: str, adapter: Adapter) -> None:
-    assert LAWS[name](adapter).verdict == HOLDS
-
-
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -135,10 +130,6 @@ FAULTS: dict[str, Plant] = {
     "nan_reward": advantages(mean_over),
     "other_groups": advantages(lambda rewards: rewards - rewards.mean()),
 }
-
-
-def test_every_law_has_a_fault() -> None:
-    assert FAULTS.keys() == LAWS.keys()
 
 
 @pytest.mark.parametrize("name", LAWS)

@@ -86,7 +86,7 @@ def without_advantage(rows: list[TensorDict]) -> list[TensorDict]:
 
 def mini_batches(learner: Learner, rows: list[TensorDict], epoch: int) -> list[list[TensorDict]]:
     """The rows of each optimizer step of an epoch, in order."""
-    order = learner.step_planner().mini_batches(rows, row_prompts(rows), epoch, learner.version)
+    order = learner.step_planner().mini_batches(row_prompts(rows), epoch, learner.version)
     return [[rows[index] for index in batch] for batch in order]
 
 

@@ -1,13 +1,12 @@
-"""Tasks of a mixture with group sizes, turns, tools and environments of their own: which requests each gets."""
+"""Tasks of a mixture with turns, tools and environments of their own: which requests each gets."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,21 @@ from tensordict import TensorDict, lazy_stack
 from sota_grpo import keys
 from sota_grpo.assembly.build import with_dialogs
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.learning import make_settings
-from sota_grpo.assembly.sampling import engine_rows, open_env, task_of
+from sota_grpo.assembly.sampling import open_env, task_of
 from sota_grpo.config import Config
-from sota_grpo.config.mixture import longest_response, mean_responses_per_step, task_configs, turns_of_tasks
+from sota_grpo.config.mixture import longest_response, task_configs, turns_of_tasks
 from sota_grpo.config.validators import validate
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.envs import TaskEnv
 from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rl.records import TASK, GroupRequest, Sampling, sample_seed
+from sota_grpo.rl.records import TASK, GroupRequest, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
-from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.tasks import make_task
-from sota_grpo.tasks.mixture import MixtureTask
-from tests.forked import ForkLauncher
-from tests.training_rigs import collector_of
-from tests.unit.test_learner import make_learner, make_rows, mini_batches
+from tests.unit.test_learner import make_learner, make_rows
 from tests.unit.tiny_models import make_model
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 SEED = random.randrange(1 << 30)
 RNG = random.Random(SEED)
-SIZES = {"few": 2, "many": 5}
 MAX_TOKENS = 16
 
 
@@ -109,99 +101,6 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_its_tasks_by_their_shares(aggr
         assert max(float((actual[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale
 
 
-def test_an_optimizer_step_has_whole_groups_of_whatever_size(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, optim_batch_size=4, optim_groups=2)
-    groups = groups_of([2, 5, 3, 4, 2])
-    groups[3][0][keys.FULL_TOKENS][0] = 3  # its own prompt
-    rows, actual = [row for group in groups for row in group], []
-    for epoch in range(8):
-        steps = [[int(row[keys.GROUP_ID]) for row in step] for step in mini_batches(learner, rows, epoch)]
-        assert [len({*step}) for step in steps] == [2, 2, 1]
-        assert sorted(group for step in steps for group in step) == [0] * 2 + [1] * 5 + [2] * 3 + [3] * 4 + [4] * 2
-        actual.append(str(steps))
-    assert actual[0] == str([[0] * 2 + [1] * 5, [2] * 3 + [3] * 4, [4] * 2])
-    assert len({*actual}) > 2
-
-
-def mixture(**options: Any) -> TaskEnv:
-    few, many = (make_task("arithmetic", seed=SEED + at, num_train=17, num_heldout=3) for at in range(2))
-    shares = {"few": Fraction(2), "many": Fraction(1)}
-    task = MixtureTask({"few": few, "many": many}, shares, group_sizes=SIZES)
-    return TaskEnv(task, load_tokenizer("tiny"), num_envs=6, repeats=3, **options)
-
-
-def engine_of(env: TaskEnv) -> ScriptedEngine:
-    """Right in a third of its answers, by the request's own seed."""
-    gold = {env.prompt_ids(one): env.tokenizer(env.task.gold_response(one))["input_ids"] for one in env.task.train}
-
-    def script(request: GroupRequest, index: int, version: int) -> list[int]:
-        draw = random.Random(sample_seed(request.seed, index, version))
-        return gold[request.prompt_ids] if draw.random() < 1 / 3 else [5] * draw.randint(1, 9)
-
-    return ScriptedEngine(script, eos_token_id=env.tokenizer.eos_token_id, max_model_len=2048)
-
-
-def source_of(**options: Any) -> PromptGroupCollector:
-    env = mixture()
-    fixed = {"num_groups": 3, "seed": SEED, "dispatch": False}
-    made = collector_of(env, engine_of(env), Sampling(max_tokens=64), **fixed, **options)
-    assert made.metrics() == {}
-    return made
-
-
-def sizes_of(batch: Any) -> list[tuple[str, int]]:
-    """Task and size of each group of a batch, in order."""
-    actual: dict[int, list[str]] = {}
-    for row in batch:
-        actual.setdefault(int(row[keys.GROUP_ID]), []).append(json.loads(row[keys.EXTRA])[TASK])
-        assert int(row[keys.SAMPLE_ID]) == len(actual[int(row[keys.GROUP_ID])]) - 1
-    return [(names[0], len(names)) for names in actual.values()]
-
-
-@pytest.mark.parametrize("options", [{}, {"beside": True, "max_policy_age": 1}, {"refill": True}])
-def test_a_batch_counts_groups_and_each_has_its_tasks_size(options: dict[str, Any]) -> None:
-    source = source_of(**options)
-    for _ in range(3):
-        batch = source.next_batch()
-        actual = sizes_of(batch)
-        assert len(actual) == 3
-        assert all(size == SIZES[name] for name, size in actual)
-        if "refill" not in options:  # which takes what has variance
-            assert sorted(name for name, _ in actual) == ["few", "few", "many"]
-        rewards: dict[int, set[float]] = {}
-        for row in batch:
-            rewards.setdefault(int(row[keys.GROUP_ID]), set()).add(float(row[keys.REWARD]))
-        assert source.metrics()["groups/zero_advantage"] == [*map(len, rewards.values())].count(1)
-        source.update_policy_weights_([])
-
-
-@pytest.mark.parametrize("refill", [False, True])
-def test_groups_in_flight_come_back_with_the_sizes_of_their_tasks(refill: bool) -> None:
-    whole, resumed = (source_of(beside=True, max_policy_age=1, refill=refill) for _ in range(2))
-    whole.next_batch()
-    state = whole.state_dict()
-    assert state["in_flight"] or state["finished"][1]["waiting"]
-    resumed.load_state_dict(state)
-    for source in (whole, resumed):
-        source.policy.update_weights([], 1)
-    whole.release()
-    for _ in range(2):
-        batches = [source.next_batch() for source in (whole, resumed)]
-        assert batches[0].get(keys.GROUP_ID).tolist() == batches[1].get(keys.GROUP_ID).tolist()
-        assert all(size == SIZES[name] for name, size in sizes_of(batches[1]))
-        for source in (whole, resumed):
-            source.update_policy_weights_([])
-
-
-def test_torchrls_collector_has_all_sizes_and_a_reset_of_so_many_rows_refuses_them() -> None:
-    env = mixture()
-    amounts = {"dialog_turns_per_batch": 9, "total_dialog_turns": 18, "seed": SEED}
-    made = PromptGroupCollector(env, engine_of(env), sampling=Sampling(max_tokens=64), **amounts)
-    assert [sorted(sizes_of(batch)) for batch in made] == [[("few", 2), ("few", 2), ("many", 5)]] * 2
-    with pytest.raises(ValueError, match=r"sets [25] responses for a prompt, but this environment has repeats=3"):
-        mixture().reset()
-
-
 TOOLS = '''
 def double(number: int) -> int:
     """Twice as much.
@@ -232,14 +131,6 @@ class World:
 '''
 
 
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
-
-
 def mixed_config(folder: Path, *overrides: str) -> Config:
     """Tools in one task, an environment in another, a task that asks again, and one of a single turn."""
     (folder / "tools.py").write_text(TOOLS)
@@ -250,13 +141,13 @@ def mixed_config(folder: Path, *overrides: str) -> Config:
     config = compose("grpo_cpu", ["env.num_heldout=2", "env.max_samples=6", "env.reward_workers=0", *overrides])
     config.env.mixture = {
         "ask": {"reasoning": True, "max_steps": 2},
-        "once": {"dataset": "countdown", "repeats": 3},
+        "once": {"dataset": "countdown"},
         "tool": {
-            **{"dataset": "table", "dataset_path": str(folder / "eights.jsonl"), "max_steps": 3, "repeats": 4},
+            **{"dataset": "table", "dataset_path": str(folder / "eights.jsonl"), "max_steps": 3},
             "tools": f"{folder / 'tools.py'}:double",
         },
         "world": {
-            **{"dataset": "table", "dataset_path": str(folder / "rows.jsonl"), "max_steps": 2, "repeats": 2},
+            **{"dataset": "table", "dataset_path": str(folder / "rows.jsonl"), "max_steps": 2},
             "environment": f"{folder / 'world.py'}:World",
         },
     }
@@ -291,14 +182,13 @@ def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> N
 
         engine = ScriptedEngine(script, eos_token_id=tokenizer.eos_token_id, max_model_len=2048)
         rollouts = Rollouts(env, with_dialogs(config, env, engine, instances, opened))
-        prompts = [Prompt(at, one, env.group_size(one), at) for at, one in enumerate(examples.values())]
+        prompts = [Prompt(at, one, env.repeats, at) for at, one in enumerate(examples.values())]
         streamed = rollouts.stream(prompts, Sampling(max_tokens=200))
         graded = {group.prompt.example.extra[TASK]: group for group in streamed}
-    assert {name: len(group.samples) for name, group in graded.items()} == {"ask": 8, "once": 3, "tool": 4, "world": 2}
     once = [request for request in requests if request.num_samples > 1]
-    assert {(request.num_samples, request.example) for request in once} == {(3, None)}  # whole, and asked once
+    assert {(request.num_samples, request.example) for request in once} == {(8, None)}  # whole, and asked once
     rewards = {name: [float(row[keys.REWARD]) for row in group.rows] for name, group in graded.items()}
-    assert rewards == {"ask": [1.0] * 8, "once": [0.0] * 3, "tool": [1.0] * 4, "world": [0.5] * 2}
+    assert rewards == {"ask": [1.0] * 8, "once": [0.0] * 8, "tool": [1.0] * 8, "world": [0.5] * 8}
     info = {name: group.scores[0].info for name, group in graded.items()}
     assert (info["tool"]["tool_calls"], info["world"]["tool_calls"], info["once"]) == (2, 1, {})
     assert graded["world"].scores[0].success
@@ -328,17 +218,3 @@ def test_what_a_task_does_not_give_is_the_runs_where_it_means_something(tmp_path
     assert turns_of_tasks(config) == {name: one.env.max_steps for name, one in actual.items()}
     assert turns_of_tasks(config) == {"ask": 2, "both": 4, "once": 4, "plain": 1, "tool": 3, "world": 2}
     assert longest_response(config) == 4 * 64
-
-
-def test_amounts_are_counted_in_groups(tmp_path: Path) -> None:
-    config = mixed_config(tmp_path, "train.dialog_turns_per_batch=64", "train.optim_batch_size=16", "env.num_envs=64")
-    assert mean_responses_per_step(config) == 8 * (8 + 3 + 4 + 2) / 4
-    settings = make_settings(config, "cpu")
-    assert (settings.optim_groups, settings.optim_batch_size) == (2, 16)
-    one = task_configs(config)["once"]
-    assert (one.train.dialog_turns_per_batch, one.train.optim_batch_size, one.env.num_envs) == (24, 6, 24)
-    assert engine_rows(config, "transformers", "cpu") == 64
-    config.env.mixture["once"]["repeats"] = 100
-    assert engine_rows(config, "transformers", "cpu") == 100
-    config.env.mixture = {"a": {"repeats": 8}, "b": {}}
-    assert make_settings(config, "cpu").optim_groups is None  # as without: responses are counted

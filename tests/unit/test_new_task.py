@@ -33,7 +33,7 @@ from tests.config.test_config import composed
 class ParityTask:
     name = "parity"
     hub_name = "somebody/parity"
-    calls_tools = replies = True
+    replies = True
 
     def __init__(self, train=(), heldout=(), *, system_prompt="Even or odd?", correct=1.0):
         self.term_weights = {"correct": 1.0}
@@ -84,7 +84,6 @@ def test_options_that_it_does_not_take_are_refused() -> None:
     for options, sentence in (
         ({"answer_format": "tags"}, r"env.answer_format=tags has no effect on env.dataset=parity.*\(gsm8k, math, "),
         ({"eval_path": "x.jsonl"}, "env.eval_path=x.jsonl has no effect on env.dataset=parity"),
-        ({"max_steps": 1}, "env.dataset=parity offers a tool"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             validate(config_of(**options))

@@ -32,8 +32,8 @@ from sota_grpo.errors import UserError
 from sota_grpo.tasks import server_tools
 from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
-from tests.forked import ForkLauncher
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 ENVIRONMENTS = Path(__file__).parent / "environments"
 SERVER, RECORDING = ENVIRONMENTS / "openenv_server.py", ENVIRONMENTS / "openenv_answers.json"
 PYTHON = os.environ.get("OPENENV_PYTHON")
@@ -146,14 +146,6 @@ class Replay:
 
     def close(self) -> None:
         self._server.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from sota_grpo.rl.records import Example, SampledText, Score
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.arithmetic import LARGEST_VALUE, TEMPLATES, ArithmeticTask, solve
 from sota_grpo.tasks.dataset import DatasetError
-from sota_grpo.tasks.procedural import TARGETS, CalculatorTask, CountdownTask, calculate
+from sota_grpo.tasks.procedural import TARGETS, CountdownTask, calculate
 from sota_grpo.tasks.wrappers import MESSAGE, think_again, with_tools
 
 SEED = random.randrange(1 << 30)
-CALCULATOR, COUNTDOWN = CalculatorTask(), CountdownTask()
+COUNTDOWN = CountdownTask()
 PRODUCT = Example("What is 347 * 28 + 591?", "#### 10307")
 NUMBERS = COUNTDOWN.read_row({"nums": [3, 5, 7, 3], "target": 24}, "here")
 
@@ -132,40 +132,6 @@ def test_a_row_that_is_no_problem_is_refused() -> None:
             COUNTDOWN.read_row(row, "rows.jsonl, line 3")
 
 
-def test_every_product_has_its_own_true_answer() -> None:
-    task = CalculatorTask(seed=SEED, num_train=200, num_heldout=50)
-    for example in [*task.train, *task.heldout]:
-        question = example.query.removeprefix("What is ").removesuffix("?")
-        assert task.score(f"#### {eval(question)}", example).success, (example, SEED)  # a question drawn here
-        assert task.score(task.gold_response(example), example).terms == {"correct": 1.0}
-    assert len({example.query.translate(str.maketrans("", "", "0123456789")) for example in task.train}) == 7
-    assert "<calc>" in task.messages(task.train[0])[0]["content"]
-
-
-def test_a_call_is_answered_by_the_tool() -> None:
-    for response, content in (
-        ("First: <calc>347×28</calc>\n", "9716"),
-        ("<calc>1+1</calc> and <calc>2+2</calc>", "4"),
-        ("<calc>1+1</calc> and <calc>2+", "2"),
-        ("<think><calc>1+1</calc></think><calc>3*3</calc>", "9"),
-        ("<calc>-7/3</calc>", "-2.33333333333"),
-        ("<calc>1/0</calc>", "error: division by zero"),
-        ("<calc>__import__('os').system('ls')</calc>", "error: unexpected '_'"),
-        ("<calc>999999999 * 999999999 * 10</calc>", "error: the result is too large"),
-    ):
-        expected = Score({"correct": 0.0}, False, info={"tool_calls": 1}, reply={"role": "tool", "content": content})
-        assert CALCULATOR.score(response, PRODUCT) == expected
-
-
-def test_an_answer_ends_the_dialog_and_so_does_silence() -> None:
-    right = ("9716 + 591 = 10307\n#### 10,307", "<calc>347*28</calc> is 9716\n#### 10307")
-    wrong = ("<calc>347*28</calc>\n#### 9716", "I do not know", "<calc>347 * 28")
-    wrong += ("<think><calc>347 * 28</calc>", "</calc>3<calc>")
-    for response in (*right, *wrong):
-        expected = Score({"correct": float(response in right)}, response in right, info={"tool_calls": 0})
-        assert CALCULATOR.score(response, PRODUCT) == expected, response
-
-
 def test_the_calculator_is_exact_for_integers() -> None:
     rng = random.Random(SEED)
     for _ in range(100):
@@ -173,6 +139,7 @@ def test_the_calculator_is_exact_for_integers() -> None:
         assert calculate(f"{a} * ({b}) - ({c})") == str(a * b - c)
         shown = calculate(f"{a} / 7")
         assert abs(Fraction(shown) - Fraction(a, 7)) <= abs(Fraction(a, 7)) * Fraction(1, 10**11)
+    assert calculate("999999999 * 999999999 * 10") == "error: the result is too large"
 
 
 def test_a_wrong_response_is_asked_to_think_again_and_nothing_else_changes() -> None:
@@ -193,8 +160,6 @@ def test_a_failed_grader_asks_nothing_and_a_reply_of_the_tasks_own_comes_first()
     failing = ArithmeticTask()
     failing.score = lambda response, example: Score({"correct": 0.0}, False, error="ValueError: no")
     assert think_again(failing).score("no", PRODUCT).reply is None
-    assert think_again(CALCULATOR).score("<calc>2*3</calc>", PRODUCT).reply == {"role": "tool", "content": "6"}
-    assert think_again(CALCULATOR).score("#### 1", PRODUCT).reply == {"role": "user", "content": MESSAGE}
     assert think_again(COUNTDOWN).score("no", NUMBERS) == COUNTDOWN.score("no", NUMBERS)
 
 
@@ -211,7 +176,7 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
     inner.score = Together()
     actual = think_again(inner, "Again?").score.score_group([("a", PRODUCT), ("bb", PRODUCT)])
     assert [one.reply for one in actual] == [None, {"role": "user", "content": "Again?"}]
-    assert not hasattr(think_again(CALCULATOR).score, "score_group")
+    assert not hasattr(think_again(COUNTDOWN).score, "score_group")
     lost = SampledText("", record={"error": "InstanceLost: gone"})
     pairs = [(SampledText("bb", record={"ended": "answer"}), PRODUCT), (lost, PRODUCT)]
     actual = with_tools(inner, has_reward=False, adds_task_terms=True).score.score_group(pairs)

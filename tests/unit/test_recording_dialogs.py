@@ -123,7 +123,7 @@ def test_rows_have_their_task_and_dialogs_the_chat_that_they_began_with() -> Non
     assert "prompt" not in rollout_rows(RowTable.of(rows), Letters())[0]["dialog"]
 
 
-def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsing(tmp_path: Path) -> None:
+def test_the_record_has_a_dialog_where_there_is_one(tmp_path: Path) -> None:
     plain = rollout(3, 0, 0.0) | {"policy_version": 2}
     dialog = {"turns": [{"role": "tool", "text": '"policy_version": 9}'}]}
     records: list[Any] = []
@@ -133,7 +133,6 @@ def test_the_record_has_a_dialog_where_there_is_one_and_is_scanned_without_parsi
     first, second = map(json.loads, (tmp_path / ROLLOUTS_FILE).read_text().splitlines())
     assert set(first) == {"step", *ROLLOUT_FIELDS}
     assert (second["dialog"], second["task"]) == (dialog, "gym/sums")
-    assert list(second)[-1] == "policy_version"  # where a scan looks for it
     assert [list(row) for row in records] == [["step", *ROLLOUT_FIELDS]] * 2  # a table has the same columns in each row
     lines, ages = scan(tmp_path / ROLLOUTS_FILE)
     assert (list(lines), dict(ages)) == ([(4, 3), (4, 4)], {2: 2})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tensordict import TensorDict
 
 from sota_grpo import cli, keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.replay import CountedLoss, Step, compared, cosines, open_step, replay, replayed, scored_rows
+from sota_grpo.assembly.replay import Step, compared, cosines, open_step, replay, replayed, scored_rows
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
 from sota_grpo.errors import UserError
@@ -81,8 +80,6 @@ def test_a_replay_gives_the_losses_and_the_gradient_norm_of_the_run(name: str, t
         assert actual["agrees"]
     if "skywork" in name:
         assert [row["entropy_coef"] for row in rows] == [0.0, 0.005]
-        shares = replayed(run_dir, 1, ["algorithm=grpo"])["figures"]["tokens/with_gradient"]
-        assert 0 < shares["replayed"] < shares["grpo"]  # tokens of low entropy are left out
     if "rloo" in name:  # one optimizer step: the metric is that of the weights before it
         stored = read_step(stored_steps(run_dir)[0])
         masked = zip(stored.measured, stored.rows, strict=True)
@@ -160,7 +157,7 @@ def test_several_algorithms_are_side_by_side(plain: Path, tmp_path: Path) -> Non
     assert cosines["run"][tripled] == pytest.approx(1, abs=1e-9)
     assert 0.5 < cosines["run"]["rloo"] < 1 - 1e-6
     assert figures["grad_norm"][tripled] == pytest.approx(3 * figures["grad_norm"]["run"], rel=1e-5)
-    for name in ("tokens/with_advantage", "tokens/with_gradient", "clip_fraction"):
+    for name in ("tokens/with_advantage", "clip_fraction"):
         assert figures[name][tripled] == figures[name]["run"]
     assert figures["ess"][tripled] == pytest.approx(figures["ess"]["run"], rel=1e-9)  # its rows are packed otherwise
     assert "every ratio is 1" in actual["notes"][1]
@@ -185,30 +182,6 @@ def test_no_room_for_a_gradient_is_a_sentence(plain: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"^Each algorithm's gradient takes 0\.\d GiB, but .*; set TMPDIR"):
         replayed(plain, 0, ["algorithm=dapo"])
     assert replayed(plain, 0)["agrees"]  # alone it keeps none
-
-
-def test_tokens_with_a_gradient_by_hand() -> None:
-    """Ratios of 1 and 2 under a clip of 0.2: with a positive advantage the second has no gradient."""
-
-    class Actor(torch.nn.Module):
-        def forward(self, td: TensorDict) -> TensorDict:
-            values = torch.tensor([[0.0, -1.0, -1.0], [0.0, -1.0, -1.0]]) + torch.tensor([0.0, 0.0, math.log(2)])
-            return td.set(keys.LOG_PROBS, values.requires_grad_())
-
-    batch = TensorDict(
-        {
-            "tokens": {"full": torch.ones(2, 3, dtype=torch.long)},
-            "masks": {"all_assistant_mask": torch.tensor([[False, True, True]] * 2)},
-            "log_probs": {"full": torch.full((2, 3), -1.0)},
-            "advantage": torch.tensor([0.5, -0.5]).reshape(2, 1, 1),
-        },
-        batch_size=[2],
-    )
-    loss = CountedLoss(Actor(), entropy_bonus=False)
-    loss(batch)
-    assert loss.moved == 3
-    loss(batch)
-    assert loss.moved == 6
 
 
 def test_a_gradient_of_0_has_no_cosine_and_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

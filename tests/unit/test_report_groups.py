@@ -15,15 +15,13 @@ import torch
 
 from sota_grpo.functional.loss_terms import kl_k1, kl_k2, kl_k3
 from sota_grpo.recording.metrics import METRICS
-from sota_grpo.recording.run_files import ROLLOUTS_FILE
 from sota_grpo.report import data as module
-from sota_grpo.report.data import RunData, charts, curves, family, names, read_run, stride_for
+from sota_grpo.report.data import RunData, charts, curves, family, names, read_run, safe_json, stride_for
 from sota_grpo.report.groups import (
     choose_groups,
     dialog_columns,
     plain_group,
     prompt_turns,
-    scan,
     spread,
     token_columns,
 )
@@ -34,8 +32,9 @@ OF_TASK = [name.rpartition("/")[2] for name in METRICS if name.startswith("task/
 
 def chosen(run_dir: Path, budget: int) -> tuple[list[dict[str, Any]], Any]:
     actual = choose_groups(read_run(run_dir), budget)
-    assert sum(len(text.encode()) for text in actual.encoded) <= budget
-    return [json.loads(text) for text in actual.encoded], actual
+    texts = [safe_json(group) for group in actual.shown]
+    assert sum(len(text.encode()) for text in texts) <= budget
+    return [json.loads(text) for text in texts], actual
 
 
 def test_every_step_has_its_place_in_the_order_and_the_first_are_evenly_spread() -> None:
@@ -70,17 +69,6 @@ def test_a_group_too_large_for_the_page_does_not_end_it(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=3, response=lambda step, *_: "a" * (19_000 if step == 2 else 5))
     groups, _ = chosen(run_dir, 9_000)
     assert {group["step"] for group in groups} == {0, 1}
-
-
-def test_lines_in_another_form_are_found_too(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=4)
-    quick = scan(run_dir / ROLLOUTS_FILE)
-    rows = [json.loads(line) for line in (run_dir / ROLLOUTS_FILE).read_text().splitlines()]
-    lines = [json.dumps(dict(reversed(row.items()))) + "\n" for row in rows]
-    (run_dir / ROLLOUTS_FILE).write_text("".join(lines))
-    slow = scan(run_dir / ROLLOUTS_FILE)
-    assert quick[0].keys() == slow[0].keys()
-    assert quick[1] == slow[1]
 
 
 def test_stored_steps_show_all_samples_with_their_tokens_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
@@ -137,7 +125,7 @@ def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> N
     """Where the tokens are stored they are the text, and the turns say how many each has."""
     fields = lambda step, *_: {"dialog": DIALOG, "task": "tools"} if step else {}  # noqa: E731
     run_dir = write_run(tmp_path, steps=3, groups=2, stored=[2], fields=fields)
-    groups = [json.loads(text) for text in choose_groups(read_run(run_dir), 1_000_000).encoded]
+    groups, _ = chosen(run_dir, 1_000_000)
     old, plain, stored = groups[0], groups[2], groups[4]
     assert "turns" not in old
     assert "turns" not in old["samples"][0]

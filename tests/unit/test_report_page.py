@@ -9,7 +9,6 @@ import os
 from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ import pytest
 from sota_grpo.cli import main
 from sota_grpo.errors import UserError
 from sota_grpo.recording.run_files import METRICS_FILE, read_replays, save_replay
-from sota_grpo.report import MAX_BYTES, TrainingReport, seeds_of_one_config, write_report
+from sota_grpo.report import MAX_BYTES, report_of, seeds_of_one_config, write_report
 from sota_grpo.report.data import read_run
 from tests.report_rigs import HOSTILE, replay_record, write_run
 
@@ -133,34 +132,11 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         assert message.count("\n") == 1
 
 
-def test_pages_cost_a_run_half_a_percent_and_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written = 0.0, []
-
-    def write(*_: object) -> None:
-        nonlocal now
-        written.append(now)
-        now += 0.3
-
-    (tmp_path / METRICS_FILE).write_text("one line\n")
-    monkeypatch.setattr("sota_grpo.report.write_report", write)
-    monkeypatch.setattr("sota_grpo.report.time", SimpleNamespace(perf_counter=lambda: now))
-    report = TrainingReport(tmp_path)
-    for step in range(200):
-        now = max(now, 10.0 * step)
-        report.write(last=False)
-    assert all(0.3 * count <= 0.005 * (began + 0.3) for count, began in enumerate(written, 1))
-    assert len(written) > 20
-    report.write()
-    assert written[-1] >= 1990
-
-
-def test_without_metrics_or_where_unwanted_there_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_metrics_there_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).touch()
-    assert TrainingReport(tmp_path).write() == 0
+    assert report_of(tmp_path) == 0
     assert os.listdir(tmp_path) == [METRICS_FILE]
     assert not caplog.records
-    TrainingReport(write_run(tmp_path), enabled=False).write()
-    assert "report.html" not in os.listdir(tmp_path)
 
 
 def test_the_report_has_the_newest_of_each_question(tmp_path: Path) -> None:

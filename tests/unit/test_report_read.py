@@ -16,9 +16,9 @@ import yaml
 
 from sota_grpo.cli import main
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import METRICS_FILE, note_failure, whole_lines
-from sota_grpo.report import TrainingReport, report_json
-from sota_grpo.report.data import find_runs, read_run, read_runs
+from sota_grpo.recording.run_files import METRICS_FILE, find_runs, note_failure, whole_lines
+from sota_grpo.report import report_json, report_of
+from sota_grpo.report.data import read_run, read_runs
 from sota_grpo.sweeps import read_sweep
 from tests.report_rigs import write_run
 from tests.unit.test_report_page import page_of
@@ -199,13 +199,12 @@ def test_a_line_whose_end_is_still_to_come_is_no_line_and_neither_is_its_rest(tm
     assert all(line.startswith(b"{") and line.endswith(b"}\n") for _, line in actual)
 
 
-def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
+def test_a_full_disk_keeps_the_page_that_there_is_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It fills up in the middle of the page: its beginning has been written."""
     run_dir = write_run(tmp_path / "run")
-    report = TrainingReport(run_dir)
-    report.write()
+    report_of(run_dir)
     before = {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()}
     write = Path.write_text
 
@@ -216,9 +215,8 @@ def test_a_full_disk_keeps_the_page_that_there_is_and_says_so_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert report.write() > 0
-    assert report.write() == 0
+    assert report_of(run_dir) > 0
     assert {path.name: path.read_bytes() for path in run_dir.iterdir() if path.is_file()} == before
     (message,) = caplog.messages
     assert "No space left on device" in message
-    assert "the run writes no other" in message
+    assert f"sota-grpo report {run_dir}" in message

@@ -23,7 +23,7 @@ from sota_grpo.rewards.functions import TRL, VERL, load_functions
 from sota_grpo.rewards.grading import LocalGrader, grading_pool, guarded_scores
 from sota_grpo.rl.records import Example, SampledText, Sampling, Score
 from sota_grpo.rl.task import Task, scorer_of
-from sota_grpo.tasks.procedural import CalculatorTask
+from sota_grpo.tasks.procedural import CountdownTask
 from sota_grpo.tasks.questions import GSM8KTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions
@@ -352,10 +352,11 @@ def test_what_a_file_imports_does_not_count_against_a_response(tmp_path: Path) -
 
 
 def test_a_task_answers_turns_whichever_reward_grades_them(tmp_path: Path) -> None:
-    own = CalculatorTask(num_train=1, num_heldout=1)
+    own = CountdownTask(num_train=1, num_heldout=1)
     task = task_of(tmp_path, "def f(completions): return [0.5 for _ in completions]", "f", task=own)
-    actual = task.score("<calc>2 * 3</calc>", task.train[0])
-    assert (actual.reply, actual.terms) == ({"role": "tool", "content": "6"}, {"f": 0.5})
+    actual = task.score("no", task.train[0])
+    assert (actual.reply, actual.terms) == (own.score("no", own.train[0]).reply, {"f": 0.5})
+    assert actual.reply["content"].startswith("There is no answer.")
 
 
 TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "level": 1}, "demo")])

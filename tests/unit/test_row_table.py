@@ -137,10 +137,11 @@ def test_writing_replaces_the_values_of_rows_that_do_not_get_one(values: list) -
 
 
 def test_a_group_is_its_samples_whatever_each_of_them_has() -> None:
-    """A response without a token, one that its worker decoded, sampling supports, a record."""
-    ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6])]
+    """A response without a token, one that its worker decoded, sampling supports, a record, tokens of others."""
+    ids = [torch.tensor([4, 5]), torch.zeros(0, dtype=torch.int64), torch.tensor([6, 7])]
     kept = SamplingSupport(torch.tensor([4, 5, 9], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
-    extra = ({"support": kept}, {"text": "said by a worker"}, {"record": {"a": 1}})
+    dialog = {"record": {"a": 1}, "assistant_mask": torch.tensor([False, True])}
+    extra = ({"support": kept}, {"text": "said by a worker"}, dialog)
     samples = [Sample(a, -torch.ones(len(a)), torch.full((len(a),), 3), False, **own) for a, own in zip(ids, extra)]
     drawn = drawn_entries(7, Example("a?", "b"), [8, 9])
     rows = group_table(drawn, samples, TOKENIZER).rows()

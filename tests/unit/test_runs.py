@@ -398,4 +398,5 @@ def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path
 
 
 def test_an_error_to_which_the_system_gave_no_reason_is_named() -> None:
-    assert "cannot be written (quota);" in str(runs.unwritable(Path("run"), OSError("quota")))
+    with pytest.raises(UserError, match=r"cannot be written \(quota\);"), runs.writing_in(Path("run")):
+        raise OSError("quota")

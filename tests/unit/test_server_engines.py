@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Deadlines, EngineOptions
+from sota_grpo.engines import EngineOptions
 from sota_grpo.engines import server_engine as server_module
 from sota_grpo.engines.server_engine import ServerDied, ServerEngine
 from sota_grpo.engines.sglang_server import SGLangEngine
@@ -311,9 +311,10 @@ STEP_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", STEP_FAULTS)
-def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault: str):
+def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault: str, monkeypatch):
     answer, message = STEP_FAULTS[fault]
-    engine = rigs.engine(fake := FakeVLLM(), deadlines=Deadlines(generate=0.2 if fault == "silence" else 60))
+    monkeypatch.setattr(server_module, "_GENERATE_S", 0.2 if fault == "silence" else 60)
+    engine = rigs.engine(fake := FakeVLLM())
     fake.answers[GENERATE["vllm"]] = answer
     add(engine, [request(9)], SAMPLING)
     with pytest.raises(ServerError, match=message):
@@ -325,7 +326,7 @@ def test_a_faulty_response_is_an_error_that_breaks_the_engine(rigs: Rigs, fault:
 @pytest.mark.parametrize(("kind", "path"), [("vllm", "/weight_info"), ("sglang", "/health_generate")])
 def test_a_hung_server_is_found_long_before_a_group(rigs: Rigs, kind: str, path: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "_PROBE_EVERY_S", 0.1)
-    engine, fake = rigs.held(kind, deadlines=Deadlines(control=0.3))
+    engine, fake = rigs.held(kind, timeout_s=0.3)
     add(engine, [request(20)], SAMPLING)
     for _ in range(5):
         step(engine)  # it works, and answers: no error however long a group takes

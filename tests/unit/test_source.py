@@ -6,9 +6,8 @@ import functools
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -35,9 +34,8 @@ from sota_grpo.source.replay_buffer import Group, Refill
 from sota_grpo.stopping import Interrupted
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.training.checkpoint import CheckpointStore
-from tests.process_rigs import wait_for
 from tests.training_rigs import collector_of, make_env, make_saying
-from tests.unit.test_group_buffer import same
+from tests.unit.test_row_table import same
 
 SAMPLING = Sampling(max_tokens=24)
 REPEATS = 3
@@ -174,7 +172,7 @@ def synchronous_batches(*, right: float, seed: int, steps: int, num_groups: int,
 def require_equal(batches: list, expected: list) -> None:
     for batch, other in zip(batches, expected, strict=True):
         assert ids(batch) == ids(other)
-        assert all(same(one, two) for one, two in zip(batch, other, strict=True))
+        same(batch, other)
 
 
 @pytest.mark.parametrize("refill", [False, True])
@@ -299,22 +297,6 @@ def test_a_token_above_the_age_or_without_a_log_prob_is_refused() -> None:
     with pytest.raises(ValueError, match="log-prob that is not finite for a token of group 0"):
         source.next_batch()
     source.close()
-
-
-def test_a_batch_waits_for_the_oldest_group_while_younger_ones_are_finished() -> None:
-    """K = 2, age 1, four slots: step 1 takes 3 where 0 has not finished, and step 2 waits for 0 before 4 and 5."""
-    rig = Rig(num_groups=2, max_policy_age=1)
-    rig.source.is_ready()
-    script = iter([1, 2, 3])
-    assert ids(rig.step(0, choose=lambda: rig.desk.finish(next(script)))) == [1, 2]
-    assert rig.desk.asked == [0, 1, 2, 3, 4, 5]
-    rig.desk.finish(3, 4, 5)
-    rig.source.handle_events()
-    assert not rig.source.is_ready()
-    assert len(rig.source._slots.buffer.sampler) == 3
-    rig.desk.finish(0)
-    rig.source.handle_events()
-    assert ids(rig.source.next_batch()) == [0, 3]
 
 
 def reload(rig: Rig, tmp_path, **options) -> Rig:
@@ -567,53 +549,6 @@ def test_metrics_are_in_the_glossary_and_count_what_is_left() -> None:
     assert metrics["time/generate_s"] > 0
 
 
-def test_threads_that_finish_at_random_moments_give_every_prompt_once() -> None:
-    """Real threads: twelve steps with age 2, groups of random durations, batches of the bound's age."""
-    env = small_env()
-    engine = random_engine(env, right=0.5, seed=0)
-
-    def generate(request: GroupRequest) -> GroupOutput:
-        time.sleep(random.random() / 100)
-        return next(iter(engine.generate([request], SAMPLING)))
-
-    seen: list[int] = []
-    with ThreadPoolExecutor(4) as pool:
-        desk = Desk(engine)
-        desk.submit = lambda request, sampling: pool.submit(generate, request)
-        options = {"num_groups": 3, "max_policy_age": 2, "refill": True, "max_draws": 4}
-        source = collector_of(env, desk, SAMPLING, beside=True, **options)
-        for step in range(12):
-            seen += ids(source.next_batch())
-            engine.version = step + 1
-            source.release()
-        source.close()
-    assert len(seen) == len(set(seen)) == 36
-    assert not [thread for thread in threading.enumerate() if thread.name == "dispatcher" and thread.is_alive()]
-
-
-def test_the_next_batch_is_sampled_and_graded_while_the_learner_has_this_one() -> None:
-    """No caller uses the source meanwhile: its own thread does it. What that saves: ``benchmarks.overlap``."""
-    graded: list[str] = []
-    local = small_env().grader
-
-    def grade(pairs) -> Future:
-        graded.append(pairs[0][1].query)
-        return local.scores(pairs)
-
-    rig = Rig(max_policy_age=1, dispatch=True, grade=grade)
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(rig.source.next_batch)
-        wait_for(lambda: sorted(rig.desk.open) == list(range(8)))
-        rig.desk.finish(0, 1, 2, 3)
-        asking.result(60)
-    rig.desk.finish(4, 5, 6, 7)
-    wait_for(lambda: len(set(graded)) == 8)
-    rig.engine.version = 1
-    rig.source.release()
-    assert ids(rig.source.next_batch()) == [4, 5, 6, 7]
-    rig.source.close()
-
-
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_response_that_ends_in_the_thinking_of_its_prompt_gives_no_answer(opens: bool) -> None:
     env = make_env(num_envs=REPEATS, repeats=REPEATS, num_train=23)  # a tokenizer of its own
@@ -642,4 +577,4 @@ def test_no_score_is_waited_for_while_the_engine_still_generates() -> None:
         return opened[-1][0]
 
     late.env.grader = SimpleNamespace(scores=grade)
-    assert all(same(one, two) for one, two in zip(late.next_batch(), here.next_batch(), strict=True))
+    same(late.next_batch(), here.next_batch())

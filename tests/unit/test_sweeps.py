@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import fcntl
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,9 +130,9 @@ def test_the_summary_is_written_beside_the_runs(tmp_path: Path) -> None:
     assert [run["run"] for run in plain["runs"]] == ["1", "0"]
     (setting,) = plain["settings"]
     assert setting["means"]["eval/accuracy"] == {"mean": pytest.approx(0.5), "stderr": pytest.approx(0.1)}
-    text = (tmp_path / "summary.md").read_text()
-    assert "| 1 | 1 | 0.5 | 60.0 +/- 3.0 % | 1 of 12 | finished | 0:07 |" in text
-    assert "| 2 | 0.5 +/- 0 | 50.0 +/- 10.0 % |" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in as_text(read_sweep(tmp_path)).splitlines()]
+    assert ["1", "1", "0.5", "60.0 +/- 3.0 %", "1 of 12", "finished", "0:07"] in rows
+    assert ["2", "0.5 +/- 0", "50.0 +/- 10.0 %"] in rows
 
 
 @pytest.mark.parametrize(("make", "match"), [(False, "There is no run in"), (True, "is one run")])
@@ -164,12 +162,10 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
     assert command("multirun/2026-01-01/10-00-00", "--json") == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["reward"] == 0.1
     make_run(Path("multirun/2026-01-03/10-00-00/0"), ["a=d"], rewards=[0.3])
-    assert command("multirun", "--csv", "--sort", "reward", "--ascending") == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert command("multirun", "--json", "--sort", "reward", "--ascending") == 0
+    rows = json.loads(capsys.readouterr().out)["runs"]
     assert [row["run"][9] for row in rows] == ["1", "2", "3"]
-    assert [(row["a"], row["reward"], row["eval/accuracy"]) for row in rows] == [
-        *(("'b,c'", "0.1", "0.5"), ("'b,c'", "0.2", ""), ("d", "0.3", ""))
-    ]
+    assert [row["overrides"]["a"] for row in rows] == ["'b,c'", "'b,c'", "d"]
     with pytest.raises(UserError, match="no run measured it; did you mean reward"):
         command("multirun", "--sort", "rewards")
 

@@ -7,36 +7,10 @@ import json
 import os
 import random
 from pathlib import Path
-from types import SimpleNamespace as Having
 
-from tests.conftest import pytest_collection_modifyitems as reorder
 from tests.forked import Done, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_files_come_in_the_seeds_order_and_stay_whole() -> None:
-    files = [Path(f"test_{letter}.py") for letter in "abcdef"]
-
-    def ordered(seed: str | None, collected: list[Path], longest: str = "") -> list[tuple[Path, int]]:
-        items = [
-            Having(path=path, number=number, get_closest_marker={"longest": path.name == longest}.get)
-            for path in collected
-            for number in (1, 0)
-        ]
-        reorder(Having(getoption={"files_by": seed}.get), items)
-        return [(item.path, item.number) for item in items]
-
-    firsts = set()
-    for seed in map(str, range(40)):
-        order = ordered(seed, files)
-        assert order == ordered(seed, files[::-1])  # whatever order they are found in
-        assert sorted(order) == [(path, number) for path in files for number in (0, 1)]
-        assert [(path, 0) for path, _ in order[::2]] == order[1::2]
-        firsts.add(order[0][0])
-        assert ordered(seed, files, files[2].name) == order
-    assert firsts == set(files)
-    assert [path.name for path, _ in ordered(None, files, "test_c.py")[::2]] == [f"test_{name}.py" for name in "cabdef"]
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> Done:

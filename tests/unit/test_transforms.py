@@ -43,14 +43,6 @@ def text_rows(responses: list[str]) -> TensorDictBase:
     return lazy_stack([TensorDict({"text": {"response": text}} | fields) for text in responses], 0)
 
 
-def test_reward_is_the_weighted_sum_of_the_terms() -> None:
-    rows = ScoreResponse(grade, WEIGHTS)(text_rows(["4", "5", "100"]))
-    assert rows[keys.REWARD].tolist() == [[1.25], [0.25], [0.0]]
-    assert rows[(*keys.REWARD_TERMS, "right")].tolist() == [[1.0], [0.0], [0.0]]
-    assert rows[keys.SUCCESS].tolist() == [[True], [False], [False]]
-    assert not rows[keys.REWARD_ERROR].any()
-
-
 def test_scores_that_are_written_again_keep_no_term_of_the_first() -> None:
     rows = lazy_stack([TensorDict({"group_id": torch.tensor(0)}) for _ in range(2)])
     for term in (1.0, None):

@@ -19,8 +19,8 @@ from sota_grpo.rl.records import SampledText
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
-from tests.forked import ForkLauncher
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 SHOP = Path(__file__).parent / "environments" / "shop.py"
 TOKENIZER = load_tokenizer("tiny")
 
@@ -33,14 +33,6 @@ def task_of(rows: list[dict[str, Any]], *names: str) -> Any:
     reader = TableTask(answer_required=False)
     table = TableTask([reader.read_row(row, "row 1") for row in rows], answer_required=False)
     return with_reward_functions(table, str(SHOP), names) if names else table
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
 
 
 @pytest.fixture(scope="module")

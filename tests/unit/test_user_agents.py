@@ -25,12 +25,12 @@ from sota_grpo.tasks import make_task
 from sota_grpo.tasks.agents import Agent, agent_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances
-from tests.forked import ForkLauncher
 from tests.process_rigs import is_gone, wait_for
 from tests.unit.test_gateway import Rig
 
 pytest.importorskip("aiohttp", reason="needs aiohttp (the extra agents)")
 
+pytestmark = pytest.mark.usefixtures("workers_fork")
 CODE = """
 import asyncio, json, os, sys, time, urllib.request
 
@@ -92,14 +92,6 @@ if __name__ == "__main__":
     ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row["prompt"])
     print(json.dumps({"reward": 0.25}))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_fork() -> Iterator[None]:
-    """Each worker is a fork of a process that has imported what it imports."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sota_grpo.workers.instances.ProcessLauncher", ForkLauncher)
-        yield
 
 
 @pytest.fixture(scope="module")
