@@ -61,7 +61,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -343,19 +343,9 @@ def readers(term: str) -> str:
 
 def of_terms(function: Callable[..., Tensor], terms: Mapping[str, Any]) -> Tensor:
     """Call ``function`` with the ``terms`` that are its parameters (all if it has ``**kwargs``); return its result."""
-    try:
-        accepted = _parameters(function)
-    except TypeError:  # it has no hash
-        accepted = _parameters.__wrapped__(function)
-    return function(**{name: value for name, value in terms.items() if accepted is None or name in accepted})
-
-
-@lru_cache
-def _parameters(function: Callable[..., Tensor]) -> frozenset[str] | None:
-    """Return the names of the parameters of ``function`` (cached); None if it has ``**kwargs``."""
     parameters = signature(function).parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return None if takes_any else frozenset(parameters)
+    return function(**{name: value for name, value in terms.items() if takes_any or name in parameters})
 
 
 def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:

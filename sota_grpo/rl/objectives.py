@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorClass, TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
@@ -60,8 +61,7 @@ _WRITTEN_BY: dict[Any, str] = {  # entries that TorchRL's wrappers and environme
 }
 
 
-@dataclass(frozen=True)
-class LossTokens:
+class LossTokens(NamedTuple):
     """Inputs of the loss for a batch of ``N`` rows: all ``[N, T]``, and all but ``kept`` 0 where ``mask`` is False.
 
     ``kept`` (or ``[N, 1]``) marks tokens with a surrogate loss; None: all. ``log_prob``, ``entropy`` have a gradient.
@@ -322,6 +322,8 @@ class GRPOLoss(LossModule):
         self.distill_coeff, self.advantage_coeff = distill_coeff, advantage_coeff
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
+        #: :func:`losses_with_slopes`, or its compiled form, to compute losses and gradients in one call; None: not.
+        self.fused: Callable[..., Any] | None = None
         self.optional_terms = {name for name in ("entropy", "ref_log_prob") if self.surrogate.reads(name)}
         self.ratio, self.dual_clip = ratio, dual_clip
         self.kl_estimator, self.kl_unbiased, self.off_policy_threshold = kl_estimator, kl_unbiased, off_policy_threshold
@@ -348,13 +350,33 @@ class GRPOLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Return the losses and diagnostics of a (micro-)batch; the class has formulas and exceptions."""
-        tokens, stale = self._read(tensordict), None
+        entries = self._read(tensordict)
+        if self.fused is not None and entries["log_prob"].requires_grad:
+            return self._fused(entries, self.fused)
+        tokens = self._tokens(entries)
+        losses, sums = self._losses(tokens)
+        loss = torch.stack([value.sum() for value in losses.values()]).sum()
+        if tokens.log_prob.requires_grad and not loss.requires_grad:
+            raise ObjectiveError("the loss of algorithm.objective has no gradient; remove detach() or no_grad from it.")
+        sums, means = with_slope(sums, derivative(loss, tokens.log_prob))
+        return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
+
+    def _fused(self, entries: Mapping[str, Tensor], fused: Callable[..., Any]) -> GRPOLossOutput:
+        log_prob, entropy = entries["log_prob"], entries.get("entropy") if self.entropy_coeff else None
+        """Return the output of ``fused``, which has computed the gradients too."""
+        losses, sums, means, slopes = fused(self, {name: value.detach() for name, value in entries.items()})
+        losses = dict(zip(losses, _WithSlopes.apply(log_prob, entropy, *losses.values(), *slopes)))
+        return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
+
+    def _losses(self, tokens: LossTokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the reduced losses, and the sums over the trained tokens without the gradient's."""
+        stale = None
         used = tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
             stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
             # ratio 1 without gradient, so that masked tokens cannot overflow
-            used = replace(tokens, log_prob=torch.where(stale, tokens.old, tokens.log_prob))
+            used = tokens._replace(log_prob=torch.where(stale, tokens.old, tokens.log_prob))
         value, clipped = self._surrogate(used)
         left_out: dict[str, Tensor] = {}  # tokens whose surrogate or weight is changed, by diagnostic
         if stale is not None:
@@ -389,14 +411,7 @@ class GRPOLoss(LossModule):
                     "write a differentiable entropy, or pass entropy_bonus=False."
                 )
             losses["loss_entropy"] = -self.entropy_coeff * tokens.entropy
-        reduced = {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}
-        loss = torch.stack([value.sum() for value in reduced.values()]).sum()
-        if tokens.log_prob.requires_grad and not loss.requires_grad:
-            raise ObjectiveError("the loss of algorithm.objective has no gradient; remove detach() or no_grad from it.")
-        squares = derivative(loss, tokens.log_prob).double().square()
-        sums["gradient_squared"] = squares.sum()
-        means = diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
-        return GRPOLossOutput(**reduced, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
+        return {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}, sums
 
     @torch.no_grad()
     def coefficients(self, batch: TensorDictBase) -> Tensor:
@@ -404,10 +419,10 @@ class GRPOLoss(LossModule):
 
         ``correction`` and off-policy masks are ignored; masked tokens have 0. RuntimeError: aggregation ``none``.
         """
-        tokens = self._read(batch)
+        tokens = self._tokens(self._read(batch))
         with torch.enable_grad():
             log_prob = tokens.log_prob.detach().requires_grad_()
-            value, _ = self._surrogate(replace(tokens, log_prob=log_prob))
+            value, _ = self._surrogate(tokens._replace(log_prob=log_prob))
             return 0.0 - derivative(self._reduce(value, tokens), log_prob)  # no negative zeros
 
     def _surrogate(self, tokens: LossTokens) -> tuple[Tensor, Tensor]:
@@ -452,8 +467,11 @@ class GRPOLoss(LossModule):
             )
         return tokens.ref
 
-    def _read(self, batch: TensorDictBase) -> LossTokens:
-        """Run the actor and return the loss's inputs, padded on the right, or on the left if a TorchRL wrapper pads."""
+    def _read(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Run the actor and return the entries of :class:`LossTokens`, unmasked, padded on the right.
+
+        They are padded on the left if a TorchRL wrapper pads. The weight may be missing.
+        """
         if batch.batch_dims > 1:
             raise ValueError(f"the batch has the shape {list(batch.batch_size)}; pass rows [N]: batch.reshape(-1).")
         if self.batch_device is not None:
@@ -480,6 +498,11 @@ class GRPOLoss(LossModule):
                     f"log-probs, {list(shape)}, or {[shape[0], 1]}."
                 )
             read[name] = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        return read
+
+    def _tokens(self, entries: Mapping[str, Tensor]) -> LossTokens:
+        """Return the loss's inputs from what :meth:`_read` returned."""
+        read = dict(entries)
         # NaN is TorchRL's mark of a token without a log-prob from the engine; it cannot be trained on
         mask = read.pop("mask") & read["behaviour"].isfinite()
         if self.kl_mask_threshold is not None:
@@ -586,6 +609,55 @@ class GRPOLoss(LossModule):
             name: torch.where(tokens.mask, value.detach(), zero).sum(dtype=torch.float64)
             for name, value in measured.items()
         }
+
+
+def losses_with_slopes(
+    loss: GRPOLoss, entries: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    """Return losses, sums, means and slopes of a batch's ``entries``, detached, for :attr:`GRPOLoss.fused`.
+
+    The slopes are the derivatives of each loss by the log-probs, and then, if the loss has an entropy term, of each by
+    the entropy, all ``[N, T]``. torch.compile makes about five GPU kernels of all this, where eager mode has a hundred.
+    """
+    names = ["log_prob", "entropy"] if loss.entropy_coeff else ["log_prob"]
+
+    def losses_of(*values: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return loss._losses(loss._tokens({**entries, **dict(zip(names, values))}))
+
+    differentiated: Any = torch.func.vjp(losses_of, *(entries[name] for name in names), has_aux=True)
+    losses, pull, sums = differentiated
+    pulled = [pull({name: torch.full_like(losses[name], float(name == one)) for name in losses}) for one in losses]
+    by_log_prob = [each[0] for each in pulled]
+    sums, means = with_slope(sums, sum(by_log_prob[1:], by_log_prob[0]))
+    return losses, sums, means, [slope for of_value in zip(*pulled) for slope in of_value]
+
+
+class _WithSlopes(torch.autograd.Function):
+    """Give losses the gradients that :func:`losses_with_slopes` computed."""
+
+    @staticmethod
+    def forward(ctx: Any, log_prob: Tensor, entropy: Tensor | None, *losses_and_slopes: Tensor) -> tuple[Tensor, ...]:
+        count = len(losses_and_slopes) // (2 if entropy is None else 3)
+        ctx.save_for_backward(*losses_and_slopes[count:])
+        return losses_and_slopes[:count]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slopes, count = ctx.saved_tensors, len(grads)
+        pulled = [
+            sum((g * slope for g, slope in zip(grads[1:], of_value[1:])), grads[0] * of_value[0])
+            for of_value in (slopes[:count], slopes[count:])
+            if of_value
+        ]
+        return *pulled, *([None] * (2 - len(pulled) + count + len(slopes)))
+
+
+def with_slope(sums: dict[str, Tensor], slope: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the sums and the diagnostics of a batch, given ``d loss / d log_prob`` ``[N, T]``."""
+    squares = slope.double().square()
+    sums = {**sums, "gradient_squared": squares.sum()}
+    return sums, diagnostic_means(sums) | {"gradient_squared_max": squares.amax()}
 
 
 def mismatch(gap: Tensor) -> Tensor:

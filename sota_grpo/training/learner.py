@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,9 @@ from sota_grpo import keys
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.functional.flops import ModelShape
+from sota_grpo.functional.loss_terms import SURROGATES
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, head_width, layer_matrices
+from sota_grpo.policy.decoder_layer import compile_options
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.optimizers import make_optimizer
 from sota_grpo.policy.sharding import (
@@ -40,7 +42,7 @@ from sota_grpo.policy.sharding import (
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import known_tokens, pad_rows, padded_entries
-from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, mismatch
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, losses_with_slopes, mismatch
 from sota_grpo.rl.planner import LearnerSettings, Pass, Planner, Share, learning_rate_factor, row_prompts
 from sota_grpo.rl.records import GradientGap
 from sota_grpo.rl.table import Key, Row, RowTable
@@ -119,6 +121,8 @@ class Learner:
         self.entropy_coef = loss.entropy_coeff  # under entropy_target: applied only while the entropy is below it
         if settings.entropy_target is not None:
             self._apply_entropy_coef(0.0)
+        elif policy.fused and self.device.type == "cuda" and loss.surrogate in SURROGATES.values():
+            loss.fused = torch.compile(losses_with_slopes, **compile_options())
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
         """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows.
@@ -259,7 +263,7 @@ class Learner:
                     out = self.loss(batch)
                 terms = {name: value for name, value in out.items() if name.startswith("loss_")}
                 if learns:
-                    self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
+                    self.scaler.scale(functools.reduce(torch.add, terms.values())).backward()
                 for totals, values in ((losses, terms), (sums, dict(out.sums.items()))):
                     if totals.keys() == values.keys():  # by one kernel
                         torch._foreach_add_(list(totals.values()), [values[name].detach() for name in totals])
@@ -670,7 +674,7 @@ class Learner:
         summed = self.ranks.sum(flat).cpu().split(list(lengths))
         return [summed[position] for position in positions]
 
-    @cached_property
+    @functools.cached_property
     def shape(self) -> ModelShape:
         """The policy's sizes for counting FLOPs, cached."""
         model = base_model(self.policy.model)

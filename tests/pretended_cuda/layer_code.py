@@ -2,7 +2,8 @@
 
 Nothing is run. Tensors have shapes alone, torch is told of a GPU of compute capability 9.0, and the code that Inductor
 writes is read: one line of JSON with, for the forward and the backward pass, how many Triton kernels, matrix products,
-sums of partial sums and other operators it calls, and the bytes that the Triton kernels read and write once.
+sums of partial sums and other operators it calls, and the bytes that the Triton kernels read and write once; and the
+same of the fused loss.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import re
 from collections import Counter
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,7 +26,7 @@ if __name__ == "__main__":
 
 import torch
 
-SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "i64": 8, "i32": 4, "i1": 1}
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i64": 8, "i32": 4, "i1": 1}
 PROMPT, RESPONSES = 1024, (8, 6)  # 16,384 packed tokens: two prompts, and responses as long as they
 
 
@@ -132,6 +134,21 @@ def compile_layers(shape: str, number: int) -> None:
             decoder_layer._computed_block(layers, hidden, rotary, None, tables, torch.bfloat16)
 
 
+def compile_loss() -> None:
+    """Fuse GRPO's loss of 16,384 tokens in eight rows, with every diagnostic that needs no reference."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from sota_grpo.policy.decoder_layer import compile_options
+    from sota_grpo.rl.objectives import GRPOLoss, losses_with_slopes
+
+    loss = GRPOLoss(torch.nn.Identity(), clip_epsilon=(0.2, 0.28), entropy_bonus=False)
+    with FakeTensorMode(), contextlib.suppress(AssertionError):  # code that is only read returns None
+        empty = partial(torch.empty, 8, 2 * PROMPT, device="cuda")
+        entries = {name: empty() for name in ("behaviour", "weight", "log_prob", "entropy")}
+        entries |= {"advantage": empty()[:, :1], "mask": empty(dtype=torch.bool)}
+        torch.compile(losses_with_slopes, **compile_options())(loss, entries)
+
+
 def counted(code: str) -> dict[str, float]:
     """Calls of one generated module, and the bytes of its Triton kernels' arguments."""
     signatures = {}
@@ -179,7 +196,8 @@ def main() -> None:
     args = parser.parse_args()
     codes = pretend_h100()
     compile_layers(args.shape, args.layers)
-    print(json.dumps(dict(zip(("forward", "backward"), map(counted, codes)))))
+    compile_loss()
+    print(json.dumps(dict(zip(("forward", "backward", "loss"), map(counted, codes)))))
 
 
 if __name__ == "__main__":

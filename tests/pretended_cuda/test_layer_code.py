@@ -1,4 +1,4 @@
-"""What the compiler makes of a decoder layer for an H100 does not grow: kernels, products and bytes."""
+"""What the compiler makes of decoder layers and the loss for an H100 does not grow: kernels, products and bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ def test_layers_have_few_kernels_and_bytes(shape: str, layers: int, kernels: int
     command = [sys.executable, "-m", "tests.pretended_cuda.layer_code", "--shape", shape, "--layers", str(layers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    forward, backward = (json.loads(done.stdout.splitlines()[-1])[name] for name in ("forward", "backward"))
+    forward, backward, loss = (
+        json.loads(done.stdout.splitlines()[-1])[name] for name in ("forward", "backward", "loss")
+    )
     assert (forward["products"], backward["products"]) == (4 * layers, 4 * layers)
     # backward: attention, rotary positions, and four products that are added to sums of gradients
     assert (forward["operators"], backward["operators"]) == (layers, 6 * layers)
     assert 0 < forward["kernels"] + backward["kernels"] <= kernels
     assert 0 < forward["gigabytes"] + backward["gigabytes"] <= gigabytes
+    assert loss.keys() == {"kernels", "gigabytes"}
+    assert 0 < loss["kernels"] <= 5  # one by one they are a hundred

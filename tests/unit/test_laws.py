@@ -60,14 +60,14 @@ def mean_over(rewards: Tensor, eps: float = 1e-6) -> Tensor:
 
 def masked_by_product(patch: pytest.MonkeyPatch) -> None:
     """The mask multiplies the loss in place of selecting the log-probs before it."""
-    real = GRPOLoss._read
+    real = GRPOLoss._tokens
 
-    def read(self, batch):
-        given, old = batch["given"], batch[keys.LOG_PROBS]
-        advantage = batch[keys.ADVANTAGE].squeeze(-1).expand(old.shape)
-        return replace(real(self, batch), log_prob=given, behaviour=old, old=old, advantage=advantage)
+    def unmasked(self, entries):
+        old = entries["behaviour"]
+        given = {"log_prob": entries["log_prob"], "advantage": entries["advantage"].expand(old.shape)}
+        return real(self, entries)._replace(behaviour=old, old=old, **given)
 
-    patch.setattr(GRPOLoss, "_read", read)
+    patch.setattr(GRPOLoss, "_tokens", unmasked)
     reduction(lambda values, tokens: (tokens.weight * values).sum())(patch)
 
 

@@ -18,9 +18,10 @@ from sota_grpo.config import Config
 from sota_grpo.config.spelling import with_options
 from sota_grpo.functional.loss_terms import SURROGATES, clipped_surrogate, sapo_surrogate, vespo_surrogate
 from sota_grpo.policy.causal import CausalPolicy
+from sota_grpo.policy.decoder_layer import compile_options
 from sota_grpo.rl.collate import pad_rows, set_loss_weights
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
-from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means
+from sota_grpo.rl.objectives import GRPOLoss, diagnostic_means, losses_with_slopes
 from sota_grpo.rl.planner import micro_batches
 from tests.builders import TableActor, generator, random_row, random_rows
 from tests.config.test_config import ALGORITHMS, composed
@@ -145,6 +146,37 @@ def test_neither_padding_nor_nan_off_the_mask_changes_anything(variant) -> None:
     after = run(loss, [wide])
     assert after[1].isfinite().all()
     assert_same_step(after, whole)
+
+
+FUSED = VARIANTS | {"no other term": {"clip_epsilon": (0.2, 0.28), "dual_clip": 3.0, "entropy_coeff": 1e-9}}
+
+
+@pytest.mark.parametrize("variant", FUSED)
+def test_the_fused_loss_has_the_same_values_and_gradients(variant) -> None:
+    rows, loss, _ = scene(**FUSED[variant])
+    rows[2][keys.LOG_PROBS][1] = torch.nan
+    batches = [pad_rows(rows[part], pad_token_id=0) for part in (slice(3), slice(3, 4), slice(4, None))]
+    whole = run(loss, batches)
+    loss.fused = losses_with_slopes
+    assert_same_step(run(loss, batches), whole)
+    outs = [loss(batches[0]), GRPOLoss(loss.actor_network, **FUSED[variant])(batches[0])]
+    assert set(outs[0].keys()) == set(outs[1].keys())
+    known = {"retain_graph": True, "materialize_grads": True, "allow_unused": True}
+    for name in [name for name, _ in outs[0].items() if name.startswith("loss_")]:  # each has its own gradient
+        by = [torch.autograd.grad(out.get(name), loss.actor_network.log_probs, **known)[0] for out in outs]
+        torch.testing.assert_close(*by, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", FUSED)
+def test_the_fused_loss_is_compiled_as_one_graph(variant) -> None:
+    rows, loss, _ = scene(**FUSED[variant])
+    batches = [pad_rows(rows[:3], pad_token_id=0), pad_rows(rows[3:4], pad_token_id=0)]
+    whole = run(loss, batches)
+    backend = compile_options() if variant == "clipped" else {"backend": "eager", "dynamic": True}
+    torch.compiler.reset()
+    loss.fused = torch.compile(losses_with_slopes, fullgraph=True, **backend)
+    assert_same_step(run(loss, batches), whole)
 
 
 @pytest.mark.parametrize("objective", [name for name, one in SURROGATES.items() if one.clipped and name != "cispo"])
