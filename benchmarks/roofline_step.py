@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,35 +14,35 @@ from unittest import mock
 
 import torch
 
-from benchmarks.roofline_fusion import fused as joined
 from benchmarks.roofline_rates import DEVICES
-from benchmarks.roofline_trace import Kernel, Trace, compiled, phase, record, traced
+from benchmarks.roofline_trace import Kernel, Trace, compiled_blocks, phase, record, traced
 from benchmarks.trainer import Ours
 from benchmarks.trainer_work import Case, make_rows, recomputed_flops
 from sota_grpo.functional import log_probs
 from sota_grpo.functional.flops import step_flops
-from sota_grpo.policy.causal import base_model, decoder_layers
 from sota_grpo.training.learner import Learner
 from tests.pretended_cuda.counters import MEMORY, HostTraffic, host_traffic
+from tests.pretended_cuda.layer_code import ROWS
 from tests.pretended_cuda.shapes import shapes_only
 
 
 def predict(
-    options: dict[str, Any], device: str, *, fused: bool, plain_head: bool = False, top: int = 12
+    options: dict[str, Any], device: str, *, code: dict[str, Any] | None, plain_head: bool = False, top: int = 12
 ) -> dict[str, Any]:
     """The figures of one step at the rates of ``device``.
 
     Args:
         options: fields of :class:`benchmarks.trainer_work.Case`.
         device: of :data:`~benchmarks.roofline_rates.DEVICES`.
-        fused: the decoder's layers are compiled: their elementwise chains are one kernel each.
+        code: what :mod:`tests.pretended_cuda.layer_code` prints of the shape, and ``layers``; None: layers are not
+            compiled.
         plain_head: the head without its kernels.
         top: how many kernels are named.
     """
     case, rates = Case(device="cuda", **options), DEVICES[device]
     with mock.patch.object(log_probs, "_takes_kernels", log_probs._takes_kernels if not plain_head else _never):
-        trace, traffic, ours = trace_step(case)
-    kernels = joined(trace.kernels, everywhere=fused)
+        trace, traffic, ours = trace_step(case, code)
+    kernels = trace.kernels
     parts: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
     names: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
@@ -63,7 +63,7 @@ def predict(
     slowest = sorted(names.items(), key=lambda item: -sum(kernel.seconds(rates) for kernel in item[1]))[:top]
     again = recomputed_flops(ours.learner.shape, ours.load, checkpointing=case.checkpointing)
     return {
-        "case": options | {"device": device, "fused": fused, "plain_head": plain_head},
+        "case": options | {"device": device, "compiled": code is not None, "plain_head": plain_head},
         "packed_tokens": ours.load.positions,
         "parts": [{"phase": where, "kind": kind, **figures(of)} for (where, kind), of in parts.items()],
         "slowest": [{"phase": where, "name": name, **figures(of)} for (where, name), of in slowest],
@@ -82,14 +82,14 @@ def _never(*unused: Any) -> bool:
     return False
 
 
-def trace_step(case: Case) -> tuple[Trace, HostTraffic, Ours]:
+def trace_step(case: Case, code: dict[str, Any] | None = None) -> tuple[Trace, HostTraffic, Ours]:
     """The second step: the first one makes the optimizer's state."""
     with _kernels_recorded(), shapes_only(), tempfile.TemporaryDirectory() as folder:
         ours = Ours(case, make_rows(case), Path(folder))
         if not ours.learner.policy.shared_prompt:
             raise RuntimeError("the policy does not take packed rows")
-        compiled(decoder_layers(base_model(ours.learner.policy.model)))
-        with _phases():
+        inductor = compiled_blocks(code, code["layers"], ROWS) if code else nullcontext()
+        with _phases(), inductor:
             ours.step()
             torch.cuda.reset_peak_memory_stats()
             with traced() as trace, host_traffic() as traffic:

@@ -2,24 +2,25 @@
 
 A kernel takes as long as its slower half: the bytes that it must move at the memory's rate, or its operations at the
 rate of such products; and never less than a launch. Each operand is read once and each result written once; views and
-empty tensors are no kernels. :mod:`benchmarks.roofline_fusion` joins them.
+empty tensors are no kernels. What is elementwise in compiled layers is replaced by what Inductor makes of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.roofline_rates import Rates
+from sota_grpo.policy import decoder_layer
 from sota_grpo.policy.shared_prompt import Tables
 from tests.pretended_cuda.tensor import PretendedTensor, tensors_in, watchers
 
-Value = tuple[int, int]
 PRODUCT, ATTENTION, GATHER, ELEMENTWISE = "product", "attention", "gather", "elementwise"
 FOREACH, MARKED = "foreach", "marked"
 
@@ -32,30 +33,17 @@ class Kernel:
         name: of the operation.
         kind: ``product``, ``attention``, ``gather``, ``elementwise``, ``foreach`` or ``marked`` (:func:`record`).
         phase: see :func:`phase`.
-        reads: bytes by value: a storage, and how often it had been written as a whole.
-        writes: bytes by value.
+        bytes: read and written.
         flops: of products and attention.
         rate: operations per second by name of :class:`~benchmarks.roofline_rates.Rates`.
-        joins: elementwise, writes whole values, and runs in what is compiled (:func:`compiled`): it can be one with its
-            neighbours of the same graph.
-        graph: counts the compiled graphs.
-        region: kernels of one :func:`one_kernel` are one.
     """
 
     name: str
     kind: str
     phase: str
-    reads: dict[Value, int]
-    writes: dict[Value, int]
+    bytes: float
     flops: float = 0.0
     rate: str = ""
-    joins: bool = False
-    region: int | None = None
-    graph: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.reads.values()) + sum(self.writes.values())
 
     def seconds(self, rates: Rates) -> float:
         work = self.flops / getattr(rates, self.rate) if self.rate else 0.0
@@ -67,7 +55,6 @@ class Trace:
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
-        self._written: Counter[int] = Counter()
 
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Add the kernel of an operation, where anything is launched."""
@@ -95,28 +82,13 @@ class Trace:
                 sizes[target] = written[target] = min(max(map(_size, read[1:])), _size(changed[0]))
         elif name.startswith("_f"):
             kind = FOREACH
-        self.add(name, kind, sizes, written, whole=_whole([*fresh, *changed]), flops=flops, rate=rate)
+        elif _blocks and _blocks[0].inside and name != "unrotate":  # which is no kernel of Inductor's
+            return
+        self.add(name, kind, sum(sizes.values()) + sum(written.values()), flops=flops, rate=rate)
 
-    def add(
-        self,
-        name: str,
-        kind: str,
-        reads: Mapping[int, int],
-        writes: Mapping[int, int],
-        *,
-        whole: bool = False,
-        flops: float = 0.0,
-        rate: str = "",
-    ) -> None:
-        """Add a kernel by the bytes that it reads and writes of each storage."""
-        before = {(serial, self._written[serial]): size for serial, size in reads.items()}
-        self._written.update(writes.keys())
-        after = {(serial, self._written[serial]): size for serial, size in writes.items()}
-        region = _regions[-1] if _regions else None
-        joins = kind == ELEMENTWISE and whole and _compiled.inside
-        self.kernels.append(
-            Kernel(name, kind, current_phase(), before, after, flops, rate, joins, region, _compiled.graph)
-        )
+    def add(self, name: str, kind: str, num_bytes: float, *, flops: float = 0.0, rate: str = "") -> None:
+        """Add a kernel by the bytes that it reads and writes."""
+        self.kernels.append(Kernel(name, kind, current_phase(), num_bytes, flops, rate))
 
 
 @contextlib.contextmanager
@@ -132,51 +104,64 @@ def traced() -> Iterator[Trace]:
 
 
 @dataclass
-class _Compiled:
-    """Whether what runs now is compiled, and which graph it is."""
+class _Blocks:
+    """What Inductor makes of a block of joined layers, forward and backward, and whether one is being computed."""
 
+    code: Mapping[str, Mapping[str, float]]  # of ``tests.pretended_cuda.layer_code``
+    layers: int  # of that code
+    rows: int  # tokens of that code
     inside: bool = False
-    graph: int = 0
 
-    def begin(self, *unused: Any) -> None:
-        self.inside, self.graph = True, self.graph + 1
-
-    def end(self, *unused: Any) -> None:
+    def end(self, which: str, layers: int, rows: int) -> None:
         self.inside = False
-
-    def end_forward(self, *unused: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else it is computed again for the backward pass
-            self.end()
-
-
-_compiled = _Compiled()
-
-
-def compiled(layers: Sequence[torch.nn.Module]) -> None:
-    """Take each of ``layers``, forward and backward, for a graph that is compiled by itself."""
-    for layer in layers:
-        layer.register_forward_pre_hook(_compiled.begin)
-        layer.register_full_backward_pre_hook(_compiled.begin)
-    layers[-1].register_forward_hook(_compiled.end_forward)
-    layers[0].register_full_backward_hook(_compiled.end)
+        share, code = layers / self.layers, self.code[which]
+        number = round(share * (code["kernels"] + code.get("sums", 0)))
+        num_bytes = share * code["gigabytes"] * 1e9 * rows / self.rows
+        for trace in _tracing:
+            for _ in range(number):
+                trace.add("layers by Inductor", ELEMENTWISE, num_bytes / number)
 
 
-_tracing: list[Trace] = []
-_regions: list[int] = []
-_next_region = 0
-_phase = ["body"]
+_blocks: list[_Blocks] = []  # at most one
+
+
+class _Boundary(torch.autograd.Function):
+    """Call a function when the backward pass gets here."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, reached: Callable[[], None]) -> torch.Tensor:
+        ctx.reached = reached
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.reached()
+        return grad, None
 
 
 @contextlib.contextmanager
-def one_kernel() -> Iterator[None]:
-    """What runs inside is one kernel: it reads what comes from outside once and writes what is used outside once."""
-    global _next_region
-    _next_region += 1
-    _regions.append(_next_region)
+def compiled_blocks(code: Mapping[str, Mapping[str, float]], layers: int, rows: int) -> Iterator[None]:
+    """Count elementwise kernels of joined layers as in Inductor's ``code`` of ``layers`` layers, ``rows`` tokens."""
+    real, blocks = decoder_layer._computed_block, _Blocks(code, layers, rows)
+
+    def computed(block: Sequence[Any], hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        size = len(block), hidden.shape[1]
+        hidden = _Boundary.apply(hidden, partial(blocks.end, "backward", *size))
+        blocks.inside = True
+        hidden = real(block, hidden, *others)
+        blocks.end("forward", *size)
+        return _Boundary.apply(hidden, partial(setattr, blocks, "inside", True))
+
+    _blocks.append(blocks)
     try:
-        yield
+        with mock.patch.object(decoder_layer, "_computed_block", computed):
+            yield
     finally:
-        _regions.pop()
+        _blocks.remove(blocks)
+
+
+_tracing: list[Trace] = []
+_phase = ["body"]
 
 
 @contextlib.contextmanager
@@ -198,7 +183,7 @@ def current_phase() -> str:
 def record(name: str, reads: Sequence[torch.Tensor | None], writes: Sequence[torch.Tensor | None]) -> None:
     """Add a kernel that is no operation of torch to the traces that are being taken."""
     for trace in _tracing:
-        trace.add(name, MARKED, _sizes(reads), _sizes(writes))
+        trace.add(name, MARKED, sum(_sizes(reads).values()) + sum(_sizes(writes).values()))
 
 
 _NOTHING = {
@@ -252,11 +237,6 @@ def _sizes(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
             serial, size = tensor.lease.serial, _size(tensor)
             measured[serial] = max(measured.get(serial, 0), size)
     return measured
-
-
-def _whole(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each is all of its storage, so that nothing of what was there before remains."""
-    return all(_size(tensor) >= tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _product(name: str, args: Sequence[Any], result: torch.Tensor) -> tuple[float, str]:

@@ -27,7 +27,8 @@ if __name__ == "__main__":
 import torch
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i64": 8, "i32": 4, "i1": 1}
-PROMPT, RESPONSES = 1024, (8, 6)  # 16,384 packed tokens: two prompts, and responses as long as they
+PROMPT, RESPONSES = 1024, (8, 6)  # two prompts, and responses as long as they
+ROWS = PROMPT * (len(RESPONSES) + sum(RESPONSES))  # packed tokens: 16,384
 
 
 def pretend_h100() -> list[str]:
