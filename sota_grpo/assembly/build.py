@@ -326,6 +326,11 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
     return engine, learner, weight_sync, transforms, {"sleep_engine": share_device, "postproc": timed(transforms)}
 
 
+def start_limit(config: Config) -> float:
+    """Return how many seconds a worker that loads a model may take to start: six times as long as a silence."""
+    return 6 * max(config.ray.timeout_s, 600.0)
+
+
 def _make_in_workers(
     config: Config,
     plan: Plan,
@@ -359,7 +364,7 @@ def _make_in_workers(
             make_settings(config, plan.device_type),
             share=cluster.launcher.share,
             silence_s=config.ray.timeout_s,
-            start_s=6 * max(config.ray.timeout_s, 600.0),
+            start_s=start_limit(config),
         )
         opened.callback(learner.close)
     else:
@@ -412,7 +417,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
         cluster.num_engines,
         capacity=options.max_rows // (1 if has_dialogs(config) else config.env.repeats),  # a dialog is one sample
         silence_s=config.ray.timeout_s,
-        start_s=6 * max(config.ray.timeout_s, 600.0),
+        start_s=start_limit(config),
         shares_devices=plan.shared,
     )
 
@@ -432,6 +437,6 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         capacity=2,  # one waits while another is computed
         max_attempts=MAX_ATTEMPTS,
         silence_s=config.ray.timeout_s,
-        start_s=6 * max(config.ray.timeout_s, 600.0),
+        start_s=start_limit(config),
     )
     return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))

@@ -55,6 +55,8 @@ def _train(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from sota_grpo.run.entry import entry
 
+    if "-sc" in arguments or "--shell-completion" in arguments:
+        raise UserError("sota-grpo has no completion by the shell; grpo.py has: python grpo.py -sc install=bash.")
     sys.argv[1:] = [argument for argument in arguments if argument != ASYNC]
     entry(mode="async" if ASYNC in arguments else "sync", command="sota-grpo train [--async]")
     return 0

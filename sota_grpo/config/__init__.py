@@ -74,7 +74,7 @@ class RayConfig:
         600.0,
         "seconds without a heartbeat until an engine or reference worker is replaced, and until a learner rank or "
         "server fails the run; also the limit for getting the cluster's resources and (600 or more) for starting a "
-        "server; a worker may take three times as long to start",
+        "server; an engine, reference worker or learner rank may take six times as long to start, an hour at least",
         above=0,
         high=_LONGEST_S,
     )

@@ -90,7 +90,7 @@ class TaskEnv(PromptSource, EnvBase):
     Raises:
         ValueError: ``num_envs`` is neither a multiple nor (with one turn) a divisor of ``repeats``; one of these or
             ``max_steps`` is below 1; ``max_steps`` is 1 with tools; tools and an environment are given; there are no
-            examples. In reset: a task of a mixture has another group size, or the first reset is not of all rows. In
+            examples. In reset: the first one is not of all rows. In
             step: the dialog of a row is over, or ``tokens.prompt`` is not what the environment returned.
         KeyError: in step, a row has neither ``tokens.response`` nor ``tokens.full``.
         UserError: a prompt is longer than ``max_prompt_tokens``; the tools or the chat template cannot be used.

@@ -157,7 +157,7 @@ class Fleet:
         task_deadline_s: float | None = None,
         progress: Callable[..., int] | None = None,
         silence_s: float = 60.0,
-        start_s: float = 1800.0,
+        start_s: float = 600.0,
         max_attempts: int = _MAX_ATTEMPTS,
         max_start_failures: int = 5,
         shares_devices: bool = False,

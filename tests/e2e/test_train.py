@@ -69,6 +69,7 @@ def test_the_policy_learns(tmp_path: Path) -> None:
     assert (rows[0]["kl"], rows[0]["time/ref_s"]) == (None, 0)  # no reference
     first, last = (sum(row["reward"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert last > first + 0.15, [row["reward"] for row in rows]
+    assert not list(tmp_path.rglob("report.html"))  # logging.report=false
 
 
 @pytest.mark.parametrize(

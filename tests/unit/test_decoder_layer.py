@@ -55,7 +55,7 @@ def outcome(
             with nullcontext() if precision is None else torch.autocast("cpu", precision):
                 log_probs = policy(rows)[keys.LOG_PROBS]
             (log_probs.sum() * (index + 1)).backward()
-    return log_probs.detach(), torch.cat([each.grad.flatten() for each in policy.parameters()])
+    return log_probs.detach(), torch.cat([each.grad.flatten() for each in policy.parameters() if each.requires_grad])
 
 
 def joined_of(policy: CausalPolicy) -> CausalPolicy:
@@ -90,15 +90,27 @@ def test_a_joined_layer_is_the_layer(family: str) -> None:
             assert distance(mine, true) < 1.1 * distance(theirs, true)
 
 
+TIED = {"tie_word_embeddings": True}
+CAST = {name: (name, {}, "nothing") for name in decoder_layer.FAMILIES} | {"tied head": ("qwen3", TIED, "nothing")}
+CAST |= {f"frozen {name}": ("qwen2", {}, name) for name in ("norm", "bias", "layers.0", "embed", "_proj.weight")}
+
+
+@pytest.mark.parametrize("case", CAST)
 @pytest.mark.parametrize("precision", HALF)
-def test_matrices_that_are_cast_once_give_the_same_gradients(precision: torch.dtype) -> None:
-    policy = qwen3()
+def test_matrices_that_are_cast_once_give_the_same_gradients(case: str, precision: torch.dtype) -> None:
+    family, changes, frozen = CAST[case]
+    policy = joined_of(CausalPolicy(make_model(family, head_dim=8, **changes).train()))
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(frozen not in name)
     rows, added = make_groups(GROUPS), mock.Mock(wraps=torch._foreach_add_)
+    head = mock.Mock(wraps=causal.chunked_log_probs)
     expected = outcome(policy, rows, precision, passes=3)
-    with mock.patch.object(torch, "_foreach_add_", added):
+    with mock.patch.object(torch, "_foreach_add_", added), mock.patch.object(causal, "chunked_log_probs", head):
         for actual, one in zip(outcome(policy, rows, precision, "summed", passes=3), expected):
             assert torch.equal(actual, one)
-    assert [len(call.args[0]) for call in added.mock_calls] == [8, 8]  # all norms of two layers, by one kernel
+    assert all(call.kwargs["copy"].dtype == precision for call in head.mock_calls)
+    small = sum(one.dim() == 1 and one.requires_grad for layer in layers_of(policy) for one in layer.parameters())
+    assert [len(call.args[0]) for call in added.mock_calls] == [small, small]  # by one kernel a backward pass
     assert all(layer.joined.halves is None for layer in layers_of(policy))
     assert policy.scorer.half_head is None
     for actual, one in zip(outcome(policy, rows, precision, "once"), outcome(policy, rows, precision)):

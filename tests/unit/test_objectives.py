@@ -81,6 +81,66 @@ def assert_same_step(a, b) -> None:
     assert a[2] == pytest.approx(b[2], rel=1e-9)
 
 
+def token_reference(rho, adv, logp, objective, low, high, dual):
+    """Loss and d loss / d logp of one token, from the definitions."""
+    if objective == "reinforce":
+        return -adv * logp, -adv
+    if objective == "cispo":
+        return -min(rho, 1 + high) * adv * logp, -min(rho, 1 + high) * adv
+    value = -min(rho * adv, min(max(rho, 1 - low), 1 + high) * adv)
+    outside = (adv > 0 and rho > 1 + high) or (adv < 0 and rho < 1 - low)
+    if dual is not None and adv < 0 and rho > dual:
+        value, outside = -dual * adv, True
+    return value, 0.0 if outside else -rho * adv
+
+
+def reference(rows, actor, *, objective, ratio, low, high, dual, kl, kl_coef, correction, mode, cap):
+    """The whole loss and its gradient by loops over rows and tokens."""
+    value, grad = 0.0, torch.zeros_like(actor.log_probs)
+    for index, row in enumerate(rows):
+        spots = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
+        logp, old, prox, ref, weight = (
+            [float(source[t]) for t in spots]
+            for source in (actor.log_probs.detach()[index], row[keys.LOG_PROBS], row[keys.PROXIMAL_LOG_PROBS],
+                           row[keys.REF_LOG_PROBS], row[keys.LOSS_WEIGHT])
+        )  # fmt: skip
+        adv, gaps = float(row["advantage"]), [p - o for p, o in zip(prox, old)]
+        mean = sum(a - b for a, b in zip(logp, prox)) / len(spots)
+        for k, t in enumerate(spots):
+            rho = math.exp(mean if ratio == "sequence" else logp[k] - prox[k])
+            loss, slope = token_reference(rho, adv, logp[k], objective, low, high, dual)
+            if correction:
+                c = math.exp(sum(gaps) if correction == "sequence" else gaps[k])
+                c = min(c, cap) if mode == "truncate" else (c if c <= cap else 0.0)
+                loss, slope = c * loss, c * slope
+            d = logp[k] - ref[k]
+            penalty = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) + d - 1, 1 - math.exp(-d))}[kl]
+            value += weight[k] * (loss + kl_coef * penalty[0])
+            grad[index, t] += weight[k] * (slope + kl_coef * penalty[1])
+    return value, grad
+
+
+TERMS = [*product(("clipped", "cispo"), ("token", "sequence")), ("reinforce", "token")]
+CORRECTIONS = [(None, "truncate"), *product(("token", "sequence"), ("truncate", "mask"))]
+
+
+@pytest.mark.parametrize(("objective", "ratio"), TERMS)
+@pytest.mark.parametrize(("correction", "mode"), CORRECTIONS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_equals_the_loops_in_value_and_gradient(objective, ratio, correction, mode, fused: bool) -> None:
+    shared = {"objective": objective, "ratio": ratio, "correction": correction}
+    named = {"correction_mode": mode, "correction_cap": 1.1, "clip_epsilon": (0.15, 0.25), "kl_to_ref_coeff": 0.3}
+    for kl, dual in (("k1", None), ("k2", 1.3 if objective == "clipped" else None), ("k3", None)):
+        rows, loss, _ = scene(**shared, **named, kl_estimator=kl, dual_clip=dual, entropy_bonus=False)
+        loss.fused = losses_with_slopes if fused else None
+        actual = total(loss(pad_rows(rows, pad_token_id=0)))
+        actual.backward()
+        fixed = {"low": 0.15, "high": 0.25, "kl_coef": 0.3, "cap": 1.1}
+        value, grad = reference(rows, loss.actor_network, **shared, **fixed, mode=mode, kl=kl, dual=dual)
+        assert actual.item() == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(loss.actor_network.log_probs.grad, grad, rtol=1e-6, atol=1e-9)
+
+
 def test_three_tokens_by_hand() -> None:
     """rho = 2, 0.5, 1 with A = 1 and weights 1/3: -(1.2 + 0.5 + 1) / 3; ESS = 3.5^2 / (3 * 5.25); one token clipped."""
     batch = hand_batch(behaviour=[0.0, -math.log(2), math.log(2), 0.0], advantage=1.0)
@@ -360,6 +420,22 @@ def test_corrections_by_hand_and_how_many_are_bounded(log_weights, options, obje
     out = GRPOLoss(actor, **{"correction": "token", "correction_cap": 2.0, "entropy_bonus": False} | options)(batch)
     assert out.loss_objective.item() == pytest.approx(objective)
     assert out.correction_fraction.item() == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_of_a_batch_that_is_used_once_a_correction_changes_the_gradient_of_clipped_tokens_alone(advantage) -> None:
+    """Ratios to the engine of 0.7, 0.9, 1.1 and 1.5, clip 0.2, cap 2: the clip cuts the last, or the first."""
+    ratios = torch.tensor([0.7, 0.9, 1.1, 1.5])
+    batch = hand_batch(behaviour=[0.0, *(-ratios.log()).tolist()], advantage=advantage)
+    gradients = []
+    for correction in (None, "token"):
+        actor = Constant([0.0] * 5)
+        batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 5)) if correction else None
+        GRPOLoss(actor, correction=correction, entropy_bonus=False, clip_epsilon=0.2)(batch).loss_objective.backward()
+        gradients.append(actor.log_probs.grad[0, 1:] * 4)
+    clipped = ratios > 1.2 if advantage > 0 else ratios < 0.8
+    torch.testing.assert_close(gradients[0], torch.where(clipped, 0.0, -advantage * ratios))
+    torch.testing.assert_close(gradients[1], -advantage * ratios)
 
 
 def test_tokens_of_weight_zero_take_no_part() -> None:

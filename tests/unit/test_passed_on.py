@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sota_grpo.assembly.build import start_limit
 from sota_grpo.assembly.learning import make_model, reference_options
 from sota_grpo.assembly.sampling import engine_options, make_env, task_of
 from sota_grpo.config import Config
@@ -194,6 +195,7 @@ def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_lea
         config = composed("grpo_cpu", "engine=vllm_server", f"ray.timeout_s={limit}")
         limits = engine_options(config, "vllm_server", "cpu", load_tokenizer(TINY), tmp_path)
         assert (limits.load_s, limits.timeout_s) == (longest, limit)
+        assert start_limit(config) == 6 * longest
 
 
 def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
