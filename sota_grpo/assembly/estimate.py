@@ -211,9 +211,11 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
     c, w, moments = how.product_bytes, how.weight_bytes, []
     head = 0 if how.rank else w * model.head_weights
     joined = how.compiled and how.casts and how.ranks == 1 and not (how.rank or how.quantized or how.on_cpu)
-    copies = model.layers * c * model.layer_matrices if joined else 0  # of all matrices, to the last micro-batch
+    # in half precision, to the last micro-batch
+    copies, head_copy = (c * model.layers * model.layer_matrices, c * model.head_weights) if joined else (0, 0)
     for accumulated, rows in zip((0, whole), micro_batches):
-        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES + (copies if how.checkpointing else 0)
+        saved = decoder_bytes(model, how, rows) + rows.slots * SLOT_BYTES + head_copy
+        saved += copies if how.checkpointing else 0
         of_head = head_bytes(model, how, rows)
         one_layer = rows.tokens * 2 * (c * model.intermediate + w * model.hidden)  # what its MLP works with
         if how.quantized:  # the largest matrix as it is computed with, and its copy in half precision
@@ -232,7 +234,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
             # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
             moments.append((accumulated, saved + of_head + model.layers * cast, how.tile_bytes))
     made_anew = head * (int(model.tied) + int(len(micro_batches) > 1))
-    moments.append((whole + made_anew, copies, 0))
+    moments.append((whole + made_anew, copies + head_copy, 0))
     trained = Trained.of(model, rank=how.rank, weight_bytes=how.weight_bytes)
     moments.append((whole, 0, OPTIMIZERS[how.optimizer].step_bytes(trained, how.on_cpu)))
     gradients, activations, logits = max(moments, key=sum)

@@ -109,7 +109,7 @@ def saved_bytes(policy, rows: list[TensorDictBase], *, half: bool) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compiled, on an H100 (docs/log)
+ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compiled, H100 of 26 November (docs/log)
     ("qwen3-0.6b", 4096, 5, {}, 16.5),
     ("qwen3-0.6b", 16384, 1, {}, 33.4),
     ("qwen3-0.6b", 40960, 1, {}, 60.3),
@@ -122,13 +122,14 @@ ON_A_GPU = [  # GiB at the peak of an update, float32 under bf16 autocast, compi
 def test_the_peak_is_that_of_a_gpu(
     shape: str, tokens: int, batches: int, how: dict[str, bool], measured: float
 ) -> None:
-    """Groups of a prompt and eight responses of 1,024 tokens each; within 10 %."""
+    """Groups of a prompt and eight responses of 1,024 tokens each; within 10 %, and what is kept in bf16 since then."""
     family, sizes = SHAPES[shape]
     response = tokens - 1024 * -(-tokens // (9 * 1024))
     on_gpu = Learning(product_bytes=2, on_cpu=False, compiled=True, saved_bytes=int(79.2 * 2**30) // 12, **how)
     model, batch = architecture_from(CONFIG_MAPPING[family](**sizes)), MicroBatch(tokens, response, 2 * response)
     counted = learner_memory(model, on_gpu, [batch] * batches)
-    assert sum(counted.values()) / 2**30 == pytest.approx(measured, rel=0.1)
+    kept = 2 * (model.head_weights + (model.layers * model.layer_matrices if on_gpu.checkpointing else 0))
+    assert (sum(counted.values()) - kept) / 2**30 == pytest.approx(measured, rel=0.1)
 
 
 def test_ranks_divide_weights_and_moments_but_not_the_gathered_layers() -> None:
