@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks.roofline_rates import Rates
 from sota_grpo.policy import decoder_layer
@@ -112,8 +113,8 @@ class _Blocks:
     rows: int  # tokens of that code
     inside: bool = False
 
-    def end(self, which: str, layers: int, rows: int) -> None:
-        self.inside = False
+    def end(self, which: str, layers: int, rows: int, *, inside: bool = False) -> None:
+        self.inside = inside
         share, code = layers / self.layers, self.code[which]
         number = round(share * (code["kernels"] + code.get("sums", 0)))
         num_bytes = share * code["gigabytes"] * 1e9 * rows / self.rows
@@ -147,14 +148,15 @@ def compiled_blocks(code: Mapping[str, Mapping[str, float]], layers: int, rows: 
     def computed(block: Sequence[Any], hidden: torch.Tensor, *others: Any) -> torch.Tensor:
         size = len(block), hidden.shape[1]
         hidden = _Boundary.apply(hidden, partial(blocks.end, "backward", *size))
-        blocks.inside = True
+        before, blocks.inside = blocks.inside, True  # under checkpointing the backward pass is inside, too
         hidden = real(block, hidden, *others)
-        blocks.end("forward", *size)
+        blocks.end("forward", *size, inside=before)
         return _Boundary.apply(hidden, partial(setattr, blocks, "inside", True))
 
     _blocks.append(blocks)
     try:
-        with mock.patch.object(decoder_layer, "_computed_block", computed):
+        # what is compiled saves its tensors when it is over, so it is computed again as a whole
+        with mock.patch.object(decoder_layer, "_computed_block", computed), set_checkpoint_early_stop(False):
             yield
     finally:
         _blocks.remove(blocks)

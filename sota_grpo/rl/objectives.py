@@ -323,6 +323,7 @@ class GRPOLoss(LossModule):
         self.batch_device, self.masking_strategy = device, masking_strategy
         self.surrogate = surrogate(objective)
         #: :func:`losses_with_slopes`, or its compiled form, to compute losses and gradients in one call; None: not.
+        #: It has no effect under ``aggregation="none"``, and its losses have no second derivatives.
         self.fused: Callable[..., Any] | None = None
         self.optional_terms = {name for name in ("entropy", "ref_log_prob") if self.surrogate.reads(name)}
         self.ratio, self.dual_clip = ratio, dual_clip
@@ -351,7 +352,14 @@ class GRPOLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Return the losses and diagnostics of a (micro-)batch; the class has formulas and exceptions."""
         entries = self._read(tensordict)
-        if self.fused is not None and entries["log_prob"].requires_grad:
+        log_prob, entropy = entries["log_prob"], entries.get("entropy")
+        if self.entropy_coeff and (entropy is None or (log_prob.requires_grad and not entropy.requires_grad)):
+            output = "none" if entropy is None else "one without a gradient"
+            raise ValueError(
+                f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
+                "write a differentiable entropy, or pass entropy_bonus=False."
+            )
+        if self.fused is not None and log_prob.requires_grad and self.aggregation != "none":
             return self._fused(entries, self.fused)
         tokens = self._tokens(entries)
         losses, sums = self._losses(tokens)
@@ -362,8 +370,8 @@ class GRPOLoss(LossModule):
         return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
 
     def _fused(self, entries: Mapping[str, Tensor], fused: Callable[..., Any]) -> GRPOLossOutput:
-        log_prob, entropy = entries["log_prob"], entries.get("entropy") if self.entropy_coeff else None
         """Return the output of ``fused``, which has computed the gradients too."""
+        log_prob, entropy = entries["log_prob"], entries["entropy"] if self.entropy_coeff else None
         losses, sums, means, slopes = fused(self, {name: value.detach() for name, value in entries.items()})
         losses = dict(zip(losses, _WithSlopes.apply(log_prob, entropy, *losses.values(), *slopes)))
         return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
@@ -403,13 +411,7 @@ class GRPOLoss(LossModule):
             losses["loss_kl_to_ref"] = self.kl_to_ref_coeff * divergence(tokens.log_prob, ref) * weight
         if self.kl_to_inference_coeff:
             losses["loss_kl_to_inference"] = self.kl_to_inference_coeff * divergence(tokens.log_prob, tokens.behaviour)
-        if self.entropy_coeff:
-            if tokens.entropy is None or (tokens.log_prob.requires_grad and not tokens.entropy.requires_grad):
-                output = "none" if tokens.entropy is None else "one without a gradient"
-                raise ValueError(
-                    f"entropy_coeff is {self.entropy_coeff} but actor_network gives {output} under 'entropy'; "
-                    "write a differentiable entropy, or pass entropy_bonus=False."
-                )
+        if self.entropy_coeff and tokens.entropy is not None:
             losses["loss_entropy"] = -self.entropy_coeff * tokens.entropy
         return {name: self._reduce(per_token, tokens) for name, per_token in losses.items()}, sums
 

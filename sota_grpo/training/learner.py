@@ -121,8 +121,8 @@ class Learner:
         self.entropy_coef = loss.entropy_coeff  # under entropy_target: applied only while the entropy is below it
         if settings.entropy_target is not None:
             self._apply_entropy_coef(0.0)
-        elif policy.fused and self.device.type == "cuda" and loss.surrogate in SURROGATES.values():
-            loss.fused = torch.compile(losses_with_slopes, **compile_options())
+        steady = policy.fused and settings.entropy_target is None and loss.surrogate in SURROGATES.values()
+        loss.fused = _compiled_losses if steady and self.device.type == "cuda" else None
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
         """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows.
@@ -263,7 +263,7 @@ class Learner:
                     out = self.loss(batch)
                 terms = {name: value for name, value in out.items() if name.startswith("loss_")}
                 if learns:
-                    self.scaler.scale(functools.reduce(torch.add, terms.values())).backward()
+                    self.scaler.scale(functools.reduce(torch.add, map(_whole, terms.values()))).backward()
                 for totals, values in ((losses, terms), (sums, dict(out.sums.items()))):
                     if totals.keys() == values.keys():  # by one kernel
                         torch._foreach_add_(list(totals.values()), [values[name].detach() for name in totals])
@@ -695,6 +695,19 @@ class Learner:
             return contextlib.nullcontext()
         # the cache would keep a copy of every layer that FSDP2 gathers, until the pass ends
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=self.ranks.size == 1)
+
+
+def _whole(loss: Tensor) -> Tensor:
+    return loss.sum() if loss.dim() else loss  # losses of single tokens; the sum of one number would be a kernel
+
+
+def _compiled_losses(loss: GRPOLoss, entries: dict[str, Tensor]) -> Any:
+    return _compiled()(loss, entries)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(losses_with_slopes, **compile_options())
 
 
 def dropouts(module: nn.Module) -> list[nn.Dropout]:

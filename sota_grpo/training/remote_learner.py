@@ -236,7 +236,7 @@ class RemoteLearner:
         *,
         share: Callable[[Any], Any] = lambda value: value,
         silence_s: float = 600.0,
-        start_s: float = 1800.0,
+        start_s: float = 600.0,
         grace_s: float = 10.0,
     ):
         self.workers, self.settings, self.version = tuple(workers), settings, 0

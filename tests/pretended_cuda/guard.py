@@ -29,7 +29,7 @@ def reason_to_skip() -> str | None:
         return "what runs on CUDA needs Triton, which the bench extra installs"
     torch = importlib.util.find_spec("torch")  # not imported
     if torch is not None and torch.origin and list(Path(torch.origin).parent.glob("lib/libtorch_cuda*")):
-        return "this build of torch has CUDA's own code, beside which the pretended device has no place"
+        return "the pretended device needs a torch built for CPUs, and this one is built for CUDA"
     return None if _library().exists() or shutil.which("g++") else "the pretended CUDA device is compiled by g++"
 
 

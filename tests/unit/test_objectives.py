@@ -227,6 +227,19 @@ def test_the_fused_loss_has_the_same_values_and_gradients(variant) -> None:
         torch.testing.assert_close(*by, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_losses_of_single_tokens_are_not_fused(count: int) -> None:
+    """Their gradients are of another shape than the slopes."""
+    rows, loss, stream = scene(count, aggregation="none")
+    batch, grads = pad_rows(rows, pad_token_id=0), []
+    weights = torch.rand(loss(batch).loss_objective.shape, generator=stream, dtype=torch.float64)
+    for loss.fused in (None, losses_with_slopes):
+        loss.zero_grad()
+        (weights * loss(batch).loss_objective).sum().backward()
+        grads.append(loss.actor_network.log_probs.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", FUSED)
 def test_the_fused_loss_is_compiled_as_one_graph(variant) -> None:
@@ -591,8 +604,9 @@ def test_an_entropy_bonus_needs_a_differentiable_entropy() -> None:
     batch, loss = padded_scene(entropy_bonus=True)
     assert loss(batch).loss_entropy.requires_grad
     loss.actor_network.entropy.requires_grad_(False)
-    with pytest.raises(ValueError, match="without a gradient"):
-        loss(batch)
+    for loss.fused in (None, losses_with_slopes):
+        with pytest.raises(ValueError, match="without a gradient"):
+            loss(batch)
 
 
 def test_quantities_that_were_not_measured_are_absent() -> None:
