@@ -378,8 +378,7 @@ class GRPOLoss(LossModule):
 
     def _losses(self, tokens: LossTokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reduced losses, and the sums over the trained tokens without the gradient's."""
-        stale = None
-        used = tokens
+        stale, used = None, tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
             stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
@@ -628,10 +627,14 @@ def losses_with_slopes(
 
     differentiated: Any = torch.func.vjp(losses_of, *(entries[name] for name in names), has_aux=True)
     losses, pull, sums = differentiated
-    pulled = [pull({name: torch.full_like(losses[name], float(name == one)) for name in losses}) for one in losses]
-    by_log_prob = [each[0] for each in pulled]
+    slopes = []  # by log-prob and, if asked, entropy of each loss
+    for differentiated_loss in losses:
+        slopes.append(
+            pull({name: torch.full_like(losses[name], float(name == differentiated_loss)) for name in losses})
+        )
+    by_log_prob, *by_entropy = (list(each) for each in zip(*slopes))
     sums, means = with_slope(sums, sum(by_log_prob[1:], by_log_prob[0]))
-    return losses, sums, means, [slope for of_value in zip(*pulled) for slope in of_value]
+    return losses, sums, means, sum(by_entropy, by_log_prob)
 
 
 class _WithSlopes(torch.autograd.Function):

@@ -55,6 +55,33 @@ def build(folder: Path, device: str, *, lora: bool, dropout: float, tied: bool, 
     return Learner(policy, loss, LearnerSettings(**chosen), pad_token_id=0, dump_dir=folder)
 
 
+def own_objective(log_prob: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    return -advantage * log_prob
+
+
+@pytest.mark.parametrize(
+    ("device", "layers", "objective", "settings", "compiled"),
+    [
+        (CUDA, True, "clipped", {}, True),
+        ("cpu", True, "clipped", {}, False),
+        (CUDA, False, "clipped", {}, False),
+        (CUDA, True, own_objective, {}, False),
+        (CUDA, True, "clipped", {"entropy_target": 0.2}, False),  # its coefficient would be compiled anew in each step
+    ],
+)
+def test_the_loss_is_compiled_where_layers_are_unless_it_changes(
+    device: Any, layers: bool, objective: Any, settings: dict[str, Any], compiled: bool, tmp_path: Path
+) -> None:
+    policy = CausalPolicy(make_model(head_dim=8).to(device))
+    policy.fused = layers
+    loss = GRPOLoss(policy, objective=objective)
+    chosen = LearnerSettings(
+        **{"lr": 1e-3, "total_steps": 1, "optim_batch_size": 8, "micro_batch_tokens": 60} | settings
+    )
+    Learner(policy, loss, chosen, pad_token_id=0, dump_dir=tmp_path)
+    assert (loss.fused is not None) == compiled
+
+
 def rows(count: int = 8) -> LazyStackedTensorDict:
     torch.manual_seed(SEED + 1)
     return ragged_rows(count)
