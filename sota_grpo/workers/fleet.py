@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from sota_grpo.workers.base import (
@@ -22,14 +24,16 @@ from sota_grpo.workers.base import (
     WorkerDied,
     WorkerLate,
     pending_future,
+    resolve,
 )
 
 logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # workers that die with a task before the task fails
+_MAX_FAILED_STARTS = 5  # in a row, after which a slot is retired
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # between two failed starts
 _GOODBYE_S = 10.0  # longest wait of close() for threads that are starting a worker
 _POLL_S = 1.0  # between two calls of `poll` while a caller waits for a broadcast
-_PENDING_LOOK_S = 0.02  # between two looks for pending tasks before a sleep
+_LOOK_S = 0.02  # between two looks at the state of all slots
 _MAX_LATE = 2  # late workers per slot after which a broadcast fails
 
 
@@ -49,13 +53,16 @@ class _Unfit(RuntimeError):
     """The reason why the fleet kills and replaces a live worker."""
 
 
+class _Late(_Unfit):
+    """A worker did not answer a broadcast in time; raised where the broadcast waits."""
+
+
 @dataclass(eq=False)
 class Task:
     """One call that any worker may run. The queue is ordered by ``number``, which a requeued task keeps."""
 
     number: int
-    args: tuple[Any, ...]
-    future: asyncio.Future[Any]
+    turn: asyncio.Future[Slot]  # the slot that shall run it next; a new one each time it is queued
     workers_lost: int = 0
     progress: int = 0
 
@@ -68,11 +75,9 @@ class Slot:
     index: int
     worker: Worker | None = None
     state: Literal["starting", "ready", "retired"] = "starting"
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # set unless the state is starting
     owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers to wait for before it is ready
-    life: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)  # coroutines while its worker is ready
+    lost: asyncio.Future[Exception] = field(init=False)  # of a ready worker: done, with the reason, once it is lost
     tasks: dict[int, Task] = field(default_factory=dict)  # by number, oldest first
-    called: set[asyncio.Future[Any]] = field(default_factory=set)  # of broadcasts that its worker has not answered
     failed_starts: int = 0  # in a row
     has_run: bool = False
     line: dict[Slot, None] = field(default_factory=dict)  # entry of Fleet._lines that has this slot
@@ -113,8 +118,9 @@ class Fleet:
 
     The constructor begins to start the workers. Tasks are started in the order of submission, each on the least loaded
     worker. A worker that dies, or for ``silence_s`` does not answer a ping or makes no progress, is killed and replaced
-    in its slot, and its tasks return to the front of the queue. All coroutines, those passed to :meth:`start` included,
-    run on one thread of the fleet and must not block.
+    in its slot, and its tasks return to the front of the queue. A slot is retired after 5 failed starts in a row, or if
+    its first worker's construction raises; once all are retired, all tasks fail. All coroutines, those passed to
+    :meth:`start` included, run on one thread of the fleet and must not block.
 
     Args:
         role: name of the workers in messages.
@@ -127,8 +133,6 @@ class Fleet:
         silence_s: longest time without an answer to a ping, or without progress.
         start_s: longest time until a started worker has answered a ping; then it is killed and the start has failed.
         max_attempts: a task fails with :class:`TaskLost` when so many workers died or hung with it.
-        max_start_failures: failed starts in a row after which the slot is retired; once all slots are retired, all
-            tasks fail. If a construction raises in a slot that never had a ready worker, the slot is retired at once.
         shares_devices: others use the workers' devices between :meth:`sleep` and :meth:`wake`; the workers must have
             methods of these names.
 
@@ -159,7 +163,6 @@ class Fleet:
         silence_s: float = 60.0,
         start_s: float = 600.0,
         max_attempts: int = _MAX_ATTEMPTS,
-        max_start_failures: int = 5,
         shares_devices: bool = False,
     ) -> None:
         if count < 1 or capacity < 1:
@@ -169,14 +172,12 @@ class Fleet:
         self._role, self._start, self._capacity = role, start, capacity
         self._task_deadline_s, self._progress = task_deadline_s, progress
         self._silence_s, self._start_s = silence_s, start_s
-        self._max_attempts, self._max_start_failures = max_attempts, max_start_failures
-        self._shares_devices = shares_devices
+        self._max_attempts, self._shares_devices = max_attempts, shares_devices
         self._slots = [Slot(f"{role}-{index}", index) for index in range(count)]
         self._numbers = itertools.count()
         self._queue: list[tuple[int, Task]] = []  # a heap: number, task
         # _lines[n]: ready slots with n < capacity tasks; the slot that has waited longest is first.
         self._lines: list[dict[Slot, None]] = [{} for _ in range(capacity)]
-        self._any_ready = asyncio.Event()  # set when a worker becomes ready, and at the end
         self._sticky: dict[str, tuple[Any, ...]] = {}  # {method: arguments} to call on a new worker
         self._ready: Future[None] = Future()
         self._dead: WorkerDied | None = None
@@ -219,12 +220,15 @@ class Fleet:
         """
         if self._dead is not None:
             raise self._dead
-        if not self._awake.is_set():
-            self._end_sleep()
-        task = Task(next(self._numbers), args, self._loop.create_future())
+        self._end_sleep()
+        task = Task(next(self._numbers), self._loop.create_future())
         heapq.heappush(self._queue, (task.number, task))
         self._dispatch()
-        return await task.future
+        while True:
+            slot = await task.turn
+            with suppress(WorkerDied, _Unfit):  # the worker is lost: `turn` is a new one, or has the task's error
+                if task.number in slot.tasks:
+                    return await self._attempt(slot, task, args)
 
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> dict[str, Any]:
         """Call ``method(*args)`` on every ready worker; wait and return the results by worker name, in slot order.
@@ -314,47 +318,44 @@ class Fleet:
         while clients := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(clients)
 
-    def _call(self, slot: Slot, method: str, *args: Any) -> asyncio.Future[Any]:
-        assert slot.worker is not None
-        return asyncio.wrap_future(slot.worker.call(method, *args))
+    async def _until(self, is_so: Callable[[], object]) -> None:
+        """Wait until ``is_so()``; raise if the fleet ends before."""
+        while not is_so():
+            await asyncio.sleep(_LOOK_S)
+            self._require_alive()
+
+    def _require_alive(self) -> None:
+        if self._dead is not None or self._stop.is_set():
+            raise self._dead or self._closed()
 
     def _end(self, cause: WorkerDied) -> None:
         """Kill every worker, and fail pending and later tasks and broadcasts with ``cause``."""
         if self._dead is not None:
             return
         self._dead = cause
-        tasks = [*(task for _, task in self._queue), *(task for slot in self._slots for task in slot.tasks.values())]
+        tasks = [task for _, task in self._queue]
         self._queue = []
         for slot in self._slots:
-            slot.tasks = {}
-            slot.settled.set()
-            self._fail_called(slot, cause)
+            tasks += self._taken_from(slot, cause)
             if slot.worker is not None:
                 slot.worker.kill()
-        self._any_ready.set()
+        for task in tasks:
+            task.turn.set_exception(cause)
         if not self._ready.done():
             self._ready.set_exception(cause)
-        for task in sorted(tasks, key=lambda task: task.number):
-            if not task.future.done():
-                task.future.set_exception(cause)
-
-    def _fail_called(self, slot: Slot, why: Exception) -> None:
-        called, slot.called = slot.called, set()
-        for outcome in called:
-            outcome.set_exception(why)
 
     # One slot
 
     async def _keep(self, slot: Slot) -> None:
         """Start a worker in the slot, and replace it when it is lost, until too many starts fail."""
         pause_s = 0.0
-        while not self._stop.is_set():  # a task group that fails while it is cancelled raises only its failure
+        while True:
             try:
                 await self._bring_up(slot, pause_s)
             except Exception as error:  # whatever a launcher raises is a failed start
                 slot.failed_starts += 1
                 no_construction = isinstance(error, ConstructionFailed) and not slot.has_run
-                if no_construction or slot.failed_starts >= self._max_start_failures:
+                if no_construction or slot.failed_starts >= _MAX_FAILED_STARTS:
                     self._retire(slot, error)
                     return
                 logger.warning(
@@ -362,21 +363,15 @@ class Fleet:
                 )
                 self.restarts += 1
                 pause_s = min(_FIRST_PAUSE_S * 2 ** min(slot.failed_starts - 1, 20), _LONGEST_PAUSE_S)
-                continue
-            pause_s = 0.0
-            try:
-                async with asyncio.TaskGroup() as slot.life:
-                    self._mark_ready(slot)
-            except ExceptionGroup as failures:
-                why = failures.exceptions[0]
-                if not isinstance(why, (WorkerDied, _Unfit)):
-                    raise
-                self._lose(slot, why)
+            else:
+                pause_s = 0.0
+                self._mark_ready(slot)
+                with suppress(WorkerDied, _Unfit):
+                    await self._watch(slot)
 
     async def _bring_up(self, slot: Slot, pause_s: float) -> None:
         """Start a worker, call the sticky broadcasts on it, and wait until it has answered them and a ping."""
         old, slot.worker = slot.worker, None
-        slot.settled.clear()
         if old is not None:
             await self._on_thread(slot, old.kill)
         await self._awake.wait()
@@ -397,21 +392,11 @@ class Fleet:
 
     async def _on_thread(self, slot: Slot, function: Callable[..., Any], *args: Any) -> Any:
         """Await ``function(*args)`` on a new thread; if this is cancelled, kill the worker that it returns later."""
-        done: Future[Any] = Future()
+        done = pending_future()
 
         def launch() -> None:
-            try:
-                worker = function(*args)
-            except Exception as error:
-                if done.set_running_or_notify_cancel():
-                    done.set_exception(error)
-            else:
-                if done.set_running_or_notify_cancel():
-                    done.set_result(worker)
-                elif worker is not None:
-                    worker.kill()
-            finally:
-                self._launches.discard(threading.current_thread())
+            resolve(done, partial(function, *args))
+            self._launches.discard(threading.current_thread())
 
         thread = threading.Thread(target=launch, name=f"start of {self._role} {slot.index}", daemon=True)
         self._launches.add(thread)
@@ -419,8 +404,7 @@ class Fleet:
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            if not done.cancel() and done.exception() is None and done.result() is not None:
-                done.result().kill()
+            done.add_done_callback(_kill_result)
             raise
 
     def _retire(self, slot: Slot, error: BaseException) -> None:
@@ -429,7 +413,6 @@ class Fleet:
         what = f"{slot.name} is not started again after {tries} that failed; workers left: {left}. Last error: {error}"
         logger.error("%s", what)
         slot.state = "retired"
-        slot.settled.set()
         if slot.worker is not None:
             slot.worker.kill()
         cause = WorkerDied(what)
@@ -442,46 +425,34 @@ class Fleet:
     def _mark_ready(self, slot: Slot) -> None:
         """Mark a worker ready for tasks and broadcasts."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
-        slot.settled.set()
+        slot.lost = self._loop.create_future()
         logger.info("Worker %s is ready.", slot.name)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
-        slot.life.create_task(self._while_ready(slot, self._watch))
-        self._any_ready.set()
         self._offer(slot)
         self._dispatch()
 
-    async def _while_ready(self, slot: Slot, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """Run ``function(slot, *args)`` in the life of a ready worker; WorkerDied or _Unfit replaces the worker."""
-        try:
-            await function(slot, *args)
-        except (WorkerDied, _Unfit):
-            slot.state = "starting"
-            slot.settled.clear()
-            self._offer(slot)
-            raise
-
     async def _watch(self, slot: Slot) -> None:
-        """Ping a ready worker four times per ``silence_s``; raise if it should be replaced."""
+        """Ping a ready worker four times per ``silence_s`` until it is lost, and then raise the reason."""
         answered_s = self._loop.time()
         while True:
             began_s = self._loop.time()
             ping = self._call(slot, "ping")
-            await asyncio.wait([ping], timeout=answered_s + self._silence_s - began_s)
-            if not ping.done():
-                raise _Unfit(f"it has not answered a ping for {self._silence_s:g} s")
-            error = ping.exception()
-            if error is not None:
-                raise error if isinstance(error, WorkerDied) else _Unfit(f"its ping failed: {error!r}")
-            if ping.result() > self._silence_s:
-                raise _Unfit(f"its work has made no progress for {ping.result():.1f} s")
+            if not await self._answered(slot, ping, answered_s + self._silence_s - began_s):
+                self._lose(slot, _Unfit(f"it has not answered a ping for {self._silence_s:g} s"))
+            elif error := ping.exception():
+                self._lose(slot, _Unfit(f"its ping failed: {error!r}"))
+            elif ping.result() > self._silence_s:
+                self._lose(slot, _Unfit(f"its work has made no progress for {ping.result():.1f} s"))
             answered_s = self._loop.time()
-            await asyncio.sleep(began_s + self._silence_s / 4 - answered_s)
+            await asyncio.wait([slot.lost], timeout=began_s + self._silence_s / 4 - answered_s)
+            if slot.lost.done():
+                raise slot.lost.result()
 
-    def _lose(self, slot: Slot, why: WorkerDied | _Unfit) -> None:
-        """Requeue the tasks of a lost worker at their old positions, and end its part in broadcasts."""
-        tasks, slot.tasks = list(slot.tasks.values()), {}
+    def _lose(self, slot: Slot, why: Exception) -> None:
+        """Give a ready worker up: requeue its tasks at their old positions, and end all waits for its answers."""
         failed = []
+        tasks = self._taken_from(slot, why)
         for task in tasks:
             task.workers_lost += 1
             if task.workers_lost < self._max_attempts:
@@ -498,15 +469,40 @@ class Fleet:
             again,
             len(failed),
         )
-        self._fail_called(slot, why)
         self._dispatch()
         for task in failed:
             what = f"{task.workers_lost} {self._role} workers died or hung with it, the last was {slot.name}: {why}"
             lost = TaskLost(f"A task failed: {what}")
             lost.__cause__ = why if isinstance(why, WorkerDied) else None
-            task.future.set_exception(lost)
+            task.turn.set_exception(lost)
 
-    # Tasks
+    def _taken_from(self, slot: Slot, why: Exception) -> list[Task]:
+        """Take a worker out of service, for a reason; return its tasks, each of which has to get another turn."""
+        if slot.state == "ready":
+            slot.state = "starting"
+            slot.lost.set_result(why)
+        tasks, slot.tasks = [*slot.tasks.values()], {}
+        self._offer(slot)
+        for task in tasks:
+            task.turn = self._loop.create_future()
+        return tasks
+
+    # Calls
+
+    def _call(self, slot: Slot, method: str, *args: Any) -> asyncio.Future[Any]:
+        assert slot.worker is not None
+        return asyncio.wrap_future(slot.worker.call(method, *args))
+
+    async def _answered(self, slot: Slot, answer: asyncio.Future[Any], within_s: float) -> bool:
+        """Wait for an answer of a ready worker; return whether it came in time. Raise the reason if it is lost."""
+        lost = slot.lost
+        timeout_s = None if within_s == math.inf else within_s
+        await asyncio.wait([answer, lost], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not lost.done() and answer.done() and isinstance(death := answer.exception(), WorkerDied):
+            self._lose(slot, death)
+        if lost.done():
+            raise lost.result()
+        return answer.done()
 
     def _offer(self, slot: Slot) -> None:
         """Move the slot to the end of the line for its number of tasks; out of all lines if it cannot take a task."""
@@ -520,40 +516,29 @@ class Fleet:
             (_, task), slot = heapq.heappop(self._queue), next(iter(line))
             slot.tasks[task.number] = task
             self._offer(slot)
-            slot.life.create_task(self._while_ready(slot, self._run, task))
+            task.turn.set_result(slot)
 
-    async def _run(self, slot: Slot, task: Task) -> None:
-        """Run a task on the slot's worker and set its result; past the deadline fail it and raise _Unfit instead."""
-        answer = self._call(slot, "run", *task.args)
-        limit_s, parts = self._task_deadline_s, self._progress
-        due_s = self._loop.time() + (limit_s or 0.0)
-        while limit_s is not None and not answer.done():
-            left_s = due_s - self._loop.time()
-            await asyncio.wait([answer], timeout=left_s if parts is None else min(left_s, limit_s / 8))
+    async def _attempt(self, slot: Slot, task: Task, args: tuple[Any, ...]) -> Any:
+        """Return the result of a task on the slot's worker; past the deadline replace that, and raise TaskOverdue."""
+        answer, parts = self._call(slot, "run", *args), self._progress
+        limit_s = self._task_deadline_s or math.inf
+        look_s = wait_s = limit_s if parts is None else limit_s / 8
+        due_s = self._loop.time() + limit_s
+        while not await self._answered(slot, answer, wait_s):
             now_s = self._loop.time()
-            if parts is not None and (done := parts(*task.args)) != task.progress:
+            if parts is not None and (done := parts(*args)) != task.progress:
                 task.progress, due_s = done, now_s + limit_s
-            if not answer.done() and now_s >= due_s:
+            if now_s >= due_s:
                 what = "a task" if parts is None else "a part of a task"
                 late = TaskOverdue(f"{slot.name} did not finish {what} within {limit_s:g} s", task.progress)
                 del slot.tasks[task.number]
-                task.future.set_exception(late)
-                raise _Unfit(str(late))
-        try:
-            result, error = await answer, None
-        except WorkerDied:
-            raise
-        except Exception as raised:
-            result, error = None, raised
+                self._lose(slot, _Unfit(str(late)))
+                raise late
+            wait_s = min(look_s, due_s - now_s)
         del slot.tasks[task.number]
         self._offer(slot)
         self._dispatch()
-        if error is None:
-            task.future.set_result(result)
-        else:
-            task.future.set_exception(error)
-
-    # Broadcasts
+        return answer.result()
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> dict[str, Any]:
         """Call every ready worker, or the next one; for a sticky broadcast every starting worker before it is ready."""
@@ -565,60 +550,39 @@ class Fleet:
             self._sticky[method] = args
         deaths, late, count = 0, list[str](), len(self._slots)
         while True:
-            if self._dead is not None or self._stop.is_set():
-                raise self._dead or self._closed()
-            if not (ready := [slot for slot in self._slots if slot.state == "ready"]):
-                self._any_ready.clear()
-                await self._any_ready.wait()
-                continue
-            outcomes = {slot.name: self._outcome(slot, method, args, deadline_s, late) for slot in ready}
-            await asyncio.wait(outcomes.values())
+            self._require_alive()
+            await self._until(lambda: any(slot.state == "ready" for slot in self._slots))
+            asked = {
+                slot.name: self._ask(slot, self._call(slot, method, *args), method, deadline_s)
+                for slot in self._slots
+                if slot.state == "ready"
+            }
+            answers = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True)))
             if self._dead is not None:
                 raise self._dead
-            errors = [error for outcome in outcomes.values() if (error := outcome.exception())]
+            errors = [answer for answer in answers.values() if isinstance(answer, BaseException)]
             if refusals := [error for error in errors if not isinstance(error, (WorkerDied, _Unfit))]:
                 if self._sticky.get(method) is args:  # workers that start later get the previous call
                     del self._sticky[method]
                     if previous is not None:
                         self._sticky[method] = previous
                 raise refusals[0]
-            if len(errors) < len(outcomes):
-                return {name: outcome.result() for name, outcome in outcomes.items() if not outcome.exception()}
+            if len(errors) < len(answers):
+                return {name: answer for name, answer in answers.items() if not isinstance(answer, BaseException)}
             deaths += len(errors)
+            late += [name for name, answer in answers.items() if isinstance(answer, _Late)]
             if deaths >= self._max_attempts * count or len(late) >= _MAX_LATE * count:
                 what = f"No {self._role} worker answered {method} within {deadline_s:g} s; late: {', '.join(late)}"
                 died = f"{deaths} {self._role} workers died or hung during {method}; the last: {errors[-1]}"
                 raise WorkerLate(what) if late else WorkerDied(died)
 
-    def _outcome(self, slot: Slot, *call: Any) -> asyncio.Future[Any]:
-        """Call a ready worker; return the future of its answer, which fails with the reason if the worker is lost."""
-        outcome = self._loop.create_future()
-        slot.called.add(outcome)
-        slot.life.create_task(self._while_ready(slot, self._answer, outcome, *call))
-        return outcome
-
-    async def _answer(
-        self,
-        slot: Slot,
-        outcome: asyncio.Future[Any],
-        method: str,
-        args: tuple[Any, ...],
-        deadline_s: float,
-        late: list[str],
-    ) -> None:
-        answer = self._call(slot, method, *args)
-        await asyncio.wait([answer], timeout=deadline_s)
-        if not answer.done():
-            late.append(slot.name)
-            raise _Unfit(f"it has not answered {method} within {deadline_s:g} s")
-        error = answer.exception()
-        if isinstance(error, WorkerDied):
-            raise error
-        slot.called.remove(outcome)
-        if error is None:
-            outcome.set_result(answer.result())
-        else:
-            outcome.set_exception(error)
+    async def _ask(self, slot: Slot, answer: asyncio.Future[Any], method: str, deadline_s: float) -> Any:
+        """Return a ready worker's answer; raise the reason if it is lost, and :class:`_Late` if it is too late."""
+        if await self._answered(slot, answer, deadline_s):
+            return answer.result()
+        why = f"it has not answered {method} within {deadline_s:g} s"
+        self._lose(slot, _Unfit(why))
+        raise _Late(why)
 
     # Sleep
 
@@ -631,12 +595,10 @@ class Fleet:
                 raise RuntimeError(
                     f"cannot put the {self._role} workers to sleep: {count} tasks are pending after {deadline_s:g} s"
                 )
-            await asyncio.sleep(_PENDING_LOOK_S)
+            await asyncio.sleep(_LOOK_S)
         await self._broadcast("sleep", (), deadline_s, sticky=True)
-        while starting := [slot for slot in self._slots if slot.state == "starting"]:  # the call above is sticky
-            await starting[0].settled.wait()
-            if self._dead is not None:
-                raise self._dead
+        # the call above is sticky: a starting worker sleeps when it is ready
+        await self._until(lambda: all(slot.state != "starting" for slot in self._slots))
         self._awake.clear()
 
     async def _wake(self, deadline_s: float) -> None:
@@ -646,6 +608,11 @@ class Fleet:
     def _end_sleep(self) -> None:
         self._sticky.pop("sleep", None)
         self._awake.set()
+
+
+def _kill_result(started: Future[Worker | None]) -> None:
+    if started.exception() is None and (worker := started.result()) is not None:
+        worker.kill()
 
 
 async def _settle(future: Future[Result], coroutine: Coroutine[Any, Any, Result]) -> None:

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from sota_grpo.workers import base
+from sota_grpo.workers import fleet as fleet_module
 from sota_grpo.workers.base import ProcessLauncher, ThreadLauncher, Worker, WorkerDied, starter
 from sota_grpo.workers.fleet import Fleet, PatientLoop
 from tests.process_rigs import newest, wait_for
@@ -146,7 +147,7 @@ def test_tasks_of_a_dead_worker_go_first_in_their_order(stage: Stage, caplog: py
 
 def test_an_exception_that_ends_event_loops_is_the_tasks_and_the_worker_stays(stage: Stage) -> None:
     fleet = stage.closed_at_the_end(
-        Fleet("raising", starter(ThreadLauncher(), "raising", spec("raising")), 1, capacity=1)
+        Fleet("raising", starter(ThreadLauncher(), "raising", spec("Raising")), 1, capacity=1)
     )
     for kind in ("exit", "cancelled", "stop", "cancelled_here", "cancelled_future"):
         with pytest.raises(RuntimeError, match=r"SystemExit|CancelledError|StopIteration"):
@@ -296,16 +297,6 @@ def test_a_broadcast_without_an_answer_names_the_late_workers(stage: Stage) -> N
     assert fleet.restarts == 4  # the replacements had their chance
 
 
-def test_where_all_are_lost_a_replacement_is_asked(stage: Stage) -> None:
-    fleet = stage.fleet(1)
-    first = stage.now(0)
-    first.mute.add("update")
-    pushed = stage.later(fleet.broadcast, "update", 1, deadline_s=WAIT_S, sticky=True)
-    wait_for(lambda: 1 in first.open)
-    first.kill()
-    assert pushed.result(WAIT_S) == {"puppet-0.1": ("puppet-0.1", 1)}
-
-
 def test_what_was_broadcast_is_kept_no_longer_than_needed(stage: Stage) -> None:
     """Weights are large, and a timer of the length of the deadline is left behind by every push."""
     fleet = stage.fleet(1)
@@ -367,10 +358,11 @@ def test_a_construction_that_raises_is_not_tried_again_at_the_start(stage: Stage
     assert (tmp_path / "tries").read_text() == "x"
 
 
-def test_a_worker_that_dies_as_it_starts_is_tried_so_often(stage: Stage) -> None:
+def test_a_worker_that_dies_as_it_starts_is_tried_so_often(stage: Stage, monkeypatch) -> None:
+    monkeypatch.setattr(fleet_module, "_MAX_FAILED_STARTS", 3)
     stage.prepare = Puppet.kill
     with pytest.raises(WorkerDied, match=r"after 3 starts that failed; workers left: 0.* puppet-0\.2 is dead"):
-        stage.fleet(1, max_start_failures=3)
+        stage.fleet(1)
     assert len(stage.puppets[0]) == 3
 
 
@@ -383,17 +375,19 @@ def test_a_replacement_whose_construction_raises_is_tried_again(stage: Stage, tm
     assert [worker.name for worker in newest(fleet)] == ["echo-0.2"]
 
 
-def test_a_start_that_takes_too_long_has_failed(stage: Stage) -> None:
+def test_a_start_that_takes_too_long_has_failed(stage: Stage, monkeypatch) -> None:
     stage.prepare = lambda puppet: puppet.mute.update({"ping"} if puppet.name == "puppet-0.0" else ())
     fleet = stage.fleet(1, start_s=0.1)
     assert (fleet.restarts, stage.puppets[0][0].killed) == (1, True)
     stage.prepare = lambda puppet: puppet.mute.add("ping")
+    monkeypatch.setattr(fleet_module, "_MAX_FAILED_STARTS", 1)
     with pytest.raises(WorkerDied, match=r"after 1 start that failed.* it was not ready after 0\.1 s"):
-        stage.fleet(1, start_s=0.1, max_start_failures=1)
+        stage.fleet(1, start_s=0.1)
 
 
-def test_others_continue_when_a_slot_is_given_up(stage: Stage) -> None:
-    fleet = stage.fleet(2, capacity=1, max_start_failures=2)
+def test_others_continue_when_a_slot_is_given_up(stage: Stage, monkeypatch) -> None:
+    monkeypatch.setattr(fleet_module, "_MAX_FAILED_STARTS", 2)
+    fleet = stage.fleet(2, capacity=1)
     stage.prepare = Mock(side_effect=OSError("no device"))
     first, second = fleet.submit("first"), fleet.submit("second")
     wait_for(lambda: stage.now(0).tasks and stage.now(1).tasks)
@@ -455,7 +449,10 @@ def test_a_worker_that_arrives_after_the_end_is_killed(stage: Stage) -> None:
 
 
 def test_who_waits_for_a_replacement_without_end_hears_what_else_has_ended(stage: Stage, monkeypatch) -> None:
-    """A machine dies with its engine and the learner: weights are pushed to an engine that no machine has room for."""
+    """A machine dies with its engine and the learner: weights are pushed to an engine that no machine has room for.
+
+    Once there is room, the replacement gets them.
+    """
     monkeypatch.setattr("sota_grpo.workers.fleet._POLL_S", 0.01)
     fleet, first, room = stage.fleet(1), stage.now(0), threading.Event()
     stage.prepare = lambda puppet: room.wait(WAIT_S) and None
@@ -468,7 +465,10 @@ def test_who_waits_for_a_replacement_without_end_hears_what_else_has_ended(stage
     fleet.poll = Mock(side_effect=ConnectionError("the learner is gone"))
     with pytest.raises(ConnectionError, match="the learner is gone"):
         pushed.result(WAIT_S)
+    fleet.poll = Mock()
+    again = stage.later(fleet.broadcast, "update", 2, deadline_s=WAIT_S, sticky=True)
     room.set()
+    assert again.result(WAIT_S) == {"puppet-0.1": ("puppet-0.1", 2)}
 
 
 # Sleep
