@@ -99,10 +99,6 @@ class Echo:
         os._exit(code)
 
 
-def echo(**options: Any) -> Echo:
-    return Echo(**options)
-
-
 def held_echo(pipe: str) -> Echo:
     """Is constructed once something was written to this named pipe."""
     Path(pipe).read_text()
@@ -142,10 +138,6 @@ class Raising:
         }[kind]
 
 
-def raising() -> Raising:
-    return Raising()
-
-
 class HostedRollout:
     """A rollout worker on a thread of its own: its methods give futures."""
 
@@ -172,5 +164,5 @@ def rollout(make_engine: Callable[[], Any], tokenizer: Any) -> Any:
     return RolloutWorker(make_engine(), tokenizer)
 
 
-def spec(factory: str = "echo", **options: Any) -> WorkerSpec:
+def spec(factory: str = "Echo", **options: Any) -> WorkerSpec:
     return WorkerSpec(f"tests.worker_rigs:{factory}", options)

@@ -423,8 +423,9 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
 
 
 def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
-    options = reference_options(config, plan.device_type) | {
-        "model_name": resolve_model_path(reference_name(config)),
+    options = reference_options(config, plan.device_type)
+    options |= {
+        "model": {"name": resolve_model_path(reference_name(config)), **options["model"]},
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
         "pad_token_id": tokenizer.pad_token_id,
         "gives_back": plan.shared,

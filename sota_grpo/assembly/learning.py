@@ -133,26 +133,24 @@ def make_reference(
     if not reference_has_own_weights(config):
         return AdapterOffReference(policy, autocast=autocast)
     options = reference_options(config, device_name(device_type, placement.ref))
-    loading = ("dtype", "attn_implementation", "trust_remote_code", "load_kwargs", "device", "option")
-    return FrozenReference(
-        load_model(reference_name(config), **{name: options[name] for name in loading}),
-        temperature=options["temperature"],
-        shared_prompt=config.model.attn_implementation is None,
-        fused=options["fused"],
-        autocast=autocast,
-    )
+    model = load_model(reference_name(config), **options["model"])
+    settings = {name: options[name] for name in ("temperature", "shared_prompt", "fused")}
+    return FrozenReference(model, autocast=autocast, **settings)
 
 
 def reference_options(config: Config, device: str) -> dict[str, Any]:
     """Return the options of :func:`sota_grpo.workers.reference.reference_worker` that follow from the config."""
     device_type = device.partition(":")[0]
     return {
-        "dtype": reference_dtype(config),
-        "attn_implementation": config.model.attn_implementation,
-        "trust_remote_code": config.model.trust_remote_code,
-        "load_kwargs": config.model.load_kwargs,
-        "device": device,
-        "option": "model.name" if config.ref_model.name is None else "ref_model.name",
+        "model": {
+            "dtype": reference_dtype(config),
+            "attn_implementation": config.model.attn_implementation,
+            "trust_remote_code": config.model.trust_remote_code,
+            "load_kwargs": config.model.load_kwargs,
+            "device": device,
+            "option": "model.name" if config.ref_model.name is None else "ref_model.name",
+        },
+        "shared_prompt": config.model.attn_implementation is None,
         "temperature": config.inference_model.temperature,
         "precision": trainer_precision(config, device_type),
         "token_budget": forward_tokens(micro_batch_tokens(config), device_type),

@@ -224,16 +224,9 @@ class WorkerThread:
             else:
                 function, answer = job
                 self._since, done, is_busy = time.monotonic(), Future[Any](), True
-                try:
-                    result = function()
-                except BaseException as error:  # raised where the future is read
-                    done.set_exception(error)
-                else:
-                    if isinstance(result, Future):
-                        done = result
-                    else:
-                        done.set_result(result)
-                    del result
+                resolve(done, function)
+                if done.exception() is None and isinstance(done.result(), Future):
+                    done = done.result()
                 self._since = None
                 done.add_done_callback(answer)
                 del done, function, answer, job  # which may be large

@@ -255,7 +255,6 @@ class RayLauncher(Launcher):
         bundles: resources of each worker, such as ``{"CPU": 1, "GPU": 1}``. A local Ray is started with as many logical
             CPUs as the bundles need, even if the machine has fewer cores.
         address: address of a running cluster (``"auto"``, ``"host:6379"``); None starts a local Ray.
-        strategy: how Ray spreads the bundles over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
         deadline_s: longest wait for all bundles together.
         object_store_bytes: object store size of a local Ray; None: Ray's default (30 % of the memory).
 
@@ -268,7 +267,6 @@ class RayLauncher(Launcher):
         bundles: Sequence[Mapping[str, float]],
         *,
         address: str | None = None,
-        strategy: str = "PACK",
         deadline_s: float = 120.0,
         object_store_bytes: int | None = None,
     ) -> None:
@@ -283,12 +281,12 @@ class RayLauncher(Launcher):
             if address is None:
                 # Else the agents of Ray's node manager run for a minute after the driver is killed.
                 self._guardian = guard(new.pid for new in set(descendants()) - before)
-        self._group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+        self._group = ray.util.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
         if not self._group.wait(deadline_s):
             there = f"the cluster has {_counts(ray.cluster_resources())}, free {_counts(ray.available_resources())}"
             self.close()
             raise TimeoutError(
-                f"Ray did not allocate {list(map(dict, bundles))} ({strategy}) within {deadline_s:g} s; {there}. "
+                f"Ray did not allocate {list(map(dict, bundles))} within {deadline_s:g} s; {there}. "
                 "Use fewer devices, add nodes, or wait until other jobs have ended."
             )
 

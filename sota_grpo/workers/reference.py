@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 
 from sota_grpo import keys
 from sota_grpo.policy.causal import FrozenReference
-from sota_grpo.policy.load import DType, load_model
+from sota_grpo.policy.load import load_model
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import pending_future
@@ -58,8 +59,9 @@ class ReferenceWorker:
         fused: bool = False,
         gives_back: bool = False,
     ) -> None:
-        self._device_type = next(model.parameters()).device.type
-        self._autocast = _AUTOCAST[precision]
+        dtype = _AUTOCAST[precision]
+        device_type = next(model.parameters()).device.type
+        self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=dtype is not None)
         self._reference = FrozenReference(model, temperature=temperature, shared_prompt=shared_prompt, fused=fused)
         self._token_budget, self._pad_token_id, self._gives_back = token_budget, pad_token_id, gives_back
         self._since: float | None = None  # when the running call started or last finished a forward pass
@@ -90,45 +92,23 @@ class ReferenceWorker:
         return [values.numpy() for values in log_probs]
 
     def _forward(self, padded: TensorDictBase) -> torch.Tensor:
-        with torch.autocast(self._device_type, dtype=self._autocast, enabled=self._autocast is not None):
+        with self._autocast():
             log_probs = self._reference(padded)
         self._since = time.monotonic()
         return log_probs
 
 
-def reference_worker(
-    *,
-    model_name: str,
-    dtype: DType = "float32",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    load_kwargs: Mapping[str, Any] | None = None,
-    device: str = "cpu",
-    option: str = "model.name",
-    num_threads: int | None = None,
-    **options: Any,
-) -> ReferenceWorker:
+def reference_worker(*, model: Mapping[str, Any], num_threads: int | None = None, **options: Any) -> ReferenceWorker:
     """Worker factory: load the reference model (UserError if it cannot be loaded); return its :class:`ReferenceWorker`.
 
     Args:
-        model_name, dtype, attn_implementation, trust_remote_code, load_kwargs, device, option: arguments of
-            :func:`sota_grpo.policy.load.load_model`.
+        model: arguments of :func:`sota_grpo.policy.load.load_model`.
         num_threads: torch's CPU threads in this process; None: not set.
-        options: keyword arguments of :class:`ReferenceWorker`; ``shared_prompt`` is True unless
-            ``attn_implementation`` is given.
+        options: keyword arguments of :class:`ReferenceWorker`.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    model = load_model(
-        model_name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        load_kwargs=load_kwargs,
-        device=device,
-        option=option,
-    )
-    return ReferenceWorker(model, shared_prompt=attn_implementation is None, **options)
+    return ReferenceWorker(load_model(**model), **options)
 
 
 class ReferenceService:

@@ -26,7 +26,7 @@ ray.init(address="local", num_gpus=5, num_cpus=8, include_dashboard=False, log_t
          _node_ip_address="127.0.0.1", object_store_memory=80 * 2**20)
 kept = "sota_grpo.workers.ray_cluster:AddressWorker"
 real = module.WorkerSpec
-module.WorkerSpec = lambda factory, options=None: real(factory) if factory == kept else real("tests.worker_rigs:echo")
+module.WorkerSpec = lambda factory, options=None: real(factory) if factory == kept else real("tests.worker_rigs:Echo")
 config = compose("grpo_cpu", ["ray.address=auto", "device=cuda", "engine=transformers", "policy.kl_coef=0.1"])
 config.inference_model.tensor_parallel_size = 2
 plan = Plan("cuda", Placement((0, 1, 2, 3), (0, 1, 2, 3), (4,), True), "transformers", True, shared=True)

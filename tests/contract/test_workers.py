@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import suppress
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from sota_grpo.workers.base import (
     starter,
 )
 from sota_grpo.workers.fleet import Fleet
-from tests.process_rigs import newest
+from tests.process_rigs import below, newest, require_gone, wait_for
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -51,7 +52,7 @@ class Place:
         """One that no test ends."""
         return self.start(env={"SOTA_GRPO_TEST": "yes"})
 
-    def start(self, factory: str = "echo", env: dict[str, str] | None = None, **options: Any) -> Worker:
+    def start(self, factory: str = "Echo", env: dict[str, str] | None = None, **options: Any) -> Worker:
         self.count += 1
         placement: dict[str, Any] = {} if self.kind == "thread" else {"env": env, "threads": 1}
         if self.kind == "ray":
@@ -105,20 +106,9 @@ def own(apart: Place) -> Iterator[Worker]:
     worker.kill()
 
 
-def descendants(pid: int) -> set[int]:
-    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
-
-
-def is_gone(pid: int | None) -> bool:
-    """Neither running, nor stopped, nor a zombie of ours."""
-    assert pid is not None
-    until = time.monotonic() + WAIT_S
-    while time.monotonic() < until:
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists():
-            return True
-        time.sleep(0.02)
-    return False
+def require_reaped(pid: int | None) -> None:
+    """It neither runs, nor is stopped, nor is a zombie of ours."""
+    wait_for(lambda: not psutil.pid_exists(pid), WAIT_S)  # type: ignore[arg-type]
 
 
 def test_calls_wait_for_the_construction_start_in_order_and_fail_at_a_kill(place: Place, tmp_path: Path) -> None:
@@ -137,7 +127,8 @@ def test_calls_wait_for_the_construction_start_in_order_and_fail_at_a_kill(place
     with pytest.raises(WorkerDied):
         worker.call("ping").result(0.1)
     worker.kill()  # idempotent
-    assert worker.pid is None or is_gone(worker.pid)  # type: ignore[attr-defined]
+    if worker.pid is not None:  # type: ignore[attr-defined]
+        require_reaped(worker.pid)  # type: ignore[attr-defined]
 
 
 def test_a_long_call_does_not_hold_up_a_quick_one(worker: Worker) -> None:
@@ -235,7 +226,7 @@ def test_kill_ends_a_process_that_is_stopped(own: Worker) -> None:
     os.kill(pid, signal.SIGSTOP)
     own.call("note", np.zeros(2_000_000))  # more than any socket buffers: the sender is held up
     own.kill()
-    assert is_gone(pid)
+    require_reaped(pid)
     assert isinstance(never.exception(0.1), WorkerDied)
 
 
@@ -245,7 +236,7 @@ def test_kill_from_outside_is_noticed(own: Worker) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=str(pid)):
         never.result(WAIT_S)
-    assert is_gone(pid)
+    require_reaped(pid)
 
 
 def test_a_worker_of_a_process_may_print_to_a_lost_terminal_and_its_exit_code_is_reported(
@@ -315,8 +306,8 @@ def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
     assert [future.result(WAIT_S) for future in futures] == [(task, 3) for task in range(12)]
     assert fleet.restarts == 2
     fleet.close()
-    assert is_gone(first)
-    assert is_gone(second)
+    require_reaped(first)
+    require_reaped(second)
 
 
 @needs_ray
@@ -325,36 +316,24 @@ def test_a_local_ray_listens_on_loopback_only_and_requires_a_token(places: dict[
     import ray
 
     session = Path(ray._private.worker._global_node.get_session_dir_path()).name
-    pids = [pid for pid in descendants(os.getpid()) if session in command(pid) or command(pid).startswith("ray::")]
+    commands = below(os.getpid())
+    pids = [pid for pid, text in commands.items() if session in text or text.startswith("ray::")]
     assert len(pids) >= 3
     addresses = {address for pid in pids for address in listening(pid)}
     assert addresses, "nothing listens; this test looks at the wrong processes"
-    assert {address for address in addresses if address not in LOOPBACK} == set()
+    assert {address for address in addresses if not ip_address(address).is_loopback} == set()
     from ray._raylet import AuthenticationMode, get_authentication_mode
 
     assert get_authentication_mode() == AuthenticationMode.TOKEN, "any user of this machine could run code in it"
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64, "Ray would leave one in a file that everybody may read"
 
 
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-
-
 def listening(pid: int) -> set[str]:
-    """Local addresses (as /proc writes them) of the TCP sockets on which a process listens."""
-    try:
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return set()
-    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+    """Local addresses of the TCP sockets on which a process listens."""
+    with suppress(psutil.NoSuchProcess):
+        sockets = psutil.Process(pid).net_connections("tcp")
+        return {one.laddr.ip.removeprefix("::ffff:") for one in sockets if one.status == psutil.CONN_LISTEN}
+    return set()
 
 
 PROCESS_DRIVER = """
@@ -392,12 +371,8 @@ def test_nothing_outlives_a_killed_driver(head: str, tmp_path: Path) -> None:
     assert driver.stdout is not None
     line = driver.stdout.readline()
     assert line.startswith("ready")
-    pids = descendants(driver.pid)
+    pids = {*below(driver.pid)}
     assert {int(pid) for pid in line.split()[1:]} <= pids
     driver.kill()
     driver.wait()
-    left = {pid for pid in pids if not is_gone(pid)}
-    for pid in left:
-        with suppress(ProcessLookupError):  # it went with one that was killed here
-            os.kill(pid, signal.SIGKILL)
-    assert not left
+    require_gone(pids, WAIT_S)

@@ -184,7 +184,7 @@ def test_learner_reference_and_an_engine_in_a_worker_are_loaded_with_them(monkey
     make_model(config, torch.device("cpu"))
     rollout_worker(engine_options(config, "transformers", "cpu", load_tokenizer(TINY), tmp_path)).close()
     assert seen == [(True, "eager")] * 2
-    assert reference_options(config, "cpu")["load_kwargs"] == {"use_safetensors": True}
+    assert reference_options(config, "cpu")["model"]["load_kwargs"] == {"use_safetensors": True}
     config.model.load_kwargs = {"use_safetensor": True}
     with pytest.raises(UserError, match=r"model.load_kwargs=.*is not accepted by the model .*use_safetensor"):
         make_model(config, torch.device("cpu"))

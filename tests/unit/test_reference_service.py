@@ -31,7 +31,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Modul
 
 
 def service_of(launcher: Any, path: str, num_workers: int, **settings: Any) -> ReferenceService:
-    options = {"model_name": path, "temperature": 0.7, "token_budget": BUDGET, "num_threads": torch.get_num_threads()}
+    threads = torch.get_num_threads()
+    options = {"model": {"name": path}, "temperature": 0.7, "token_budget": BUDGET, "num_threads": threads}
     start = starter(launcher, "reference", WorkerSpec("sota_grpo.workers.reference:reference_worker", options))
     fleet = Fleet("reference", start, num_workers, capacity=2, silence_s=60.0)
     return ReferenceService(fleet, num_workers=num_workers, **settings)
@@ -105,7 +106,7 @@ def test_a_call_equals_the_reference_here_in_any_order_of_the_rows(saved, in_thr
 def test_a_worker_computes_in_the_precision_of_the_policy(saved) -> None:
     """Bit for bit where the padding is the same, so that every estimator of the KL is exactly 0."""
     path, model = saved
-    worker = reference_worker(model_name=path, temperature=0.7, precision="bf16", token_budget=BUDGET)
+    worker = reference_worker(model={"name": path}, temperature=0.7, precision="bf16", token_budget=BUDGET)
     rows = make_rows([8, 5, 3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = CausalPolicy(model, temperature=0.7)(rows)[keys.LOG_PROBS].detach()

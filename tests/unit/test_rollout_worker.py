@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,9 @@ from tests.engine_rigs import (
     CONTEXT,
     EOS,
     PAD,
-    changed_weights,
-    generate,
     largest_gap,
     ragged_requests,
     tiny_model,
-    token_lists,
 )
 from tests.process_rigs import wait_for
 from tests.worker_rigs import HostedRollout
@@ -96,14 +92,6 @@ def outputs_of(futures: list[Future[GroupOutput]]) -> dict[int, GroupOutput]:
     return {output.group_id: output for output in (future.result(WAIT_S) for future in futures)}
 
 
-def test_many_runs_at_once_give_what_the_bare_engine_gives(start):
-    make = partial(hf_engine, tiny_model())
-    requests, sampling = ragged_requests(8, 3, seed=2), Sampling(max_tokens=40)  # fixed: rounding may flip a token
-    worker = start(make)
-    actual = outputs_of([worker.run(request, sampling) for request in requests])
-    assert token_lists(actual) == token_lists(generate(make(), requests, sampling))
-
-
 def test_requests_that_wait_are_added_together(start):
     engine = HeldEngine()
     batches: list[int] = []
@@ -116,21 +104,6 @@ def test_requests_that_wait_are_added_together(start):
     engine.go.set()
     assert len(outputs_of([first, *others])) == 6
     assert batches == [1, 5]
-
-
-def test_weights_are_loaded_while_a_group_runs_and_serve_its_next_tokens(start):
-    model, target = tiny_model(), tiny_model()
-    target.load_state_dict(weights := changed_weights(model))
-    worker = start(lambda: hf_engine(model))
-    long = worker.run(ragged_requests(1, 4)[0], Sampling(max_tokens=150, ignore_eos=True))
-    assert worker.update_weights(WeightPack.of(weights.items()), 7).result(WAIT_S) == 7
-    assert not long.done()
-    after = ragged_requests(3, 2)
-    futures = [worker.run(request, Sampling(max_tokens=10)) for request in after]
-    assert largest_gap(target, after, outputs_of(futures), 1.0) < 1e-5
-    for sample in long.result(WAIT_S).samples:
-        assert (sample.versions.diff() >= 0).all()
-        assert int(sample.versions[-1]) == 7
 
 
 def test_a_push_waits_for_one_step_at_most(start):
