@@ -39,7 +39,7 @@ class HttpClient:
     The constructor does not connect. A request whose connection breaks before the response is sent once more.
 
     Args:
-        url: ``http[s]://HOST:PORT``, with a path prefix if the server has one; else UserError or ValueError.
+        url: ``http[s]://HOST:PORT``, with a path prefix if the server has one; else UserError.
         api_key: bearer token sent with every request; None: no token.
         option: name of the option with ``url``, for error messages.
         max_connections: most connections that stay open for later requests; more concurrent requests open further ones.
@@ -56,15 +56,18 @@ class HttpClient:
         max_connections: int = 8,
         max_bytes: int | None = None,
     ):
-        address = urlsplit(url)
+        self.url = url.rstrip("/")
+        try:
+            address, self._pool = urlsplit(url), urllib3.connection_from_url(self.url, maxsize=max_connections)
+        except ValueError:  # such as a port that is no number
+            address = urlsplit("")
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise UserError(f"{option}={url} is not the address of a server; write http://HOST:PORT.")
-        self.url, self.host = url.rstrip("/"), address.hostname
+            raise UserError(f"{option}={one_line(url)} is not the address of a server; write http://HOST:PORT.")
+        self.host = address.hostname
         self._prefix, self._max_bytes = address.path.rstrip("/"), max_bytes
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._pool = urllib3.connection_from_url(self.url, maxsize=max_connections)
 
     def get(self, path: str, *, timeout_s: float) -> Any:
         """Send ``GET path``; return and raise as :meth:`post`."""
@@ -91,13 +94,8 @@ class HttpClient:
         """
         sent = f"{method} {self.url}{path}"
         late = f"{sent} was not answered within {timeout_s:g} s."
-        options: dict[str, Any] = {
-            "body": body,
-            "headers": self._headers,
-            "retries": False,
-            "redirect": False,
-            "preload_content": False,
-        }
+        unchanged = {"retries": False, "redirect": False, "preload_content": False}
+        options: dict[str, Any] = {"body": body, "headers": self._headers, **unchanged}
         deadline, content = time.monotonic() + timeout_s, bytearray()
 
         def left() -> float:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.engines.transformers_engine import sampled_probs
+from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 VOCAB, EOS, PAD = 48, 1, 0
 CONTEXT = 160
@@ -99,6 +101,29 @@ def largest_gap(
         for sample in outputs[request.group_id].samples
     ]
     return float(torch.stack(gaps).max())
+
+
+@torch.no_grad()
+def require_supports(
+    model: torch.nn.Module, sampled: Sequence[tuple[tuple[int, ...], Sample]], sampling: Sampling
+) -> None:
+    """Supports are what :func:`sampled_probs` keeps, but for a token at the edge of one in a hundred.
+
+    Log-probs are those over the reported support.
+    """
+    others = num_sets = 0
+    for prompt, sample in sampled:
+        logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        sets = sample.support.ids.split(sample.support.counts.tolist())
+        assert len(sets) == len(sample.token_ids)
+        kept = sampled_probs(logits, sampling) > 0
+        for own, z, mask, token, log_prob in zip(sets, logits, kept, sample.token_ids, sample.log_probs):
+            z = z / sampling.temperature
+            assert int(token) in own.tolist()
+            assert log_prob.item() == pytest.approx(float(z[token] - z[own.long()].logsumexp(0)), abs=1e-5)
+            others += sorted(own.tolist()) != mask.nonzero().squeeze(1).tolist()
+            num_sets += 1
+    assert others <= num_sets // 100
 
 
 _ENDED: WeakKeyDictionary[Engine, deque[tuple[int, Future[GroupOutput]]]] = WeakKeyDictionary()

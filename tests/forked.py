@@ -123,16 +123,9 @@ class ForkServer:
         self._folder, self._environment = folder, environment
         self._fork = _Fork("light" if light else "heavy")
 
-    def run(
-        self,
-        arguments: Sequence[str],
-        *,
-        cwd: Path,
-        environment: Sequence[tuple[str, str]] = (),
-        timeout_s: int = 300,
-    ) -> Done:
-        """Run the Python script ``arguments[0]`` with the other arguments, to its end."""
-        self.start(arguments, cwd=cwd, environment=environment, timeout_s=timeout_s)
+    def run(self, arguments: Sequence[str], **options: Any) -> Done:
+        """Run the Python script ``arguments[0]`` with the other arguments, to its end; options as of :meth:`start`."""
+        self.start(arguments, **options)
         return self.finish()
 
     def start(

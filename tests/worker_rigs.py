@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +137,11 @@ class Raising:
         }[kind]
 
 
-class HostedRollout:
-    """A rollout worker on a thread of its own: its methods give futures."""
-
-    def __init__(self, make_engine: Callable[[], Any], tokenizer: Any = None) -> None:
-        self.thread = ThreadWorker("rollout-0", spec("rollout", make_engine=make_engine, tokenizer=tokenizer))
-        self.call("ping").result()
-
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        return self.thread.call(method, *args)
-
-    def run(self, request: Any, sampling: Any) -> Future[Any]:
-        return self.call("run", request, sampling)
-
-    def __getattr__(self, method: str) -> Callable[..., Future[Any]]:
-        return partial(self.call, method)
-
-    def close(self) -> None:
-        self.thread.kill()
+def hosted(make_engine: Callable[[], Any], tokenizer: Any = None) -> ThreadWorker:
+    """A rollout worker on a thread of its own, which is constructed."""
+    worker = ThreadWorker("rollout-0", spec("rollout", make_engine=make_engine, tokenizer=tokenizer))
+    worker.call("ping").result()
+    return worker
 
 
 def rollout(make_engine: Callable[[], Any], tokenizer: Any) -> Any:

@@ -197,34 +197,20 @@ class EngineSpec:
     min_temperature: float = 0.0
 
 
+_VLLM = EngineSpec(
+    "vllm_engine:VLLMEngine", "vllm", takes_kwargs=True, max_temperature=2.0, verl="vllm", min_temperature=0.01
+)
+_SGLANG = EngineSpec("server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang")
 #: Engines by the value of ``engine.name=``. The built-in ones have presets in ``config/engine/``; packages add engines
 #: as entry points of "sota_grpo.engines".
 ENGINES: Registry[EngineSpec] = Registry(
     "sota_grpo.engines",
     {
-        "vllm": EngineSpec(
-            "vllm_engine:VLLMEngine",
-            "vllm",
-            takes_kwargs=True,
-            reports_support=True,
-            max_temperature=2.0,
-            verl="vllm",
-            min_temperature=0.01,
-        ),
+        "vllm": replace(_VLLM, reports_support=True),
         "transformers": EngineSpec("transformers_engine:transformers_engine", "transformers", reports_support=True),
         "scripted": EngineSpec("scripted:scripted_engine", "none"),
-        "vllm_server": EngineSpec(
-            "server_engine:server_engine",
-            "vllm",
-            server=True,
-            takes_kwargs=True,
-            max_temperature=2.0,
-            verl="vllm",
-            min_temperature=0.01,
-        ),
-        "sglang_server": EngineSpec(
-            "server_engine:server_engine", "vllm", server=True, expandable_segments=False, verl="sglang"
-        ),
+        "vllm_server": replace(_VLLM, builder=_SGLANG.builder, server=True),
+        "sglang_server": _SGLANG,
     },
 )
 
@@ -286,13 +272,13 @@ def resolve_engine_name(name: str, *, device: str | None = None) -> str:
     import torch
 
     has_vllm = find_spec("vllm") is not None
+    ignores_device = device is not None and device.startswith("cpu") and torch.cuda.is_available()
     if name == "auto" and has_vllm and (absent := vllm_lacks()):
         logger.warning(
             "vLLM is installed without %s, which it needs: engine=auto uses transformers; install vLLM again.",
             " and ".join(absent[:3]),
         )
         return "transformers"
-    ignores_device = device is not None and device.startswith("cpu") and torch.cuda.is_available()
     if name == "auto":
         return "vllm" if has_vllm and not ignores_device else "transformers"
     if name not in ENGINES:

@@ -104,15 +104,11 @@ class ServerProcess:
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
         """Return whether the server has ended; wait at most ``within_s`` seconds for its end."""
-        deadline = time.monotonic() + within_s
-        while not self._ended:
-            if self._launcher.poll() is not None:
+        if not self._ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(within_s)
                 self._ended = True
                 self._kill_group()  # leaves nothing to do, unless the launcher itself was killed
-            elif time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            else:
-                break
         return self._ended
 
     def _kill_group(self) -> None:
@@ -171,7 +167,6 @@ class ServerEngine(SteppingEngine):
         tied: for each tied weight, the name of the weight whose values it shares.
         process: the server's process if it was started here, else None; :meth:`close` ends it.
         weight_folder: folder for pushed weights, which :meth:`close` deletes.
-        can_sleep: whether the server was started with the option to free its memory.
 
     Attributes:
         package: name of the Python package that provides the server.
@@ -204,7 +199,6 @@ class ServerEngine(SteppingEngine):
         tied: dict[str, str],
         process: ServerProcess | None,
         weight_folder: WeightFolder,
-        can_sleep: bool,
     ):
         super().__init__()
         self._client, self._process = client, process
@@ -213,7 +207,7 @@ class ServerEngine(SteppingEngine):
         self._stop_token_ids = sorted(options.eos_token_ids)
         self._weights, self.weight_dtype = weight_folder, weight_folder.dtype
         self._token = secrets.token_hex(4)
-        self._can_sleep = can_sleep
+        self._can_sleep = process is not None and torch.cuda.is_available()  # a server from here has the option
         self._failure: Exception | None = None
         self._num_pushes = 0
         self._merged_into: object = None  # the `base` that the server's adapter was merged into; None: unknown
@@ -263,11 +257,11 @@ class ServerEngine(SteppingEngine):
         return common | threads | alone | cache | {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1"}
 
     @classmethod
-    def start(cls, options: EngineOptions, scratch: Path, *, on_cpu: bool) -> tuple[ServerProcess, str, str]:
+    def start(cls, options: EngineOptions, scratch: Path, *, on_cpu: bool) -> tuple[ServerProcess, HttpClient]:
         """Start a server on a free port of the loopback interface and wait until ``/health`` answers.
 
-        The existing folder ``scratch`` is deleted when the server ends. Return the process, the server's url and its
-        random key. Raise ServerDied if it ends before it answers, ServerLate if it does not answer within
+        The existing folder ``scratch`` is deleted when the server ends. Return the process and a client with the
+        server's random key. Raise ServerDied if it ends before it answers, ServerLate if it does not answer within
         ``options.load_s``.
         """
         log_path, start_s = Path(options.log_path), options.load_s
@@ -282,7 +276,7 @@ class ServerEngine(SteppingEngine):
             process = ServerProcess(
                 cls.command(options, port, key, scratch, on_cpu=on_cpu), environment, log_path, scratch
             )
-            client, deadline = HttpClient(f"http://127.0.0.1:{port}", api_key=key), time.monotonic() + start_s
+            client, deadline = _client(options, f"http://127.0.0.1:{port}", key), time.monotonic() + start_s
             try:
                 while not process.has_ended():
                     try:
@@ -295,8 +289,7 @@ class ServerEngine(SteppingEngine):
                             ) from error
                         time.sleep(_POLL_S)
                     else:
-                        client.close()
-                        return process, client.url, key
+                        return process, client
             except BaseException:
                 process.close()
                 raise
@@ -354,9 +347,8 @@ class ServerEngine(SteppingEngine):
             yield
         except kind as error:
             self._failure, process = error, self._process
-            silent = isinstance(error, ServerSilent) and process is not None
-            if silent and process.has_ended(within_s=_DEATH_SHOWS_S):  # type: ignore[union-attr]
-                self._failure = process.died(doing)  # type: ignore[union-attr]
+            if isinstance(error, ServerSilent) and process and process.has_ended(within_s=_DEATH_SHOWS_S):
+                self._failure = process.died(doing)
                 raise self._failure from error
             raise
 
@@ -624,10 +616,9 @@ def server_engine(options: EngineOptions) -> ServerEngine:
 
     options = options.resolved()
     engine = SGLangEngine if options.engine == SGLangEngine.name else ServerEngine
-    url, key, connections = options.url, options.api_key, options.max_rows + _CONTROL_CONNECTIONS
-    shared_folder = None
-    if url is not None:
-        client = HttpClient(url, api_key=key, max_connections=connections)
+    shared_folder, process = None, None
+    if (url := options.url) is not None:
+        client = _client(options, url, options.api_key)
         try:
             client.get("/health", timeout_s=options.timeout_s)
         except ServerSilent as error:
@@ -651,23 +642,17 @@ def server_engine(options: EngineOptions) -> ServerEngine:
         )
     shapes, tied = expected_weights(options.model_path, trust_remote_code=options.trust_remote_code)
     folder = WeightFolder(shapes, None if url is not None else getattr(torch, options.dtype), shared_folder)
-    process, on_cpu = None, not torch.cuda.is_available()
     if url is None:
         try:
-            process, url, key = engine.start(options, folder.path, on_cpu=on_cpu)
+            process, client = engine.start(options, folder.path, on_cpu=not torch.cuda.is_available())
         except BaseException:
             folder.close()
             raise
-        client = HttpClient(url, api_key=key, max_connections=connections)
-    return engine(
-        client,
-        options,
-        shapes=shapes,
-        tied=tied,
-        process=process,
-        weight_folder=folder,
-        can_sleep=process is not None and not on_cpu,
-    )
+    return engine(client, options, shapes=shapes, tied=tied, process=process, weight_folder=folder)
+
+
+def _client(options: EngineOptions, url: str, key: str | None) -> HttpClient:
+    return HttpClient(url, api_key=key, max_connections=options.max_rows + _CONTROL_CONNECTIONS)
 
 
 def is_own_address(host: str) -> bool:

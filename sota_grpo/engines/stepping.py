@@ -533,9 +533,8 @@ def checked_weights(
                 "push weights of the engine's model."
             )
     for name, first in tied.items():
-        if name not in pushed or pushed[name].data_ptr() == pushed[first].data_ptr():
-            continue
-        if not torch.equal(pushed[name], pushed[first]):
+        tensor = pushed.get(name, pushed[first])
+        if tensor.data_ptr() != pushed[first].data_ptr() and not torch.equal(tensor, pushed[first]):
             raise ValueError(f"{name} and {first} are tied in the engine but differ in the push; push equal values.")
     return pushed
 

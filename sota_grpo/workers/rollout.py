@@ -181,13 +181,9 @@ class FleetEngine(Streams):
         share: Callable[[Any], Any],
         deadline_s: float,
     ):
-        self.fleet = fleet
-        self.name = name
-        self.max_model_len = max_model_len
-        self.version = 0
-        self._share = share
+        self.fleet, self.name, self.max_model_len, self.version = fleet, name, max_model_len, 0
+        self._share, self._deadline_s = share, deadline_s
         self.base: Callable[[], WeightPack] | None = None
-        self._deadline_s = deadline_s
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Queue one group; return its uncancellable future, which fails as :meth:`Fleet.run` does.

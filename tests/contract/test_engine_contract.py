@@ -71,13 +71,17 @@ def test_every_group_comes_out_once_with_samples_of_ids_log_probs_and_versions_o
 
 
 def test_truncated_says_whether_the_engine_stopped_for_length(engine: Engine):
-    outputs = generate(engine, ragged_requests(8, 4, seed=0), SAMPLING)
+    requests = ragged_requests(8, 4, seed=0)
+    outputs = generate(engine, requests, SAMPLING)
     samples = [sample for output in outputs.values() for sample in output.samples]
     for sample in samples:
         assert EOS not in sample.token_ids[:-1]
         assert sample.truncated == (int(sample.token_ids[-1]) != EOS)
         assert not sample.truncated or len(sample.token_ids) == SAMPLING.max_tokens
     assert {sample.truncated for sample in samples} == {True, False}
+    length = min(len(sample.token_ids) for sample in samples)  # the end token may be the last that is allowed
+    again = generate(engine, requests, replace(SAMPLING, max_tokens=length))
+    assert not all(sample.truncated for output in again.values() for sample in output.samples)
 
 
 def test_without_an_end_token_samples_go_to_the_limit_or_the_end_of_the_context(engine: Engine):

@@ -29,10 +29,8 @@ from sota_grpo.workers.base import (
     ThreadLauncher,
     Worker,
     WorkerDied,
-    starter,
 )
-from sota_grpo.workers.fleet import Fleet
-from tests.process_rigs import below, newest, require_gone, wait_for
+from tests.process_rigs import below, require_gone, wait_for
 from tests.worker_rigs import spec
 
 WAIT_S = 60.0
@@ -167,6 +165,8 @@ def test_a_construction_that_raises_fails_every_call_with_its_cause(place: Place
 def test_a_shared_value_arrives_as_itself(place: Place, worker: Worker) -> None:
     array = np.random.default_rng(random.getrandbits(32)).standard_normal(200_000)
     handle = place.launcher.share(array)
+    if place.kind == "ray":
+        assert type(handle.reference).__name__ == "ObjectRef"  # Ray's object store fetches it once for each node
     for times in (2, 3):
         doubled, total = worker.call("double", handle, times).result(WAIT_S)
         np.testing.assert_array_equal(doubled, array * times)
@@ -284,30 +284,6 @@ def test_a_progress_bar_in_an_actor_makes_no_semaphore() -> None:
     """An actor and its descendants are killed, so a named semaphore would stay in /dev/shm."""
     output = subprocess.run([sys.executable, "-c", ACTOR_WITH_A_BAR], capture_output=True, text=True, timeout=WAIT_S)
     assert output.stdout == "trackers: None\n", output.stderr
-
-
-@needs_ray
-def test_a_fleet_of_actors_outlives_them(places: dict[str, Place]) -> None:
-    import ray
-
-    placements = [{"bundle": 0, "threads": 1}, {"bundle": 1, "threads": 1}]
-    start = starter(places["ray"].launcher, "echo", spec(), placements)
-    fleet = Fleet("echo", start, 2, capacity=2, silence_s=4.0)
-    fleet.wait_ready()
-    weights = places["ray"].launcher.share(3)
-    assert isinstance(weights.reference, ray.ObjectRef)  # Ray's object store fetches it once for each node
-    assert [*fleet.broadcast("update", weights, deadline_s=WAIT_S, sticky=True).values()] == [3, 3]
-    futures = [fleet.submit(task, 0.2) for task in range(12)]
-    first, second = (worker.pid for worker in newest(fleet))
-    assert first is not None
-    assert second is not None
-    os.kill(first, signal.SIGKILL)
-    os.kill(second, signal.SIGSTOP)
-    assert [future.result(WAIT_S) for future in futures] == [(task, 3) for task in range(12)]
-    assert fleet.restarts == 2
-    fleet.close()
-    require_reaped(first)
-    require_reaped(second)
 
 
 @needs_ray

@@ -31,7 +31,10 @@ class FakeServer:
         self.weights: dict[str, torch.Tensor] = {}
         self.paused = False
         self.calls: list[tuple[str, Any]] = []
-        self.answers: dict[str, Callable[[Any], Answer]] = {}  # by path; replaced by tests
+        self.answers: dict[str, Callable[[Any], Answer]] = {  # by path; replaced by tests
+            "/v1/models": lambda _: (200, {"data": [{"max_model_len": CONTEXT}]}),
+            "/update_weight_version": self._relabel,
+        }
         self.hang_up_once: set[str] = set()
         self.held: dict[int, threading.Event] = {}  # by first prompt token: sampling waits for the event
         self.num_sampling = 0  # samples held back, their first half done
@@ -46,6 +49,10 @@ class FakeServer:
 
     def load(self, folder: str) -> None:
         self.weights = load_file(Path(folder) / "model.safetensors")
+
+    def _relabel(self, body: Any) -> Answer:
+        self.label = body["new_version"]
+        return 200, {"success": True}
 
     def sample(self, prompt: list[int], seed: int, room: int, name: str) -> tuple[list[int], list[dict[str, Any]]]:
         """``room`` tokens from ``seed``; when held back, the second half comes from the weights of afterwards."""
@@ -83,11 +90,9 @@ class FakeVLLM(FakeServer):
         self.trial_log_prob = 0.0
         self.sums: dict[str, list[Any]] | None = None  # of a server that has the extension for them
         self.answers |= {
-            "/v1/models": lambda _: (200, {"data": [{"max_model_len": CONTEXT}]}),
             "/weight_info": lambda _: (200, {"weight_version": self.label}),
             "/resume": lambda _: self._pause(False),
             "/pause?mode=keep&clear_cache=false": lambda _: self._pause(True),
-            "/update_weight_version": self._relabel,
             "/collective_rpc": self._collective_rpc,
             "/inference/v1/generate": self._generate,
             "/inference/v1/abort_requests": self._abort,
@@ -96,10 +101,6 @@ class FakeVLLM(FakeServer):
     def _pause(self, paused: bool) -> Answer:
         self.paused = paused
         return 200, {"status": "ok"}
-
-    def _relabel(self, body: Any) -> Answer:
-        self.label = body["new_version"]
-        return 200, {"success": True}
 
     def _collective_rpc(self, body: Any) -> Answer:
         if body["method"] == "weight_sums":
@@ -117,12 +118,10 @@ class FakeVLLM(FakeServer):
         params = body["sampling_params"]
         if params.get("top_k") == 1:  # the trial
             return 200, {"choices": [vllm_choice(0, [7], [self.trial_log_prob], [], "length")]}
-        choices = []
+        choices, name = [], body["request_id"]
         for index in range(params["n"]):
             try:
-                tokens, spans = self.sample(
-                    body["token_ids"], params["seed"] + index, params["max_tokens"], body["request_id"]
-                )
+                tokens, spans = self.sample(body["token_ids"], params["seed"] + index, params["max_tokens"], name)
             except InterruptedError:
                 return 200, {"choices": [vllm_choice(index, [], [], [], "abort")]}
             log_probs = [-token / 1000 for token in tokens]
@@ -137,19 +136,13 @@ class FakeSGLang(FakeServer):
         super().__init__(key)
         self.spans = spans
         self.answers |= {
-            "/v1/models": lambda _: (200, {"data": [{"max_model_len": CONTEXT}]}),
             "/health_generate": lambda _: (200, None),
             "/pause_generation": lambda _: (200, {"status": "ok"}),
             "/continue_generation": lambda _: (200, {"status": "ok"}),
-            "/update_weight_version": self._relabel,
             "/update_weights_from_disk": self._update,
             "/generate": self._generate,
             "/abort_request": self._abort,
         }
-
-    def _relabel(self, body: Any) -> Answer:
-        self.label = body["new_version"]
-        return 200, {"success": True}
 
     def _update(self, body: Any) -> Answer:
         self.load(body["model_path"])
@@ -180,13 +173,8 @@ def vllm_choice(
     index: int, tokens: list[int], log_probs: list[float], spans: list[dict[str, Any]], reason: str
 ) -> dict[str, Any]:
     content = [{"token_id": token, "logprob": log_prob} for token, log_prob in zip(tokens, log_probs)]
-    return {
-        "index": index,
-        "token_ids": tokens,
-        "logprobs": {"content": content},
-        "weight_versions": spans,
-        "finish_reason": reason,
-    }
+    choice = {"index": index, "token_ids": tokens, "logprobs": {"content": content}}
+    return choice | {"weight_versions": spans, "finish_reason": reason}
 
 
 def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
@@ -207,19 +195,16 @@ def _handler(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             known = fake.key is None or self.headers.get("Authorization") == f"Bearer {fake.key}"
             answer = fake.answers.get(self.path, lambda _: (404, {"detail": "Not Found"}))
             status, reply = answer(body) if known else (401, {"error": "Unauthorized"})
+            data = b"" if reply is None else json.dumps(reply).encode()
             try:
-                self._reply(status, reply)
+                self.send_response(status)
+                if data:
+                    self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
             except ConnectionError:  # the client did not wait
                 self.close_connection = True
-
-        def _reply(self, status: int, body: Any) -> None:
-            data = b"" if body is None else json.dumps(body).encode()
-            self.send_response(status)
-            if data:
-                self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
 
         do_GET = do_POST = _serve
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +25,7 @@ from sota_grpo.envs.dialogs import DialogEngine, Episode, GradedTurns, Rules
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling, Score, sample_seed
 from sota_grpo.workers.base import pending_future, resolve
-from tests.worker_rigs import HostedRollout
+from tests.worker_rigs import hosted
 
 SEED = random.randrange(1 << 30)
 EOS, CONTEXT, MAX_STEPS = 0, 32, 4
@@ -99,8 +100,8 @@ class Submitting(Streams):
     name, version, max_model_len, weight_dtype = "worker", 0, CONTEXT, None
 
     def __init__(self) -> None:
-        self.worker = HostedRollout(scripted)
-        self.submit = self.worker.run
+        self.worker = hosted(scripted)
+        self.submit = partial(self.worker.call, "run")
 
     def update_weights(self, weights: object, version: int) -> None: ...
 
@@ -109,7 +110,7 @@ class Submitting(Streams):
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        self.worker.close()
+        self.worker.kill()
 
 
 def ordered(may_start: Callable[[int], bool] = bool) -> ScriptedEngine:
@@ -376,7 +377,7 @@ def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) 
 
     def submit(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         if max(request.prompt_ids) < 100:
-            return inner.worker.run(request, sampling)
+            return inner.worker.call("run", request, sampling)
         future = pending_future()
         future.set_exception(OSError("the engine is gone"))
         return future

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ from sota_grpo.training.learner import Learner
 from sota_grpo.workers.rollout import FleetEngine
 from tests.training_rigs import collector_of, make_saying
 from tests.unit.tiny_models import VOCAB, make_model
-from tests.worker_rigs import HostedRollout
+from tests.worker_rigs import hosted
 
 SEED = random.randrange(1 << 30)
 
@@ -193,8 +194,8 @@ def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
     here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
     options = {"num_groups": 4, "transforms": [GroupAdvantage()], "seed": SEED}
     synchronous = collector_of(envs[0], here, sampling, **options)
-    worker = HostedRollout(lambda: scripted_thinker(envs[1]))
-    fleet: Any = SimpleNamespace(submit=worker.run, close=worker.close)
+    worker = hosted(lambda: scripted_thinker(envs[1]))
+    fleet: Any = SimpleNamespace(submit=partial(worker.call, "run"), close=worker.kill)
     front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
     there = WithExamples(front, envs[1], max_steps=2)
     workers = collector_of(envs[1], there, sampling, beside=True, wait_deadline_s=20.0, **options)

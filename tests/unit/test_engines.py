@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
@@ -21,9 +21,9 @@ import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name, transformers_engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Flight
-from sota_grpo.engines.transformers_engine import Batch, GroupDecoder, TransformersEngine
+from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine
 from sota_grpo.errors import UserError
-from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
+from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import (
     EOS,
     PAD,
@@ -89,9 +89,9 @@ def test_tokens_are_drawn_from_the_truncated_and_renormalised_distribution(case:
     torch.testing.assert_close(probs, torch.tensor([expected], dtype=torch.float32))
 
 
-def test_log_probs_equal_an_unpadded_forward_and_greedy_takes_the_argmax_of_the_raw_distribution():
-    model, requests = tiny_model(seed=3, tied=False), ragged_requests()
-    outputs = generate(hf_engine(model), requests, Sampling(max_tokens=40, temperature=0.7))
+def test_greedy_takes_the_argmax_of_the_raw_distribution_and_log_probs_are_after_temperature():
+    model, requests = tiny_model(seed=3, tied=False), ragged_requests(3)
+    outputs = generate(hf_engine(model), requests, Sampling(max_tokens=12, temperature=0.7))
     assert largest_gap(model, requests, outputs, 0.7) < 1e-5
     model, requests = tiny_model(), ragged_requests(3, 1)
     outputs = generate(hf_engine(model), requests, Sampling(max_tokens=12, temperature=0.0))
@@ -172,21 +172,6 @@ def handed_over_log_probs(old, new, prompt: tuple[int, ...], response: torch.Ten
     return torch.stack(actual)
 
 
-def test_a_call_gives_equal_bits_whatever_else_is_in_flight():
-    engine = hf_engine(tiny_model(), max_rows=30)
-    calls = [(ragged_requests(n, 3), Sampling(max_tokens=40)) for n in (3, 4, 8)]  # the last one comes in two parts
-    alone = [generate(engine, *call) for call in calls]
-    tickets = [(add(engine, *call), step(engine))[0] for call in calls]
-    actual: dict[int, GroupOutput] = {}
-    while engine.num_in_flight:
-        actual.update(step(engine))
-    for numbers, expected in zip(tickets, alone):
-        for output in map(actual.__getitem__, numbers):
-            for a, b in zip(output.samples, expected[output.group_id].samples, strict=True):
-                assert torch.equal(a.token_ids, b.token_ids)
-                assert torch.equal(a.log_probs, b.log_probs)
-
-
 def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
     """Three rows each, room for eight, other temperatures: two groups run, and one that ends lets the next begin."""
     engine, tickets = hf_engine(tiny_model(), max_rows=8), []
@@ -221,8 +206,7 @@ def test_a_dropped_group_leaves_the_batch_and_the_others_stay(shared: bool):
     expected = generate(hf_engine(model), requests, sampling)[101]
     assert transformers_engine.use_decode_attention(model)
     flights = {ticket: Flight(request, 12, sampling, Future()) for ticket, request in enumerate(requests)}
-    batch = Batch(sampling, num_rows=8, flights=flights)
-    decoder = GroupDecoder(model, batch, torch.tensor([EOS]), PAD, shared=shared)
+    decoder = GroupDecoder(model, flights, torch.tensor([EOS]), PAD, shared=shared)
     for _ in range(4):
         decoder.step(0)
     decoder.drop(0)
@@ -334,17 +318,6 @@ def test_a_copy_in_bfloat16_is_the_model_that_transformers_loads_in_bfloat16(tmp
         assert torch.equal(copied(ids).logits, expected)
 
 
-def test_make_engine_loads_the_model_where_none_is_given(tmp_path: Path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    options = engines.EngineOptions(str(tmp_path), eos_token_ids=[EOS], pad_token_id=PAD, device="cpu")
-    requests, sampling = ragged_requests(2, 2), Sampling(max_tokens=10)
-    for name in ("transformers", "scripted"):
-        engine, loaded = (engines.make_engine(replace(options, engine=name, model=part)) for part in (model, None))
-        assert token_lists(generate(engine, requests, sampling)) == token_lists(generate(loaded, requests, sampling))
-        assert engine.max_model_len == loaded.max_model_len == 160
-
-
 def test_without_vllm_auto_is_the_embedded_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert resolve_engine_name("auto") == "transformers"
@@ -380,18 +353,6 @@ def test_an_engine_that_fails_once_fails_all_that_is_in_flight_and_nothing_after
         with pytest.raises(RuntimeError, match=r"lost when the engine failed \(MemoryError\('no room'\)\)"):
             future.result(0)
     assert len(list(engine.generate([GroupRequest(1, (2,), 1, seed=0)], samplings[0]))) == 1
-
-
-@pytest.mark.timeout(60)
-def test_both_drivers_of_an_engine_that_fails_end():
-    engine = ScriptedEngine(duration_s=0.2)
-    engine._step = lambda: (time.sleep(0.05), 1 / 0)  # both have submitted by then
-    with ThreadPoolExecutor(2) as pool:
-        requests = [[GroupRequest(number, (2,), 1, seed=0)] for number in range(2)]
-        drivers = [pool.submit(lambda batch: list(engine.generate(batch, Sampling(max_tokens=2))), r) for r in requests]
-        actual = [driver.exception(30) for driver in drivers]
-    assert all(isinstance(error, ZeroDivisionError | RuntimeError) for error in actual)
-    assert any(isinstance(error, ZeroDivisionError) for error in actual)
 
 
 def test_what_waits_is_decoded_together_once_it_is_no_less_than_what_runs():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import urllib3
 
+from sota_grpo.errors import UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 
 
@@ -99,6 +100,12 @@ def test_an_answer_is_no_longer_than_is_read(client: HttpClient) -> None:
     with pytest.raises(ServerError, match=r"GET .*/long was answered with more than 1000 bytes"):
         client.get("/long", timeout_s=20.0)
     assert client.get("/hello", timeout_s=20.0) == [1], "the connection of the long one is not used again"
+
+
+@pytest.mark.parametrize("url", ["localhost", "ftp://a", "http://[::1", "http://a:99999", "http://a b:80", "http://"])
+def test_what_is_no_address_is_a_sentence(url: str) -> None:
+    with pytest.raises(UserError, match=r"^option=.* is not the address of a server; write http://HOST:PORT\.$"):
+        HttpClient(url, option="option")
 
 
 def test_a_redirect_is_not_followed(client: HttpClient) -> None:

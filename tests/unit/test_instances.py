@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sota_grpo.errors import UserError
@@ -55,15 +56,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Instances]]:
 
 def marked(marker: str) -> list[int]:
     """The processes that have inherited the variable, however they were started."""
-    actual = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environment = Path(f"/proc/{name}/environ").read_bytes()
-        except OSError:
-            continue
-        if f"SOTA_GRPO_TEST_MARKER={marker}".encode() in environment:
-            actual.append(int(name))
-    return actual
+    inherited = {one.pid: one.info["environ"] or {} for one in psutil.process_iter(["environ"])}
+    return [pid for pid, names in inherited.items() if names.get("SOTA_GRPO_TEST_MARKER") == marker]
 
 
 def act(instances: Instances, key: int, *moods: str) -> list[Answer]:

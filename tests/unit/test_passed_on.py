@@ -198,6 +198,13 @@ def test_starts_and_pushes_of_a_server_have_the_time_limit_of_workers_and_at_lea
         assert start_limit(config) == 6 * longest
 
 
+def test_a_copy_on_several_gpus_does_not_take_ray_inside_an_actor() -> None:
+    """Ray is vLLM's own choice there."""
+    for count, executor in ((1, None), (2, "mp")):
+        options = EngineOptions("model", eos_token_ids=[1], tensor_parallel_size=count)
+        assert engine_arguments(options, on_cpu=False).get("distributed_executor_backend") == executor
+
+
 def test_cuda_graphs_are_captured_up_to_the_rows_that_run_at_once() -> None:
     """vLLM's own end at 512, in steps of 16; what a user says of compilation stays."""
 

@@ -16,14 +16,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sota_grpo.engines import Engine, EngineOptions
+from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import base
-from sota_grpo.workers.base import WorkerDied
+from sota_grpo.workers.base import ThreadWorker, WorkerDied
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker, rollout_worker
 from tests.engine_rigs import (
     CONTEXT,
@@ -34,7 +34,7 @@ from tests.engine_rigs import (
     tiny_model,
 )
 from tests.process_rigs import wait_for
-from tests.worker_rigs import HostedRollout
+from tests.worker_rigs import hosted
 
 REQUEST = GroupRequest(group_id=0, prompt_ids=(5, 6), num_samples=2, seed=3)
 NO_WEIGHTS = WeightPack.of([])
@@ -42,16 +42,16 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., HostedRollout]]:
-    workers: list[HostedRollout] = []
+def start() -> Iterator[Callable[..., ThreadWorker]]:
+    workers: list[ThreadWorker] = []
 
-    def start(make_engine: Callable[[], Engine], tokenizer: Any = None) -> HostedRollout:
-        workers.append(HostedRollout(make_engine, tokenizer))
+    def start(*args: Any) -> ThreadWorker:
+        workers.append(hosted(*args))
         return workers[-1]
 
     yield start
     for worker in workers:
-        worker.close()
+        worker.kill()
 
 
 def hf_engine(model: torch.nn.Module) -> TransformersEngine:
@@ -98,9 +98,9 @@ def test_requests_that_wait_are_added_together(start):
     begin = engine._start
     engine._start = lambda tickets, *rest: batches.append(len(tickets)) or begin(tickets, *rest)
     worker = start(lambda: engine)
-    first = worker.run(REQUEST, Sampling(max_tokens=2))
+    first = worker.call("run", REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    others = [worker.run(replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
+    others = [worker.call("run", replace(REQUEST, group_id=i), Sampling(max_tokens=2)) for i in range(1, 6)]
     engine.go.set()
     assert len(outputs_of([first, *others])) == 6
     assert batches == [1, 5]
@@ -110,10 +110,10 @@ def test_a_push_waits_for_one_step_at_most(start):
     engine = HeldEngine(duration_s=10.0)
     engine.go.set()
     worker = start(lambda: engine)
-    worker.run(REQUEST, Sampling(max_tokens=2))
+    worker.call("run", REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     for version in range(1, 6):
-        future = worker.update_weights(NO_WEIGHTS, version)
+        future = worker.call("update_weights", NO_WEIGHTS, version)
         before = engine.num_steps
         assert future.result(WAIT_S) == version
         assert engine.num_steps_at_push[-1] - before <= 1
@@ -124,31 +124,31 @@ def test_ping_is_0_when_idle_and_grows_when_a_step_hangs(start, monkeypatch):
     monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=lambda: now_s[0], process_time=time.process_time))
     engine = HeldEngine()
     worker = start(lambda: engine)
-    assert worker.ping().result(WAIT_S) == 0.0
-    worker.run(REQUEST, Sampling(max_tokens=2))
+    assert worker.call("ping").result(WAIT_S) == 0.0
+    worker.call("run", REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
     now_s[0] += 51.0
-    assert worker.ping().result(WAIT_S) == 51.0
+    assert worker.call("ping").result(WAIT_S) == 51.0
     engine.go.set()
-    wait_for(lambda: worker.ping().result(WAIT_S) == 0.0)
+    wait_for(lambda: worker.call("ping").result(WAIT_S) == 0.0)
 
 
 def test_a_failing_step_fails_everything_with_its_cause(start):
     engine = HeldEngine()
     engine.failure = MemoryError("no room for 7 GiB")
     worker = start(lambda: engine)
-    flying = worker.run(REQUEST, Sampling(max_tokens=2))
+    flying = worker.call("run", REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)
-    waiting = [worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1)]
+    waiting = [worker.call("run", REQUEST, Sampling(max_tokens=2)), worker.call("update_weights", NO_WEIGHTS, 1)]
     engine.go.set()
     for future in [flying, *waiting]:
         with pytest.raises(WorkerDied, match=r"scripted engine failed.*MemoryError: no room for 7 GiB"):
             future.result(WAIT_S)
-    for later in (worker.run(REQUEST, Sampling(max_tokens=2)), worker.update_weights(NO_WEIGHTS, 1)):
+    for later in (worker.call("run", REQUEST, Sampling(max_tokens=2)), worker.call("update_weights", NO_WEIGHTS, 1)):
         with pytest.raises(WorkerDied, match="no room for 7 GiB"):
             later.result(WAIT_S)
     with pytest.raises(WorkerDied, match="no room for 7 GiB") as caught:
-        worker.sleep().result(WAIT_S)
+        worker.call("sleep").result(WAIT_S)
     assert caught.value.__cause__ is engine.failure
     assert "in advance" in pickle.loads(pickle.dumps(caught.value)).__notes__[0]
     assert engine.closed
@@ -165,9 +165,9 @@ def test_an_engine_that_takes_no_adapters_gets_weights_merged_where_its_own_lie(
     monkeypatch.setattr(WeightPack, "merged", merged)
     monkeypatch.setattr(engine, "update_weights", lambda weights, version: served.update(weights))
     worker = start(lambda: engine)
-    worker.set_base(WeightPack.of([("layer.weight", torch.ones(2, 2))]))
+    worker.call("set_base", WeightPack.of([("layer.weight", torch.ones(2, 2))]))
     factors = [("layer.weight:A", torch.tensor([[1.0, 2.0]])), ("layer.weight:B", torch.tensor([[3.0], [0.0]]))]
-    worker.update_weights(replace(WeightPack.of(factors), scales={"layer.weight": 2.0}), 1).result(WAIT_S)
+    worker.call("update_weights", replace(WeightPack.of(factors), scales={"layer.weight": 2.0}), 1).result(WAIT_S)
     assert {name: value.tolist() for name, value in served.items()} == {"layer.weight": [[7.0, 13.0], [1.0, 1.0]]}
     assert merged_on == [torch.device("cuda:0")]
 
@@ -176,8 +176,8 @@ def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):
     model = tiny_model()
     worker = start(lambda: hf_engine(model))
     with pytest.raises(ValueError, match="weights are missing"):
-        worker.update_weights(NO_WEIGHTS, 1).result(WAIT_S)
-    assert len(worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S).samples) == 2
+        worker.call("update_weights", NO_WEIGHTS, 1).result(WAIT_S)
+    assert len(worker.call("run", REQUEST, Sampling(max_tokens=2)).result(WAIT_S).samples) == 2
 
     @dataclass
     class Torn:
@@ -185,18 +185,18 @@ def test_a_failing_push_breaks_the_worker_and_a_refused_one_does_not(start):
             raise OSError("shared memory is gone")
 
     with pytest.raises(WorkerDied, match="OSError: shared memory is gone"):
-        worker.update_weights(Torn(), 1).result(WAIT_S)
+        worker.call("update_weights", Torn(), 1).result(WAIT_S)
     with pytest.raises(WorkerDied):
-        worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+        worker.call("run", REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
 
 
 def test_a_refused_request_fails_alone(start):
     engine = HeldEngine(max_model_len=CONTEXT)
     worker = start(lambda: engine)
-    first = worker.run(REQUEST, Sampling(max_tokens=2))
+    first = worker.call("run", REQUEST, Sampling(max_tokens=2))
     assert engine.stepping.wait(WAIT_S)  # so that the next three are added together
     requests = [REQUEST, replace(REQUEST, prompt_ids=(5,) * CONTEXT), REQUEST]
-    good, long, fine = (worker.run(request, Sampling(max_tokens=2)) for request in requests)
+    good, long, fine = (worker.call("run", request, Sampling(max_tokens=2)) for request in requests)
     engine.go.set()
     with pytest.raises(ValueError, match=f"{CONTEXT} tokens"):
         long.result(WAIT_S)
@@ -211,7 +211,7 @@ def test_responses_arrive_with_the_text_that_their_readers_would_decode(start) -
     tokenizer = load_tokenizer("tiny")
     token_ids = [*tokenizer("4 is é")["input_ids"], tokenizer.eos_token_id]
     worker = start(lambda: ScriptedEngine(lambda request, index, version: token_ids), tokenizer)
-    group = worker.run(REQUEST, Sampling(max_tokens=len(token_ids))).result(WAIT_S)
+    group = worker.call("run", REQUEST, Sampling(max_tokens=len(token_ids))).result(WAIT_S)
     for sample in (*group.samples, *pickle.loads(pickle.dumps(group)).samples):
         assert sample.text == tokenizer.decode(sample.token_ids, skip_special_tokens=True) == "4 is é"
 
@@ -221,7 +221,7 @@ def test_a_response_that_cannot_be_decoded_arrives_without_text(start) -> None:
     broken = Mock()
     broken.decode.side_effect = OverflowError
     worker = start(lambda: ScriptedEngine(two_tokens), broken)
-    group = worker.run(REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
+    group = worker.call("run", REQUEST, Sampling(max_tokens=2)).result(WAIT_S)
     assert [sample.text for sample in group.samples] == [None] * len(group.samples)
 
 

@@ -17,7 +17,7 @@ from sota_grpo import keys
 from sota_grpo.assembly.sampling import make_sampling
 from sota_grpo.config import Config
 from sota_grpo.engines.stepping import StopStrings
-from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
+from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.engines.vllm_engine import log_probs_and_support
 from sota_grpo.envs.dialogs import Dialog
 from sota_grpo.policy.causal import CausalPolicy, FrozenReference
@@ -32,7 +32,7 @@ from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
-from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, tiny_model
+from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, require_supports, tiny_model
 from tests.training_rigs import make_components
 
 WAYS = {
@@ -67,25 +67,9 @@ def rows_of(samples: list[tuple[tuple[int, ...], Sample]]) -> list[TensorDict]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_reports_its_sampling_support_and_log_probs_over_it(way: str) -> None:
-    """Against the logits of a forward pass without padding: at most a token at the edge of a set is another."""
     model = tiny_model()
-    sampling = Sampling(max_tokens=24, **WAYS[way])
     samples = sampled(model, **WAYS[way])
-    num_sets = others = 0
-    for prompt, sample in samples:
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *sample.token_ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        expected = sampled_probs(logits, sampling)
-        sets = sample.support.ids.split(sample.support.counts.tolist())
-        assert len(sets) == len(sample.token_ids)
-        for own, probs, token, log_prob in zip(sets, expected, sample.token_ids, sample.log_probs):
-            assert int(token) in own.tolist()
-            num_sets += 1
-            if own.tolist() != probs.nonzero().squeeze(1).tolist():
-                others += 1
-                continue
-            assert log_prob.item() == pytest.approx(probs[token].log().item(), abs=1e-5)
-    assert others <= num_sets // 100
+    require_supports(model, samples, Sampling(max_tokens=24, **WAYS[way]))
     assert max(int(sample.support.counts.max()) for _, sample in samples) > 1
 
 

@@ -42,7 +42,7 @@ class Rigs:
         running = fake if fake.url else self._stack.enter_context(fake.running())
         kind = ServerEngine if isinstance(fake, FakeVLLM) else SGLangEngine
         options = EngineOptions("model", eos_token_ids=[3, 1], **overrides)
-        given = {"shapes": SHAPES, "tied": {"head": "embed"}, "process": None, "can_sleep": False}
+        given = {"shapes": SHAPES, "tied": {"head": "embed"}, "process": None}
         client, folder = HttpClient(running.url, api_key=key), WeightFolder(SHAPES, None)
         engine = kind(client, options, weight_folder=folder, **given)
         self._stack.callback(engine.close)
@@ -283,19 +283,26 @@ def test_sglang_flushes_its_cache_only_when_nothing_is_in_flight(rigs: Rigs):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_cancelled_group_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
+def test_a_group_that_is_cancelled_or_in_flight_at_the_end_is_aborted_in_the_server_too(rigs: Rigs, kind: str):
     engine, fake = rigs.held(kind)
-    future = engine.submit(request(20), SAMPLING)
-    engine.advance()
-    wait_for(lambda: fake.num_sampling == 1)
-    assert future.cancel()
-    assert engine.num_in_flight == 0
-    engine.advance()
-    body = fake.bodies(GENERATE[kind])[-1]
-    names = [body["request_id"]] if kind == "vllm" else body["rid"]
-    wait_for(lambda: set(names) <= fake.aborted)
-    (output,) = engine.generate([request(22, group=5)], SAMPLING)  # the engine is as good as new
-    assert output.group_id == 5
+
+    def sampled_now() -> set[str]:
+        body = fake.bodies(GENERATE[kind])[-1]
+        return {body["request_id"]} if kind == "vllm" else {*body["rid"]}
+
+    for number, end in enumerate((lambda future: future.cancel() and engine.advance(), lambda _: engine.close()), 1):
+        future = engine.submit(request(20), SAMPLING)
+        engine.advance()
+        wait_for(lambda number=number: fake.num_sampling == number)
+        end(future)
+        assert engine.num_in_flight == 0
+        wait_for(lambda: sampled_now() <= fake.aborted)
+        if number == 1:
+            (output,) = engine.generate([request(22, group=5)], SAMPLING)  # the engine is as good as new
+            assert output.group_id == 5
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        add(engine, [request(22)], SAMPLING)
 
 
 STEP_FAULTS = {
@@ -389,17 +396,6 @@ def test_a_server_with_another_key_context_or_log_prob_is_refused(rigs: Rigs):
     raw.trial_log_prob = -0.25
     with pytest.raises(UserError, match=r"returned -0\.25: .*--logprobs-mode processed_logprobs"):
         rigs.engine(raw)
-
-
-def test_a_closed_engine_says_so_and_its_requests_are_aborted(rigs: Rigs):
-    engine, fake = rigs.held()
-    add(engine, [request(20)], SAMPLING)
-    wait_for(lambda: fake.num_sampling == 1)
-    engine.close()
-    engine.close()
-    assert fake.aborted == {fake.bodies(GENERATE["vllm"])[-1]["request_id"]}
-    with pytest.raises(RuntimeError, match="closed"):
-        add(engine, [request(22)], SAMPLING)
 
 
 @pytest.mark.parametrize("name", ["vllm_server", "sglang_server"])

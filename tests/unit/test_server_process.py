@@ -20,6 +20,7 @@ from sota_grpo.engines.server_engine import ServerDied, ServerEngine, ServerLate
 from sota_grpo.engines.sglang_server import SGLangEngine
 from sota_grpo.engines.vllm_server import KEY_VARIABLE, RequireKey
 from sota_grpo.errors import RunFailed
+from sota_grpo.http import HttpClient
 from sota_grpo.policy.weight_pack import WeightFolder
 from tests.process_rigs import members, wait_for
 
@@ -36,7 +37,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def start(folder: Path, script: str = SERVER) -> tuple[ServerProcess, str, str]:
+def start(folder: Path, script: str = SERVER) -> tuple[ServerProcess, HttpClient]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
 
@@ -50,9 +51,19 @@ def start(folder: Path, script: str = SERVER) -> tuple[ServerProcess, str, str]:
 
 
 def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: Path):
-    process, url, key = start(tmp_path)
-    assert url.startswith("http://127.0.0.1:")
-    assert len(key) >= 32
+    """Of a server whose first port was taken in between."""
+    flag = tmp_path / "tried"
+    script = f"""
+import pathlib, sys
+flag = pathlib.Path({str(flag)!r})
+if not flag.exists():
+    flag.touch(); sys.exit("OSError: [Errno 98] Address already in use")
+{SERVER}"""
+    process, client = start(tmp_path, script)
+    assert flag.exists()
+    assert (tmp_path / "scratch").is_dir()
+    assert client.host == "127.0.0.1"
+    assert len(client._headers["Authorization"].removeprefix("Bearer ")) >= 32
     assert len(members(process.pid)) == 3  # launcher, server, the server's child
     assert os.getsid(process.pid) == process.pid  # a Ctrl-C in this terminal does not reach it
     assert not process.has_ended()
@@ -63,7 +74,7 @@ def test_closing_ends_the_server_its_children_and_its_scratch_folder(tmp_path: P
 
 
 def test_a_killed_server_is_reported_in_one_line_and_takes_its_children_along(tmp_path: Path):
-    process, _, _ = start(tmp_path)
+    process, _ = start(tmp_path)
     words = (tmp_path / "logs" / "server.log").read_text().split()
     os.kill(int(words[3]), signal.SIGKILL)
     assert process.has_ended(within_s=60.0)
@@ -76,7 +87,7 @@ def test_a_killed_server_is_reported_in_one_line_and_takes_its_children_along(tm
 
 
 def test_a_killed_launcher_takes_the_server_along(tmp_path: Path):
-    process, _, _ = start(tmp_path)
+    process, _ = start(tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     wait_for(process.has_ended)
     wait_for(lambda: members(process.pid) == [])
@@ -108,7 +119,7 @@ launched.wait()
 
 def test_a_server_that_does_not_stop_when_asked_is_killed(tmp_path: Path):
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER
-    process, _, _ = start(tmp_path, stubborn)
+    process, _ = start(tmp_path, stubborn)
     process.close(grace_s=0.3)
     assert members(process.pid) == []
 
@@ -136,20 +147,6 @@ def test_a_start_that_takes_too_long_is_ended_and_reported(tmp_path: Path, monke
     assert isinstance(caught.value, RunFailed)  # printed without a traceback
     group = int(log.read_text().split("loading ")[1].split()[0])
     assert members(group) == []
-
-
-def test_a_port_that_was_taken_in_between_is_replaced(tmp_path: Path):
-    flag = tmp_path / "tried"
-    script = f"""
-import pathlib, sys
-flag = pathlib.Path({str(flag)!r})
-if not flag.exists():
-    flag.touch(); sys.exit("OSError: [Errno 98] Address already in use")
-{SERVER}"""
-    process, _, _ = start(tmp_path, script)
-    assert flag.exists()
-    assert (tmp_path / "scratch").is_dir()
-    process.close()
 
 
 def test_every_path_but_health_needs_the_key(monkeypatch: pytest.MonkeyPatch):
