@@ -440,7 +440,7 @@ class Fleet:
             ping = self._call(slot, "ping")
             if not await self._answered(slot, ping, answered_s + self._silence_s - began_s):
                 self._lose(slot, _Unfit(f"it has not answered a ping for {self._silence_s:g} s"))
-            elif error := ping.exception():
+            elif (error := ping.exception()) is not None:
                 self._lose(slot, _Unfit(f"its ping failed: {error!r}"))
             elif ping.result() > self._silence_s:
                 self._lose(slot, _Unfit(f"its work has made no progress for {ping.result():.1f} s"))

@@ -7,7 +7,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import urllib3
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sota_grpo
 from sota_grpo.engines import EngineOptions
-from sota_grpo.engines.server_engine import ServerDied, ServerEngine, server_engine
+from sota_grpo.engines.server_engine import ServerEngine, server_engine
 from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights
 from sota_grpo.policy.weight_pack import Checksum
 from sota_grpo.rl.records import GroupRequest, Sampling
@@ -162,25 +161,3 @@ def test_no_other_user_of_the_machine_can_push_weights(rig: Rig):
     key = rig.engine._client._headers["Authorization"].removeprefix("Bearer ")
     for pid in members(rig.group):
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def step_for_ever(engine: ServerEngine) -> None:
-    while True:
-        step(engine)
-
-
-def test_a_killed_server_ends_the_step_with_its_log_and_leaves_nothing(rig: Rig):
-    folder = rig.engine._weights.path
-    add(rig.engine, [GroupRequest(1, (5, 6), num_samples=4, seed=1)], Sampling(max_tokens=900, ignore_eos=True))
-    for _ in range(3):
-        step(rig.engine)
-    (server,) = psutil.Process(rig.group).children()  # of the launcher
-    assert len(members(rig.group)) > 2  # vLLM's engine is a process of its own
-    server.kill()
-    with pytest.raises(ServerDied, match="ended while it sampled") as caught:
-        step_for_ever(rig.engine)
-    assert str(rig.log_path) in str(caught.value)
-    assert "was ended by SIGKILL" in str(caught.value)
-    rig.engine.close()
-    assert members(rig.group) == []
-    assert not folder.exists()

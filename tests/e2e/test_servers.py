@@ -36,6 +36,10 @@ def test_a_run_replaces_a_killed_server_and_trains_every_prompt_once(tmp_path: P
         run.wait_for(lambda: run.steps() >= 3)
         kill_server(run)
         assert run.end() == 0, run.console
+    log = re.escape(str(run_dir))
+    assert re.search(
+        rf"server ended while it \w+( weights)? \(was ended by SIGKILL.*; see its output in {log}", run.console
+    )
     assert not any("raylet" in text or "gcs_server" in text for text in run.seen.values())
     folders = [Path(re.search(r"--launch \d+ (\S+)", text)[1]) for text in launchers(run).values()]
     assert folders

@@ -73,24 +73,18 @@ if not flag.exists():
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_killed_server_is_reported_in_one_line_and_takes_its_children_along(tmp_path: Path):
+@pytest.mark.parametrize("victim", ["server", "launcher"])
+def test_a_killed_server_or_launcher_is_reported_in_one_line_and_takes_the_others_along(tmp_path: Path, victim: str):
     process, _ = start(tmp_path)
-    words = (tmp_path / "logs" / "server.log").read_text().split()
-    os.kill(int(words[3]), signal.SIGKILL)
+    log = tmp_path / "logs" / "server.log"
+    os.kill(int(log.read_text().split()[3]) if victim == "server" else process.pid, signal.SIGKILL)
     assert process.has_ended(within_s=60.0)
-    assert members(process.pid) == []
+    wait_for(lambda: members(process.pid) == [])
     error = process.died("while it sampled")
     assert isinstance(error, ServerDied)
-    log = tmp_path / "logs" / "server.log"
     how = "was ended by SIGKILL; the kernel sends it when memory runs out"
+    how = how if victim == "server" else "it and its launcher were killed"
     assert str(error) == f"The inference server ended while it sampled ({how}); see its output in {log}."
-
-
-def test_a_killed_launcher_takes_the_server_along(tmp_path: Path):
-    process, _ = start(tmp_path)
-    os.kill(process.pid, signal.SIGKILL)
-    wait_for(process.has_ended)
-    wait_for(lambda: members(process.pid) == [])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
