@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -93,6 +94,10 @@ class Echo:
 
     def thread_is_main(self) -> bool:
         return threading.current_thread() is threading.main_thread()
+
+    def leave(self) -> int:
+        """Start a process in a session of its own; its id."""
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     def exit(self, code: int) -> None:
         os._exit(code)

@@ -316,11 +316,13 @@ PROCESS_DRIVER = """
 from sota_grpo.workers.base import ProcessLauncher
 launcher = ProcessLauncher()
 placements = [{}, {}]
+leaves = True
 """
 RAY_DRIVER = """
 from sota_grpo.workers.ray_cluster import RayLauncher
 launcher = RayLauncher([{"CPU": 1}] * 2, object_store_bytes=80 * 2**20)
 placements = [{"bundle": 0}, {"bundle": 1}]
+leaves = False
 """
 DRIVER = """
 import os, signal, sys, time
@@ -328,8 +330,9 @@ from tests.worker_rigs import spec
 workers = [launcher.start(f"echo-{i}", spec(), **placement) for i, placement in enumerate(placements)]
 for worker in workers:
     worker.call("ping").result(60)
+left = [workers[0].call("leave").result(60)] if leaves else []
 os.kill(workers[1].pid, signal.SIGSTOP)  # a worker that cannot do anything about its end
-print("ready", *[worker.pid for worker in workers], flush=True)
+print("ready", *left, *[worker.pid for worker in workers], flush=True)
 time.sleep(600)
 """
 

@@ -6,9 +6,7 @@ import os
 import random
 import secrets
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -238,26 +236,6 @@ def test_closing_ends_everything_at_once(make: Callable[..., Instances], tmp_pat
         assert future.exception() is None or isinstance(future.exception(), (WorkerDied, InstanceLost))
     assert isinstance(instances.open({}).exception(), WorkerDied)
     instances.drop(keys[0])
-
-
-def test_nothing_outlives_a_trainer_that_is_killed(make: Callable[..., Instances], tmp_path: Path) -> None:
-    make().close()  # for the variable
-    script, note = tmp_path / "trainer.py", tmp_path / "pid"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, signal
-        from sota_grpo.workers.instances import Instances, InstanceSpec
-        instances = Instances(InstanceSpec("factory", {MOODY.path!r}, ("Moody",)), timeout_s=60)
-        keys = [instances.open({{}}).result().key for _ in range(3)]
-        instances.call(keys[0], [("act", {{"mood": "away {note} none"}})]).result()
-        instances.call(keys[1], [("act", {{"mood": "deaf"}})])
-        os.kill(os.getpid(), signal.SIGKILL)
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    assert subprocess.run([sys.executable, script], env=environment, timeout=WAIT_S).returncode == -signal.SIGKILL
-    assert note.exists()
-    wait_for(lambda: marked(os.environ["SOTA_GRPO_TEST_MARKER"]) == [])
 
 
 def test_plain_functions_are_tools_without_a_reward(make: Callable[..., Instances]) -> None:
