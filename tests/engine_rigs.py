@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import SteppingEngine
-from sota_grpo.engines.transformers_engine import sampled_probs
+from sota_grpo.engines.transformers_engine import TransformersEngine, sampled_probs
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
 
 VOCAB, EOS, PAD = 48, 1, 0
@@ -41,6 +41,10 @@ def tiny_model(*, tied: bool = True, seed: int = 0, **config: object) -> Qwen2Fo
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(**(options | config)))
     return model.eval()
+
+
+def hf_engine(model: torch.nn.Module, **options: object) -> TransformersEngine:
+    return TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, **options)
 
 
 def changed_weights(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:

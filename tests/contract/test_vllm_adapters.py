@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import EngineOptions
+from sota_grpo.engines.vllm_engine import VLLMEngine, adapter_arguments
 from sota_grpo.errors import UserError
 from sota_grpo.policy.lora import adapter_pack, add_lora
 from sota_grpo.rl.records import GroupRequest, Sampling
@@ -27,8 +28,6 @@ class Rig:
     """A vLLM engine of adapters and the adapted transformers model."""
 
     def __init__(self, folder: Path):
-        from sota_grpo.engines.vllm_engine import VLLMEngine
-
         model = tiny_model(tied=True, seed=7, max_position_embeddings=512)
         model.save_pretrained(folder)
         self.engine = VLLMEngine(EngineOptions(str(folder), eos_token_ids=[EOS], adapter_rank=3))
@@ -96,7 +95,5 @@ def test_a_push_while_groups_run_is_seen_in_their_versions(rig: Rig) -> None:
 
 
 def test_an_engine_without_adapters_is_given_none_and_ranks_have_an_end() -> None:
-    from sota_grpo.engines.vllm_engine import adapter_arguments
-
     with pytest.raises(UserError, match=r"train_model.lora.r=600 is above 512"):
         adapter_arguments(600)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sota_grpo.engines import Engine, EngineOptions, make_engine
-from sota_grpo.engines.vllm_engine import PROVIDER, shorten
+from sota_grpo.engines.vllm_engine import PROVIDER, VLLMEngine, shorten
 from sota_grpo.errors import RunFailed
 from sota_grpo.policy.load import load_model
 from sota_grpo.policy.lora import packed_weights
@@ -52,8 +52,6 @@ class Rig:
     """One vLLM engine and the transformers model whose weights it serves."""
 
     def __init__(self, folder: Path, *, tied: bool, in_flight: int):
-        from sota_grpo.engines.vllm_engine import VLLMEngine
-
         self.tied, self.in_flight = tied, in_flight  # batches that vLLM has launched and not fetched between two steps
         self.model = tiny_model(tied=tied, seed=7, max_position_embeddings=512)
         self.model.save_pretrained(folder)

@@ -21,7 +21,7 @@ import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name, transformers_engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Flight
-from sota_grpo.engines.transformers_engine import GroupDecoder, TransformersEngine
+from sota_grpo.engines.transformers_engine import GroupDecoder
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import (
@@ -31,6 +31,7 @@ from tests.engine_rigs import (
     add,
     changed_weights,
     generate,
+    hf_engine,
     largest_gap,
     ragged_requests,
     step,
@@ -39,10 +40,6 @@ from tests.engine_rigs import (
 )
 
 MASK = (1 << 64) - 1
-
-
-def hf_engine(model: torch.nn.Module, **options: object) -> TransformersEngine:
-    return TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD, **options)
 
 
 def recorded_shapes(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

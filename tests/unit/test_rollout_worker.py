@@ -18,21 +18,13 @@ import torch
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.engines.scripted import ScriptedEngine
-from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.policy.weight_pack import WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from sota_grpo.workers import base
 from sota_grpo.workers.base import ThreadWorker, WorkerDied
 from sota_grpo.workers.rollout import FleetEngine, RolloutWorker, rollout_worker
-from tests.engine_rigs import (
-    CONTEXT,
-    EOS,
-    PAD,
-    largest_gap,
-    ragged_requests,
-    tiny_model,
-)
+from tests.engine_rigs import CONTEXT, EOS, PAD, hf_engine, largest_gap, ragged_requests, tiny_model
 from tests.process_rigs import wait_for
 from tests.worker_rigs import hosted
 
@@ -52,10 +44,6 @@ def start() -> Iterator[Callable[..., ThreadWorker]]:
     yield start
     for worker in workers:
         worker.kill()
-
-
-def hf_engine(model: torch.nn.Module) -> TransformersEngine:
-    return TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD)
 
 
 class HeldEngine(ScriptedEngine):

@@ -17,7 +17,6 @@ from sota_grpo import keys
 from sota_grpo.assembly.sampling import make_sampling
 from sota_grpo.config import Config
 from sota_grpo.engines.stepping import StopStrings
-from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.engines.vllm_engine import log_probs_and_support
 from sota_grpo.envs.dialogs import Dialog
 from sota_grpo.policy.causal import CausalPolicy, FrozenReference
@@ -32,7 +31,16 @@ from sota_grpo.training import gate
 from sota_grpo.training.gate import run_gate
 from sota_grpo.workers.base import pending_future
 from sota_grpo.workers.reference import _READ, ReferenceService, ReferenceWorker
-from tests.engine_rigs import CONTEXT, EOS, PAD, VOCAB, generate, ragged_requests, require_supports, tiny_model
+from tests.engine_rigs import (
+    CONTEXT,
+    PAD,
+    VOCAB,
+    generate,
+    hf_engine,
+    ragged_requests,
+    require_supports,
+    tiny_model,
+)
 from tests.training_rigs import make_components
 
 WAYS = {
@@ -47,9 +55,8 @@ def sampled(model: torch.nn.Module, **how: float) -> list[tuple[tuple[int, ...],
     """Prompts and samples, 4 of each of 3 prompts, of lengths that differ: drawn again where all run to their limit."""
     samples: list[tuple[tuple[int, ...], Sample]] = []
     while len({len(sample.token_ids) for _, sample in samples}) < 2:
-        engine = TransformersEngine(model, eos_token_ids=[EOS], pad_token_id=PAD)
         requests = ragged_requests(3, 4)
-        outputs = generate(engine, requests, Sampling(max_tokens=24, **how))
+        outputs = generate(hf_engine(model), requests, Sampling(max_tokens=24, **how))
         samples = [(request.prompt_ids, sample) for request in requests for sample in outputs[request.group_id].samples]
     return samples
 
