@@ -268,10 +268,9 @@ class Host(WorkerThread):
         """Queue ``method(*unpack())`` for the worker; pass the outcome to ``answer(succeeded, result or error)``."""
         # unpack imports the modules of its arguments: imports on two threads may see a partly initialized module
         if method == "ping" and self._worker.done() and self._worker.exception() is None:
-            try:
-                answer(True, getattr(self._worker.result(), "ping", self.silent_s)())
-            except Exception as error:
-                answer(False, portable(self.name, error))
+            done: Future[Any] = Future()
+            resolve(done, getattr(self._worker.result(), "ping", self.silent_s))
+            self._reply(answer, done)
         else:
             self._jobs.put((partial(self._answer, method, unpack), partial(self._reply, answer)))
 
@@ -412,9 +411,8 @@ class ThreadWorker:
         )
 
     def kill(self) -> None:
-        if self._calls.dead is None:
-            self._calls.fail(WorkerDied(f"{self.name} was killed"))
-            self._host.close()
+        self._calls.fail(WorkerDied(f"{self.name} was killed"))
+        self._host.close()
 
 
 class ThreadLauncher(Launcher):
