@@ -16,6 +16,7 @@ from torch import nn
 from sota_grpo import keys
 from sota_grpo.policy.causal import FrozenReference
 from sota_grpo.policy.load import load_model
+from sota_grpo.rl.collate import unpad_rows
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import reference_log_probs, write_reference
 from sota_grpo.workers.base import pending_future
@@ -149,22 +150,15 @@ class ReferenceService:
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
         """Return log-probs ``[N, T]`` of padded rows, on the device of the rows."""
-        tokens, real = rows.get(keys.FULL_TOKENS), rows.get(keys.ATTENTION_MASK).bool()
-        ends = (real * torch.arange(1, real.shape[1] + 1, device=real.device)).amax(-1).clamp(min=1)
-        cut: list[dict[Any, torch.Tensor]] = [
-            {key: value[:end] for key, value in row.items()}
-            for row, end in zip(RowTable.of(rows).rows(*_READ[:4]), ends.tolist())
-        ]
-        if (of_rows := rows.get(keys.SUPPORT_IDS, None)) is not None:
-            for row, end, ids, counts in zip(cut, ends.tolist(), of_rows, rows.get(keys.SUPPORT_COUNTS)):
-                row |= {keys.SUPPORT_IDS: ids[: int(counts.sum())], keys.SUPPORT_COUNTS: counts[:end]}
-        count = min(self._num_workers, len(cut))  # every n-th row: equal slices even if rows are sorted by length
-        answers = [self.fleet.submit(RowTable.of(cut[first::count])) for first in range(count)]
-        log_probs = torch.zeros(tokens.shape)
+        real = rows.get(keys.ATTENTION_MASK).bool().cpu()
+        table = RowTable.of(unpad_rows(rows.select(*_READ, strict=False)))
+        count = min(self._num_workers, len(table))  # every n-th row: equal slices even if rows are sorted by length
+        answers = [self.fleet.submit(table.take(range(first, len(table), count))) for first in range(count)]
+        log_probs = torch.zeros(real.shape)
         for first, answer in enumerate(answers):
-            for index, values in zip(range(first, len(cut), count), answer.result(), strict=True):
-                log_probs[index, : len(values)] = torch.tensor(values)
-        return log_probs.to(tokens.device)
+            for index, values in zip(range(first, len(table), count), answer.result(), strict=True):
+                log_probs[index, real[index]] = torch.tensor(values)
+        return log_probs.to(rows.get(keys.FULL_TOKENS).device)
 
     def close(self) -> None:
         self.fleet.close()
