@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,9 @@ class VLLMEngine(SteppingEngine):
                 "environment variable VLLM_USE_V2_MODEL_RUNNER is set, unset it."
             )
         self._engine.set_weight_version("0")
-        self._adapters = Adapters() if options.adapter_rank else None
-        self.takes_adapters = self._adapters is not None
+        self.takes_adapters = options.adapter_rank > 0
+        self._folder = WeightFolder({}, None) if self.takes_adapters else None  # of the newest adapter
+        self._adapter: Any = None  # argument of generation requests; None before the first adapter
         dtypes = set(self._engine.apply_model(_weight_dtype))  # some models keep their routers in float32
         self.weight_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
@@ -148,8 +150,7 @@ class VLLMEngine(SteppingEngine):
             )
             # The salt keys the prefix cache by version: it cannot be reset while other requests run.
             prompt = tokens_input(list(request.prompt_ids), cache_salt=str(self.version))
-            adapter = self._adapters.request if self._adapters else None
-            self._engine.add_request(str(ticket), prompt, params, lora_request=adapter)
+            self._engine.add_request(str(ticket), prompt, params, lora_request=self._adapter)
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # On CPU the only compiled function counts ranks that are not read; compiling it takes seconds per process.
@@ -178,7 +179,7 @@ class VLLMEngine(SteppingEngine):
         do not fit, or ``base`` is missing; RuntimeError if the engine is closed.
         """
         self._require_open()
-        adapter = weights if self._adapters and isinstance(weights, WeightPack) and weights.scales else None
+        adapter = weights if self._folder and isinstance(weights, WeightPack) and weights.scales else None
         pairs: list[tuple[str, torch.Tensor]] = []
         if adapter is None:
             pushed = checked_weights(self.whole(weights), self._shapes, self._tied, tied_required=True)
@@ -189,8 +190,8 @@ class VLLMEngine(SteppingEngine):
             self._require_open()  # another thread may have closed this meanwhile
             self._wake_now()
             self._finish_batches()
-            if self._adapters is not None and adapter is not None:
-                self._engine.add_lora(self._adapters.loading(adapter))
+            if self._folder is not None and adapter is not None:
+                self._load_adapter(adapter, self._folder.path)
             else:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
             if not self._engine.has_unfinished_requests():
@@ -203,13 +204,39 @@ class VLLMEngine(SteppingEngine):
 
         The weights are those that can be read. This wakes the engine; RuntimeError if it is closed.
         """
-        if self._num_devices > 1 or self._adapters is not None:
+        if self._num_devices > 1 or self.takes_adapters:
             return None
         with self._between_steps():
             self._require_open()
             self._wake_now()
             (sums,) = self._engine.apply_model(partial(weight_sums, shapes=self._shapes, turn=self.version))
         return {self.name: sums}
+
+    def _load_adapter(self, adapter: WeightPack, folder: Path) -> None:
+        """Load an adapter, by files, in place of the last; vLLM computes ``W x + (alpha / r) B A x`` unmerged.
+
+        ValueError if its ranks or scales differ.
+        """
+        from vllm.lora.request import LoRARequest
+
+        tensors, ranks = {}, set()
+        for name, tensor in adapter.tensors():
+            weight, _, factor = name.rpartition(":")
+            tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
+            ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
+        (rank,), (scale,) = ranks, set(adapter.scales.values())
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": scale * rank,
+            "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
+            "bias": "none",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        self._engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+        self._adapter = LoRARequest("policy", 1, str(folder))
 
     def _finish_batches(self) -> None:
         """Fetch the results of all launched batches, which a later step would label with the new version."""
@@ -235,8 +262,8 @@ class VLLMEngine(SteppingEngine):
                 self._engine.engine_core.shutdown()
         finally:
             self._engine = self._llm = None
-            if self._adapters is not None:
-                self._adapters.close()
+            if self._folder is not None:
+                self._folder.close()
 
 
 def _start(options: EngineOptions, *, on_cpu: bool) -> Any:
@@ -333,40 +360,6 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     if room is None:
         raise UserError(f"train_model.lora.r={rank} is above {ADAPTER_RANKS[-1]}, vLLM's highest; reduce it.")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-
-
-class Adapters:
-    """Stores the newest LoRA adapter in a folder for vLLM, which computes ``W x + (alpha / r) B A x`` unmerged."""
-
-    def __init__(self) -> None:
-        self._folder = WeightFolder({}, None)
-        self.request: Any = None  # argument of generation requests; None before the first adapter
-
-    def loading(self, adapter: WeightPack) -> Any:
-        """Write ``adapter`` for vLLM; return the request to load it. ValueError if its ranks or scales differ."""
-        from vllm.lora.request import LoRARequest
-
-        tensors, ranks, folder = {}, set(), self._folder.path
-        for name, tensor in adapter.tensors():
-            weight, _, factor = name.rpartition(":")
-            tensors[f"base_model.model.{weight.removesuffix('weight')}lora_{factor}.weight"] = tensor.contiguous()
-            ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
-        (rank,), (scale,) = ranks, set(adapter.scales.values())
-        save_file(tensors, folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": rank,
-            "lora_alpha": scale * rank,
-            "target_modules": sorted({weight.split(".")[-2] for weight in adapter.scales}),
-            "bias": "none",
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.request = LoRARequest("policy", 1, str(folder))
-        return LoRARequest("policy", 1, str(folder), load_inplace=True)
-
-    def close(self) -> None:
-        self._folder.close()
 
 
 def shorten(engine: Any) -> None:

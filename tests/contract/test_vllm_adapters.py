@@ -52,7 +52,7 @@ class Rig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     rig = Rig(tmp_path_factory.mktemp("model"))
     yield rig
-    folder = rig.engine._adapters._folder.path
+    folder = rig.engine._folder.path
     rig.engine.close()
     assert not folder.exists()
 
