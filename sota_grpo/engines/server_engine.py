@@ -44,7 +44,7 @@ from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.orphans import LAUNCHER_SAYS, launcher
 from sota_grpo.policy.weight_pack import Checksum, WeightFolder, WeightPack
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling
-from sota_grpo.text import one_line
+from sota_grpo.text import one_line, sentence
 
 logger = logging.getLogger(__name__)
 _STEP_S = 0.05  # longest wait of a step for a finished group
@@ -62,6 +62,7 @@ _ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S.*")
 _LONGEST_ERROR = 300
 # These describe this process and would mislead a server that has processes of its own.
 _NOT_INHERITED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_UNKNOWN_FORM = (AttributeError, LookupError, TypeError, ValueError)  # raised where an answer is read
 _NAME_PREFIX = "generate-tokens-"  # vLLM's endpoint puts it before request names
 
 
@@ -306,6 +307,12 @@ class ServerEngine(SteppingEngine):
             self._post(*self.resume)  # a trainer that died may have left it paused
             self._set_label(self._label(0))
             self._check_sampling()
+            return int(models["data"][0]["max_model_len"])
+        except _UNKNOWN_FORM as error:
+            raise UserError(
+                f"The server at {self._client.url} answers in an unknown form ({sentence(error).rstrip('.')}); "
+                f"{self.remedy}."
+            ) from error
         except ServerError as error:
             url = self._client.url
             if error.status == 401:
@@ -318,7 +325,6 @@ class ServerEngine(SteppingEngine):
                 f"The server at {url} refuses or lacks an endpoint for training ({str(error).rstrip('.')}); "
                 f"{self.remedy}."
             ) from error
-        return int(models["data"][0]["max_model_len"])
 
     def _check_sampling(self) -> None:
         """Raise UserError unless a token sampled with top_k=1 has log-prob 0, as in the processed distribution."""
@@ -386,7 +392,7 @@ class ServerEngine(SteppingEngine):
                 answer = self._client.post(self.generate_path, body, timeout_s=_GENERATE_S)
                 try:
                     result = self._samples(answer, flight, version)
-                except (KeyError, TypeError, ValueError) as error:
+                except _UNKNOWN_FORM as error:
                     raise ServerError(
                         f"POST {self._client.url}{self.generate_path} returned a response of an unknown form "
                         f"({error!r}): {str(answer)[:300]}"

@@ -308,6 +308,13 @@ def test_a_group_that_is_cancelled_or_in_flight_at_the_end_is_aborted_in_the_ser
 STEP_FAULTS = {
     "an error": (lambda body: (500, {"error": {"message": "EngineCore has a problem"}}), "status 500: .*EngineCore"),
     "another form": (lambda body: (200, {"choices": [{"index": 0, "text": "hello"}]}), "unknown form.*hello"),
+    "no label": (
+        lambda body: (
+            200,
+            {"choices": [vllm_choice(0, [7], [-1.0], [{"version": None}], "stop")]},
+        ),
+        "unknown form.*NoneType",
+    ),
     "fewer samples": (lambda body: (200, {"choices": []}), "returned 0 samples for a request of 2"),
     "an abort by another client": (
         lambda body: (200, {"choices": [vllm_choice(0, [], [], [], "abort")]}),
@@ -395,6 +402,10 @@ def test_a_server_with_another_key_context_or_log_prob_is_refused(rigs: Rigs):
     raw = FakeVLLM()
     raw.trial_log_prob = -0.25
     with pytest.raises(UserError, match=r"returned -0\.25: .*--logprobs-mode processed_logprobs"):
+        rigs.engine(raw)
+    raw.trial_log_prob = 0.0
+    raw.answers["/v1/models"] = lambda _: (200, "<html>")  # of a proxy, for example
+    with pytest.raises(UserError, match=r"answers in an unknown form \(TypeError: .*; start it with"):
         rigs.engine(raw)
 
 
