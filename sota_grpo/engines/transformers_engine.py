@@ -10,8 +10,9 @@ import copy
 import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -517,6 +518,15 @@ def _difference(model: PreTrainedModel, vocab_size: int) -> str | None:
     return None if is_close else f"sharing them changes its logits by {max(gaps):.1g} of their size"
 
 
+@dataclass
+class Batch:
+    """Groups to be decoded together, by ticket: their sampling is equal but for ``max_tokens``, which is 0 here."""
+
+    sampling: Sampling
+    num_rows: int = 0
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+
 class GroupDecoder:
     """Decodes a batch of groups together; each :meth:`step` samples one token for every row that has not ended.
 
@@ -527,8 +537,7 @@ class GroupDecoder:
                                rows 2, 3: samples 0, 1 of group 1, first input 9
 
     Args:
-        flights: the groups by ticket, of one sampling but for ``max_tokens``; methods call a group by its index in the
-            list :attr:`tickets`, from 0.
+        batch: the groups; methods call a group by its index in the list :attr:`tickets`, from 0.
         eos_token_ids: int64 ``[E]``, the tokens that end a response, as do the strings ``stops``.
         pad_token_id: fills the unused cells of the prefill; no output depends on it.
         shared: whether the rows of a prompt share its keys and values; only if ``use_decode_attention`` returned True.
@@ -537,17 +546,17 @@ class GroupDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        flights: Mapping[int, Flight],
+        batch: Batch,
         eos_token_ids: torch.Tensor,
         pad_token_id: int,
         *,
         shared: bool,
         stops: StopStrings | None = None,
     ):
-        self.tickets = list(flights)
-        device, sampling = model.device, flights[self.tickets[0]].sampling
-        requests = [flight.request for flight in flights.values()]
-        rooms = [flight.room for flight in flights.values()]
+        device, sampling = model.device, batch.sampling
+        self.tickets = list(batch.flights)
+        requests = [flight.request for flight in batch.flights.values()]
+        rooms = [flight.room for flight in batch.flights.values()]
         counts = torch.tensor([request.num_samples for request in requests])
         group_of_row = torch.repeat_interleave(torch.arange(len(requests)), counts)
         # consecutive groups of one prompt share it: a group may be requested sample by sample
@@ -656,8 +665,8 @@ class GroupDecoder:
 class TransformersEngine(SteppingEngine):
     """Rollout engine that samples with a transformers model: its own copy of ``model``, unless ``copy_model`` is False.
 
-    Consecutive groups of equal sampling are decoded together, up to ``max_rows`` samples at a time. Later groups wait
-    (FIFO) until they fit and at least as many samples wait as are being decoded. A prompt
+    Consecutive groups of equal sampling that were submitted together are decoded together, up to ``max_rows`` samples
+    at a time. Later groups wait (FIFO) until they fit and at least as many samples wait as are being decoded. A prompt
     is computed once for consecutive groups that have it, and stored once if the model's attention supports that. Rows
     do not depend on each other, up to rounding.
 
@@ -699,8 +708,7 @@ class TransformersEngine(SteppingEngine):
         self._max_rows = max_rows
         self._eos_token_ids = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
         self._pad_token_id = pad_token_id
-        self._waiting: dict[int, Flight] = {}  # by ticket, the oldest first
-        self._num_waiting = 0  # rows of these
+        self._waiting: deque[Batch] = deque()
         self._running: list[GroupDecoder] = []
         engine_model: Any = copy.deepcopy(model) if copy_model else model
         buffers = dict(engine_model.named_buffers())
@@ -716,15 +724,32 @@ class TransformersEngine(SteppingEngine):
         self._shares_prompts = use_decode_attention(engine_model)
 
     def _start(self, flights: Mapping[int, Flight]) -> None:
-        self._waiting |= flights
-        self._num_waiting += sum(flight.request.num_samples for flight in flights.values())
+        batch = None  # consecutive groups with equal sampling, of at most max_rows samples together
+        for ticket, flight in flights.items():
+            sampling, num_rows = replace(flight.sampling, max_tokens=0), flight.request.num_samples
+            if batch is None or batch.sampling != sampling or batch.num_rows + num_rows > self._max_rows:
+                self._waiting.append(batch := Batch(sampling))
+            batch.flights[ticket] = flight
+            batch.num_rows += num_rows
 
     def _step(self) -> Iterable[tuple[int, GroupOutput]]:
         # A forward pass costs much and a row in it little, so later turns of dialogs should share forward passes:
-        # waiting groups, as many as fit, start once they have at least as many rows as the running ones.
-        while self._waiting and self._num_running <= self._num_waiting and (flights := self._next_batch()):
+        # waiting batches, as many as fit, start once they have at least as many rows as the running ones.
+        num_rows = sum(decoder.num_rows for decoder in self._running)
+        while self._waiting and num_rows <= sum(batch.num_rows for batch in self._waiting):
+            if self._running and num_rows + self._waiting[0].num_rows > self._max_rows:
+                break
+            batch = self._waiting.popleft()
+            num_rows += batch.num_rows
+            while self._waiting and self._waiting[0].sampling == batch.sampling:
+                if num_rows + self._waiting[0].num_rows > self._max_rows:
+                    break
+                following = self._waiting.popleft()
+                batch.flights |= following.flights
+                batch.num_rows += following.num_rows
+                num_rows += following.num_rows
             ends, pad, shared = self._eos_token_ids, self._pad_token_id, self._shares_prompts
-            self._running.append(GroupDecoder(self._model, flights, ends, pad, shared=shared, stops=self.stops))
+            self._running.append(GroupDecoder(self._model, batch, ends, pad, shared=shared, stops=self.stops))
         ended = []
         for decoder in self._running:
             for group in decoder.step(self.version):
@@ -732,34 +757,17 @@ class TransformersEngine(SteppingEngine):
         self._running = [decoder for decoder in self._running if decoder.num_open]
         return ended
 
-    def _next_batch(self) -> dict[int, Flight]:
-        """Take the first waiting groups of equal sampling, as many as fit beside the running ones; one if none run."""
-        batch: dict[int, Flight] = {}
-        num_rows, samplings = self._num_running, set()
-        for ticket, flight in self._waiting.items():
-            samplings.add(replace(flight.sampling, max_tokens=0))
-            if len(samplings) > 1 or (num_rows and num_rows + flight.request.num_samples > self._max_rows):
-                break
-            batch[ticket] = flight
-            num_rows += flight.request.num_samples
-        self._take_back(batch)
-        return batch
-
-    def _take_back(self, flights: Mapping[int, Flight]) -> None:
-        for ticket in self._waiting.keys() & flights:
-            self._num_waiting -= self._waiting.pop(ticket).request.num_samples
-
-    @property
-    def _num_running(self) -> int:
-        return sum(decoder.num_rows for decoder in self._running)
-
     def may_start(self, num_rows: int) -> bool:
         """Return whether the next step starts a batch if ``num_rows`` more rows come; ``max_rows`` is not checked."""
         submitted = sum(flight.request.num_samples for flight in list(self._submitted))
-        return self._num_running <= num_rows + submitted + self._num_waiting
+        running = sum(decoder.num_rows for decoder in self._running)
+        return running <= num_rows + submitted + sum(batch.num_rows for batch in self._waiting)
 
     def _drop(self, flights: Mapping[int, Flight]) -> None:
-        self._take_back(flights)
+        for batch in self._waiting:
+            for ticket in flights.keys() & batch.flights:
+                batch.num_rows -= batch.flights.pop(ticket).request.num_samples
+        self._waiting = deque(batch for batch in self._waiting if batch.flights)
         for decoder in self._running:
             for group, ticket in enumerate(decoder.tickets):
                 if ticket in flights:

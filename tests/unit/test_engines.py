@@ -21,7 +21,7 @@ import sota_grpo.engines as engines
 from sota_grpo.engines import resolve_engine_name, transformers_engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.stepping import Flight
-from sota_grpo.engines.transformers_engine import GroupDecoder
+from sota_grpo.engines.transformers_engine import Batch, GroupDecoder
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupRequest, Sampling
 from tests.engine_rigs import (
@@ -169,18 +169,26 @@ def handed_over_log_probs(old, new, prompt: tuple[int, ...], response: torch.Ten
     return torch.stack(actual)
 
 
-def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows():
-    """Three rows each, room for eight, other temperatures: two groups run, and one that ends lets the next begin."""
-    engine, tickets = hf_engine(tiny_model(), max_rows=8), []
-    for i in range(6):
-        sampling = Sampling(max_tokens=10 + i, temperature=1 + i / 100, ignore_eos=True)
-        tickets += add(engine, [GroupRequest(i, (5, 6, 7), 3, seed=i)], sampling)
+TOGETHER, APART = [8, 10, 10 + 12, 10 + 14, 24 + 16, 24 + 18], [8, 10, 8 + 12, 10 + 14, 20 + 16, 24 + 18]
+
+
+@pytest.mark.parametrize(("temperatures", "ends"), [(1, TOGETHER), (6, APART)])
+def test_waiting_groups_start_as_soon_as_they_fit_under_max_rows(temperatures: int, ends: list[int]):
+    """Three rows each, room for eight: of six temperatures one that ends lets the next begin.
+
+    Of one temperature, pairs are decoded together: a forward pass for each pair, not for each group.
+    """
+    engine, tickets = hf_engine(tiny_model(), max_rows=8, max_model_len=20), []
+    requests = [GroupRequest(i, (5,) * (12 - 2 * i), 3, seed=i) for i in range(6)]  # room for 8, 10, .. tokens
+    for i in range(temperatures):
+        sampling = Sampling(max_tokens=20, temperature=1 + i / 100, ignore_eos=True)
+        tickets += add(engine, requests[i::temperatures], sampling)
     ended_at = {}
     for count in itertools.count(1):
         ended_at |= dict.fromkeys((ticket for ticket, _ in step(engine)), count)
         if not engine.num_in_flight:
             break
-    assert [ended_at[ticket] for ticket in tickets] == [10, 11, 10 + 12, 11 + 13, 22 + 14, 24 + 15]
+    assert [ended_at[ticket] for ticket in tickets] == ends
 
 
 def test_an_abandoned_stream_frees_its_memory():
@@ -203,7 +211,8 @@ def test_a_dropped_group_leaves_the_batch_and_the_others_stay(shared: bool):
     expected = generate(hf_engine(model), requests, sampling)[101]
     assert transformers_engine.use_decode_attention(model)
     flights = {ticket: Flight(request, 12, sampling, Future()) for ticket, request in enumerate(requests)}
-    decoder = GroupDecoder(model, flights, torch.tensor([EOS]), PAD, shared=shared)
+    batch = Batch(sampling, num_rows=8, flights=flights)
+    decoder = GroupDecoder(model, batch, torch.tensor([EOS]), PAD, shared=shared)
     for _ in range(4):
         decoder.step(0)
     decoder.drop(0)
