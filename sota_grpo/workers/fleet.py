@@ -77,6 +77,7 @@ class Slot:
     state: Literal["starting", "ready", "retired"] = "starting"
     owed: list[asyncio.Future[Any]] = field(default_factory=list)  # answers to wait for before it is ready
     lost: asyncio.Future[Exception] = field(init=False)  # of a ready worker: done, with the reason, once it is lost
+    awaited: set[asyncio.Future[Any]] = field(default_factory=set)  # its answers, which are cancelled then
     tasks: dict[int, Task] = field(default_factory=dict)  # by number, oldest first
     failed_starts: int = 0  # in a row
     has_run: bool = False
@@ -425,7 +426,7 @@ class Fleet:
     def _mark_ready(self, slot: Slot) -> None:
         """Mark a worker ready for tasks and broadcasts."""
         slot.state, slot.has_run, slot.failed_starts = "ready", True, 0
-        slot.lost = self._loop.create_future()
+        slot.lost, slot.awaited = self._loop.create_future(), set()
         logger.info("Worker %s is ready.", slot.name)
         if not self._ready.done() and all(other.state == "ready" for other in self._slots):
             self._ready.set_result(None)
@@ -481,6 +482,8 @@ class Fleet:
         if slot.state == "ready":
             slot.state = "starting"
             slot.lost.set_result(why)
+            for answer in slot.awaited:
+                answer.cancel()
         tasks, slot.tasks = [*slot.tasks.values()], {}
         self._offer(slot)
         for task in tasks:
@@ -491,13 +494,19 @@ class Fleet:
 
     def _call(self, slot: Slot, method: str, *args: Any) -> asyncio.Future[Any]:
         assert slot.worker is not None
-        return asyncio.wrap_future(slot.worker.call(method, *args))
+        answer = asyncio.wrap_future(slot.worker.call(method, *args))
+        slot.awaited.add(answer)
+        answer.add_done_callback(slot.awaited.discard)
+        return answer
 
     async def _answered(self, slot: Slot, answer: asyncio.Future[Any], within_s: float) -> bool:
         """Wait for an answer of a ready worker; return whether it came in time. Raise the reason if it is lost."""
         lost = slot.lost
-        timeout_s = None if within_s == math.inf else within_s
-        await asyncio.wait([answer, lost], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if within_s == math.inf:
+            with suppress(Exception, asyncio.CancelledError):  # raised below, or by who reads the answer
+                await answer
+        else:
+            await asyncio.wait([answer], timeout=within_s)
         if not lost.done() and answer.done() and isinstance(death := answer.exception(), WorkerDied):
             self._lose(slot, death)
         if lost.done():

@@ -24,7 +24,7 @@ import pytest
 
 from sota_grpo.workers import base
 from sota_grpo.workers import fleet as fleet_module
-from sota_grpo.workers.base import ProcessLauncher, ThreadLauncher, Worker, WorkerDied, starter
+from sota_grpo.workers.base import ProcessLauncher, ThreadLauncher, Worker, WorkerDied, pending_future, starter
 from sota_grpo.workers.fleet import Fleet, PatientLoop
 from tests.process_rigs import newest, wait_for
 from tests.worker_rigs import spec
@@ -44,7 +44,7 @@ class Puppet:
         self.killed = False
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+        future: Future[Any] = pending_future()
         self.calls.append((method, args))
         if self.killed:
             future.set_exception(WorkerDied(f"{self.name} is dead"))
