@@ -22,7 +22,7 @@ from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, step, 
 from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError, writing
 from sota_grpo.rewards.extract import ANSWER_FORMATS
-from sota_grpo.rewards.ifeval import find_punkt
+from sota_grpo.rewards.ifeval.checks import find_punkt
 from sota_grpo.rl.records import Example, Score, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.tasks import TASKS, make_scorer

@@ -6,7 +6,9 @@ digits and are computed fast.
 
 from __future__ import annotations
 
+import operator
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,7 +17,8 @@ MAX_DEPTH = 32  # of nested brackets and signs
 
 _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([-+*/()]))", re.ASCII)
 _ASCII_OPERATORS = str.maketrans("×∗⋅·÷∕−–", "****//--")
-_END = ""
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_PRECEDENCE = {"+": 0, "-": 0, "*": 1, "/": 1}
 
 
 class ExpressionError(ValueError):
@@ -42,65 +45,43 @@ def parse_expression(text: str) -> Expression:
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         raise ExpressionError(f"it has more than {MAX_EXPRESSION_CHARS} characters")
-    text, position, tokens = text.translate(_ASCII_OPERATORS).rstrip(), 0, list[str]()
+    text, position, tokens = text.translate(_ASCII_OPERATORS).rstrip(), 0, deque[str]()
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None:
             raise ExpressionError(f"unexpected {text[position:].lstrip()[0]!r}")
         tokens.append(token[1] or token[2])
         position = token.end()
-    parser = _Parser(tokens)
-    value = parser.sum(0)
-    if parser.next != _END:
-        raise parser.unexpected()
-    return Expression(value, tuple(parser.numbers))
+    tokens.append("")  # the end
+    numbers: list[Fraction] = []
+    try:
+        value = _parse(tokens, numbers)
+    except ZeroDivisionError:
+        raise ExpressionError("division by zero") from None
+    _require(tokens[0] == "", tokens[0])
+    return Expression(value, tuple(numbers))
 
 
-class _Parser:
-    """Recursive descent parser with one method per level of precedence; ``depth``: open brackets and signs."""
+def _parse(tokens: deque[str], numbers: list[Fraction], least: int = 0, depth: int = 0) -> Fraction:
+    """Take an operand and what operators of at least this precedence join to it; ``depth``: open brackets and signs."""
+    if depth > MAX_DEPTH:
+        raise ExpressionError(f"brackets or signs nest over {MAX_DEPTH} deep")
+    token = tokens.popleft()
+    if token in ("+", "-"):
+        value = _parse(tokens, numbers, 2, depth + 1) * (-1 if token == "-" else 1)
+    elif token == "(":
+        value = _parse(tokens, numbers, 0, depth + 1)
+        _require(tokens[0] == ")", tokens.popleft())
+    else:
+        _require(token not in ("*", "/", ")", ""), token)
+        value = Fraction(token)
+        numbers.append(value)
+    while _PRECEDENCE.get(tokens[0], -1) >= least:
+        sign = tokens.popleft()
+        value = _OPERATIONS[sign](value, _parse(tokens, numbers, _PRECEDENCE[sign] + 1, depth))
+    return value
 
-    def __init__(self, tokens: list[str]):
-        self.numbers: list[Fraction] = []
-        self._rest = iter(tokens)
-        self.next = next(self._rest, _END)
 
-    def unexpected(self) -> ExpressionError:
-        return ExpressionError(f"unexpected {self.next[0]!r}" if self.next else "it ends too early")
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self.next in ("+", "-"):
-            value = value + self._product(depth) if self._take() == "+" else value - self._product(depth)
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._factor(depth)
-        while self.next in ("*", "/"):
-            if self._take() == "*":
-                value *= self._factor(depth)
-            elif divisor := self._factor(depth):
-                value /= divisor
-            else:
-                raise ExpressionError("division by zero")
-        return value
-
-    def _factor(self, depth: int) -> Fraction:
-        if depth > MAX_DEPTH:
-            raise ExpressionError(f"brackets or signs nest over {MAX_DEPTH} deep")
-        if self.next in ("+", "-"):
-            return self._factor(depth + 1) if self._take() == "+" else -self._factor(depth + 1)
-        if self.next == "(":
-            self._take()
-            value = self.sum(depth + 1)
-            if self.next != ")":
-                raise self.unexpected()
-            self._take()
-            return value
-        if self.next in ("*", "/", ")", _END):
-            raise self.unexpected()
-        self.numbers.append(Fraction(self._take()))
-        return self.numbers[-1]
-
-    def _take(self) -> str:
-        taken, self.next = self.next, next(self._rest, _END)
-        return taken
+def _require(fits: bool, token: str) -> None:
+    if not fits:
+        raise ExpressionError(f"unexpected {token[0]!r}" if token else "it ends too early")

@@ -109,10 +109,8 @@ def recognise(call: Callable[..., Any], name: str, location: str) -> RewardFunct
         form, reason = TRL, "a grader, which reads only responses, does not have"
         missing = [name for name in required if name in ("prompt_ids", "trainer_state")]
     if missing:
-        raise RewardFunctionError(
-            f"{written} needs {', '.join(missing)}, which {reason}; give {'it' if len(missing) == 1 else 'each'} a "
-            "default value."
-        )
+        cure = f"give {'it' if len(missing) == 1 else 'each'} a default value."
+        raise RewardFunctionError(f"{written} needs {', '.join(missing)}, which {reason}; {cure}")
     if form == TRL and not keywords & {"completions", "completion_ids", "prompts", "environments"}:
         raise RewardFunctionError(
             f"{written} is neither verl's compute_score(data_source, solution_str, ground_truth, extra_info=None) nor "
@@ -179,22 +177,21 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
     """
     if function.form == VERL:
         calls = [
-            {
-                "data_source": inputs.data_source,
-                "solution_str": inputs.response,
-                "ground_truth": inputs.ground_truth,
-                "extra_info": inputs.columns.get("extra_info", dict(inputs.columns)),
-            }
-            for inputs in group
+            (one.data_source, one.response, one.ground_truth, one.columns.get("extra_info", dict(one.columns)))
+            for one in group
         ]
-        return [_read(function, path, result) for result in _results(function, calls)]
-    reason = None
-    if "completion_ids" in function.required and any(inputs.completion_ids is None for inputs in group):
-        reason = "needs completion_ids, which only a response sampled by an engine has"
-    elif "environments" in function.required and any(inputs.environment is None for inputs in group):
-        reason = NEEDS_ENVIRONMENTS
-    if reason is not None:
-        return [RewardOutput(error=f"TypeError: {function.name} {reason}")] * len(group)
+        results = _results(function, [dict(zip(_VERL_PARAMETERS, call, strict=True)) for call in calls])
+        return [_read(function, path, result) for result in results]
+
+    def failed(fault: str) -> list[RewardOutput]:
+        return [RewardOutput(error=fault)] * len(group)
+
+    if "completion_ids" in function.required and any(one.completion_ids is None for one in group):
+        return failed(
+            f"TypeError: {function.name} needs completion_ids, which only a response sampled by an engine has"
+        )
+    if "environments" in function.required and any(one.environment is None for one in group):
+        return failed(f"TypeError: {function.name} {NEEDS_ENVIRONMENTS}")
     info: list[dict[str, Any]] = [{} for _ in group]
     (result,) = _results(function, [_trl_keywords(group, info)])
     if isinstance(result, Exception):
@@ -202,15 +199,14 @@ def call_function(function: RewardFunction, path: str, group: Sequence[RewardInp
             raise result
         return [_read(function, path, result)]
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        fault = f"TypeError: {function.name} returned {type(result).__name__}, not a list of one reward per completion"
-        return [RewardOutput(error=fault)] * len(group)
+        kind = type(result).__name__
+        return failed(f"TypeError: {function.name} returned {kind}, not a list of one reward per completion")
     try:
         values = list(result)
     except BaseException as error:  # a generator runs only now
         return [_read(function, path, _as_exception(error))] * len(group)
     if len(values) != len(group):
-        fault = f"ValueError: {function.name} returned {len(values)} rewards for {len(group)} completions"
-        return [RewardOutput(error=fault)] * len(group)
+        return failed(f"ValueError: {function.name} returned {len(values)} rewards for {len(group)} completions")
     return [
         RewardOutput(info=row_info) if value is None else _read_number(function, value, row_info)
         for value, row_info in zip(values, info, strict=True)
@@ -374,60 +370,53 @@ def fingerprint(functions: Functions) -> str:
         while isinstance(written, functools.partial):
             written = written.func
         home = getattr(written, "__module__", None) or type(written).__module__
-        described.append([name, _Describer(home).of(function)])
+        described.append([name, _describe(function, home, {})])
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-class _Describer:
-    """Converts objects to JSON for :func:`fingerprint`; code outside the module ``home`` becomes its name."""
-
-    def __init__(self, home: str) -> None:
-        self._home = home
-        self._seen: dict[int, Any] = {}  # the objects too: ids are reused
-
-    def of(self, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, (bytes, complex)) or value is Ellipsis:
-            return repr(value)
-        if not isinstance(value, (tuple, frozenset, CodeType)):  # others may contain themselves
-            if id(value) in self._seen:
-                return "seen"
-            self._seen[id(value)] = value
-        if isinstance(value, (set, frozenset)):
-            return ["set", *sorted(json.dumps(self.of(item)) for item in value)]
-        if isinstance(value, Mapping):
-            return ["map", *([self.of(key), self.of(item)] for key, item in value.items())]
-        description = self._parts(value)
-        return description if isinstance(description, str) else [self.of(part) for part in description]
-
-    def _parts(self, value: Any) -> str | list[Any]:
-        """Return the content of an object, or its name if it is defined outside the home module."""
-        if isinstance(value, (tuple, list)):
-            return ["tuple" if isinstance(value, tuple) else "list", *value]
-        if isinstance(value, CodeType):
-            return [value.co_code.hex(), value.co_consts, value.co_names]
-        if isinstance(value, functools.partial):
-            return ["partial", value.func, value.args, value.keywords]
-        if inspect.ismethod(value):
-            return ["method", value.__func__, value.__self__]
-        if type(value).__module__ == "torch" and hasattr(value, "tolist"):  # a tensor
-            return ["tensor", str(value.tolist())]
-        named = value if hasattr(value, "__qualname__") else type(value)
-        name = f"{named.__module__}.{named.__qualname__}"
-        if named.__module__ != self._home or not (inspect.isfunction(named) or inspect.isclass(named)):
-            return name
-        if inspect.isfunction(named):
-            code, around = named.__code__, named.__globals__
-            reads = {name: around[name] for name in sorted(_globals_read(code)) if name in around}
-            cells = named.__closure__ or ()
-            closed = ["empty" if cell == CellType() else cell.cell_contents for cell in cells]  # no value yet
-            return ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
+def _describe(value: Any, home: str, seen: dict[int, Any]) -> Any:
+    """Return an object as JSON, code outside the module ``home`` as its name; ``seen`` by id, which may be reused."""
+    parts: list[Any]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (bytes, complex)) or value is Ellipsis:
+        return repr(value)
+    if not isinstance(value, (tuple, frozenset, CodeType)):  # others may contain themselves
+        if id(value) in seen:
+            return "seen"
+        seen[id(value)] = value
+    if isinstance(value, (set, frozenset)):
+        return ["set", *sorted(json.dumps(_describe(item, home, seen)) for item in value)]
+    if isinstance(value, Mapping):
+        return ["map", *([_describe(key, home, seen), _describe(item, home, seen)] for key, item in value.items())]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    module = getattr(named, "__module__", None)  # a method of a type written in C has none
+    name = f"{module}.{named.__qualname__}"
+    if isinstance(value, (tuple, list)):
+        parts = ["tuple" if isinstance(value, tuple) else "list", *value]
+    elif isinstance(value, CodeType):
+        parts = [value.co_code.hex(), value.co_consts, value.co_names]
+    elif isinstance(value, functools.partial):
+        parts = ["partial", value.func, value.args, value.keywords]
+    elif inspect.ismethod(value):
+        parts = ["method", value.__func__, value.__self__]
+    elif type(value).__module__ == "torch" and hasattr(value, "tolist"):  # a tensor
+        parts = ["tensor", str(value.tolist())]
+    elif module != home or not (inspect.isfunction(named) or inspect.isclass(named)):
+        return name
+    elif inspect.isfunction(named):
+        code, around = named.__code__, named.__globals__
+        reads = {name: around[name] for name in sorted(_globals_read(code)) if name in around}
+        cells = named.__closure__ or ()
+        closed = ["empty" if cell == CellType() else cell.cell_contents for cell in cells]  # no value yet
+        parts = ["function", code, named.__defaults__, named.__kwdefaults__, closed, reads]
+    else:
         state = dict(vars(value)) if named is not value and hasattr(value, "__dict__") else {}
         # methods, properties by their getter, and other members, without those of every class
         members = {name: getattr(item, "__func__", getattr(item, "fget", item)) for name, item in vars(named).items()}
         shown = {name: item for name, item in members.items() if inspect.isfunction(item) or not name.startswith("__")}
-        return [name, shown, named.__bases__, state]
+        parts = [name, shown, named.__bases__, state]
+    return [_describe(part, home, seen) for part in parts]
 
 
 def _globals_read(code: CodeType) -> set[str]:

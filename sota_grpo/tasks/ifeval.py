@@ -19,15 +19,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from sota_grpo.rewards.ifeval import (
-    INSTRUCTIONS,
-    answer_text,
-    checks,
-    find_punkt,
-    follow_lists,
-    read_instructions,
-    read_prompt,
-)
+from sota_grpo.rewards.ifeval import answer_text, checks, follow_lists, read_instructions, read_prompt
+from sota_grpo.rewards.ifeval.checks import INSTRUCTIONS, find_punkt
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import (
     HELDOUT_SPLITS,

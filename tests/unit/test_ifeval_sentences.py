@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, find_punkt, follow_lists, read_kwargs
-from sota_grpo.rewards.ifeval.checks import num_capital_tokens, sentences
+from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, follow_lists, read_kwargs
+from sota_grpo.rewards.ifeval.checks import find_punkt, num_capital_tokens, sentences
 from tests.unit.test_ifeval_checks import CASES
 from tests.unit.test_ifeval_torchrl import random_text
 from tests.unit.test_tasks import shared_data

@@ -35,7 +35,6 @@ from sota_grpo.rewards.judge.questions import (
     Material,
     Unreadable,
     Verdict,
-    WrongForm,
     data,
     nonce_for,
     read_score,
@@ -528,11 +527,11 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
     score = Endpoint("score", "rm", extra_body={"priority": 3}).question(ONE)
     texts = {"text_1": "system: Be exact.\n\nuser: 2 + 2?", "text_2": SAFE}
     assert (score.path, score.body) == ("/score", {"model": "rm", **texts, "priority": 3})
-    assert score.read({"data": [{"index": 0, "object": "score", "score": 0.25}], "usage": {}}).value == 0.25
+    assert score.parse({"data": [{"index": 0, "object": "score", "score": 0.25}], "usage": {}}).value == 0.25
     turns = [*ASKED, {"role": "assistant", "content": SAFE}]
     classify = Endpoint("classify", "rm").question(ONE)
     assert (classify.path, classify.body) == ("/classify", {"model": "rm", "messages": turns})
-    assert classify.read({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.1
+    assert classify.parse({"data": [{"label": "a", "probs": [0.7, 0.2, 0.1], "num_classes": 3}]}).value == 0.1
     text = Endpoint("classify", "rm", as_text=True).question(ONE)
     assert text.body["input"] == f"system: Be exact.\n\nuser: 2 + 2?\n\n{SAFE}"
 
@@ -543,8 +542,8 @@ def test_an_answer_of_another_form_is_none() -> None:
         ("classify", {"data": [{"probs": []}]}),
         ("chat", {"choices": [{"message": {"content": ["4"]}}]}),
     ):
-        with pytest.raises(WrongForm):
-            Endpoint(kind, "m").question(ONE).read(answer)
+        with pytest.raises((LookupError, TypeError, AttributeError)):
+            Endpoint(kind, "m").question(ONE).parse(answer)
 
 
 def test_a_verdict_that_may_be_cut_is_none() -> None:
@@ -552,9 +551,9 @@ def test_a_verdict_that_may_be_cut_is_none() -> None:
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
     answer = f"Verdict {nonce_of(question.body)}: 1"
     whole = {"choices": [{"message": {"content": answer}, "finish_reason": "stop"}]}
-    assert question.read(whole).value == 0.1
+    assert question.parse(whole).value == 0.1
     with pytest.raises(Unreadable):
-        question.read({"choices": [{**whole["choices"][0], "finish_reason": "length"}]})
+        question.parse({"choices": [{**whole["choices"][0], "finish_reason": "length"}]})
 
 
 def test_a_questions_key_is_its_content() -> None:

@@ -198,7 +198,8 @@ class Rule(Base):
     @staticmethod
     def size(text): return len(text)
 RULE = Rule(3)
-def helper(text): return [BONUS for _ in text if RULE.allows(text)]
+upper = str.upper  # has no module
+def helper(text): return [BONUS for _ in upper(text) if RULE.allows(text)]
 def make(weight):
     def f(solution_str, scale=1.0):
         return weight * scale * len(helper(solution_str))

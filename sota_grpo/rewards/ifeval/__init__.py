@@ -13,31 +13,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from sota_grpo.rewards.extract import extract_answer, without_thinking
-from sota_grpo.rewards.ifeval import checks
-from sota_grpo.rewards.ifeval.checks import LANGUAGES, RELATIONS
-from sota_grpo.rewards.ifeval.checks import find_punkt as find_punkt
+from sota_grpo.rewards.ifeval.checks import INSTRUCTIONS, LANGUAGES, RELATIONS
 
 Kwargs = Mapping[str, Any]
-
-
-def _reader(
-    must_be: str, holds: Callable[[Any], bool], read: Callable[[Any], Any] = lambda value: value
-) -> Callable[[Any], Any]:
-    """Return a function that checks and converts a kwarg's value; its ValueError says what the value must be."""
-
-    def reader(value: Any) -> Any:
-        if not holds(value):
-            raise ValueError(must_be)
-        return read(value)
-
-    return reader
 
 
 def _is_text(value: Any) -> bool:
@@ -53,72 +36,29 @@ def _is_count(value: Any, least: int = 0) -> bool:
     return is_whole and not isinstance(value, bool) and bool(value >= least)
 
 
-_text = _reader("a text", _is_text, str.strip)
-_texts = _reader("a list of texts", _are_texts, list)
-_letter = _reader("one character", lambda value: _is_text(value) and len(value.strip()) == 1, str.strip)
-_count = _reader("a whole number from 0", _is_count, int)
-_number = _reader("a whole number from 1", partial(_is_count, least=1), int)
-_relation = _reader(f"one of {', '.join(RELATIONS)}", lambda value: isinstance(value, str) and value in RELATIONS)
-_language = _reader(
-    "the code of a language that langdetect knows, such as en, de or zh-cn",
-    lambda value: isinstance(value, str) and value in LANGUAGES,
-)
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_words"), _count),
-    **dict.fromkeys(("num_paragraphs", "num_placeholders", "num_bullets", "num_highlights", "num_sections"), _count),
-    **dict.fromkeys(("keywords", "forbidden_words", "options"), _texts),
-    **dict.fromkeys(("keyword", "divider", "first_word", "postscript_marker", "section_spliter"), _text),
-    **dict.fromkeys(("prompt_to_repeat", "end_phrase"), _text),
-    **dict.fromkeys(("relation", "let_relation", "capital_relation"), _relation),
-    **{"letter": _letter, "language": _language, "nth_paragraph": _number},
-}
+def _is_among(names: Collection[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """One of the benchmark's instructions."""
-
-    follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool
-    func_name: str  # name of the same constraint in RLVR-IFeval
-    kwargs: Mapping[str, bool]  # by name; True: required, as in the benchmark; False: used only by training data
-    splits_sentences: bool
-
-
-def _instruction(follows: Callable[..., bool], func_name: str) -> Instruction:
-    _, *parameters = signature(follows).parameters.values()
-    kwargs = {p.name: p.default is p.empty for p in parameters}
-    return Instruction(follows, func_name, kwargs, follows in (checks.sentence_count, checks.capital_word_count))
-
-
-INSTRUCTIONS: Mapping[str, Instruction] = {
-    "keywords:existence": _instruction(checks.has_keywords, "verify_keywords"),
-    "keywords:frequency": _instruction(checks.keyword_count, "verify_keyword_frequency"),
-    "keywords:forbidden_words": _instruction(checks.lacks_words, "validate_forbidden_words"),
-    "keywords:letter_frequency": _instruction(checks.letter_count, "verify_letter_frequency"),
-    "language:response_language": _instruction(checks.is_language, "validate_response_language"),
-    "length_constraints:number_sentences": _instruction(checks.sentence_count, "verify_sentence_constraint"),
-    "length_constraints:number_paragraphs": _instruction(checks.paragraph_count, "verify_paragraph_count"),
-    "length_constraints:number_words": _instruction(checks.word_count, "validate_word_constraint"),
-    "length_constraints:nth_paragraph_first_word": _instruction(checks.nth_paragraph_begins, "validate_paragraphs"),
-    "detectable_content:number_placeholders": _instruction(checks.placeholder_count, "validate_placeholders"),
-    "detectable_content:postscript": _instruction(checks.has_postscript, "verify_postscript"),
-    "detectable_format:number_bullet_lists": _instruction(checks.bullet_count, "verify_bullet_points"),
-    "detectable_format:constrained_response": _instruction(checks.is_choice, "validate_choice"),
-    "detectable_format:number_highlighted_sections": _instruction(
-        checks.highlight_count, "validate_highlighted_sections"
+_LANGUAGE = "the code of a language that langdetect knows, such as en, de or zh-cn"
+#: What a kwarg must be, the test of that, its conversion, and the names of such kwargs.
+_KINDS: tuple[tuple[str, Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
+    ("a text", _is_text, str.strip, "keyword divider first_word postscript_marker section_spliter"),
+    ("a text", _is_text, str.strip, "prompt_to_repeat end_phrase"),
+    ("a list of texts", _are_texts, list, "keywords forbidden_words options"),
+    ("one character", lambda value: _is_text(value) and len(value.strip()) == 1, str.strip, "letter"),
+    ("a whole number from 1", partial(_is_count, least=1), int, "nth_paragraph"),
+    (_LANGUAGE, _is_among(LANGUAGES), str, "language"),
+    (f"one of {', '.join(RELATIONS)}", _is_among(RELATIONS), str, "relation let_relation capital_relation"),
+    ("a whole number from 0", _is_count, int, "frequency let_frequency capital_frequency num_sentences num_words"),
+    (
+        "a whole number from 0",
+        _is_count,
+        int,
+        "num_paragraphs num_placeholders num_bullets num_highlights num_sections",
     ),
-    "detectable_format:multiple_sections": _instruction(checks.section_count, "validate_sections"),
-    "detectable_format:json_format": _instruction(checks.is_json, "validate_json_format"),
-    "detectable_format:title": _instruction(checks.has_title, "validate_title"),
-    "combination:two_responses": _instruction(checks.has_two_responses, "validate_two_responses"),
-    "combination:repeat_prompt": _instruction(checks.repeats_prompt, "validate_repeat_prompt"),
-    "startend:end_checker": _instruction(checks.ends_with, "validate_end"),
-    "change_case:capital_word_frequency": _instruction(checks.capital_word_count, "validate_frequency_capital_words"),
-    "change_case:english_capital": _instruction(checks.is_english_in_capitals, "validate_uppercase"),
-    "change_case:english_lowercase": _instruction(checks.is_english_in_lower_case, "validate_lowercase"),
-    "punctuation:no_comma": _instruction(checks.lacks_commas, "validate_no_commas"),
-    "startend:quotation": _instruction(checks.is_quoted, "validate_quotation"),
-}
+)
+_READERS = {name: (must_be, holds, read) for must_be, holds, read, names in _KINDS for name in names.split()}
 
 
 def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,17 +78,16 @@ def read_kwargs(instruction_id: str, kwargs: Mapping[str, Any]) -> dict[str, Any
     for name, is_needed in names.items():
         if is_needed and name not in present:
             raise ValueError(f"{instruction_id} needs {name}, which is missing or empty")
+    read = {}
     for name, value in present.items():
         if name not in names:
             takes = f"takes {', '.join(names)}" if names else "takes no kwargs"
             raise ValueError(f"{instruction_id} has {name}={value!r} but {takes}")
-    read = {}
-    for name in filter(present.__contains__, names):
-        try:
-            read[name] = _READERS[name](present[name])
-        except ValueError as must_be:
-            raise ValueError(f"{instruction_id}: {name}={present[name]!r} must be {must_be}") from None
-    return read
+        must_be, holds, convert = _READERS[name]
+        if not holds(value):
+            raise ValueError(f"{instruction_id}: {name}={value!r} must be {must_be}")
+        read[name] = convert(value)
+    return {name: read[name] for name in names if name in read}
 
 
 def answer_text(response: str) -> str:
@@ -192,8 +131,8 @@ def follow_lists(text: str, instruction_ids: Sequence[str], kwargs: Sequence[Kwa
 _FUNCTIONS = {instruction.func_name: name for name, instruction in INSTRUCTIONS.items()}
 FUNC_NAMES = tuple(_FUNCTIONS)
 _ARGUMENTS = {  # names of a constraint's arguments by kwarg, if they differ; all counts are called N
-    **{name: "N" for name, reader in _READERS.items() if reader is _count},
-    **{name: "quantifier" for name, reader in _READERS.items() if reader is _relation},
+    **{name: "N" for name, (_, holds, _) in _READERS.items() if holds is _is_count},
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), "quantifier"),
     **{"keywords": "keyword_list", "keyword": "word", "nth_paragraph": "i", "prompt_to_repeat": "original_prompt"},
     "section_spliter": "section_splitter",
 }
@@ -202,11 +141,10 @@ _FIXED: Mapping[str, Kwargs] = {  # kwargs that the constraint's text implies
     "verify_letter_frequency": {"let_relation": "exactly"},
     "verify_paragraph_count": {"divider": "* * *"},
 }
-_REPEAT = "First, repeat the request"  # begins the sentence after the request
 
 
-def _escaped(words: str | Sequence[str]) -> list[str]:
-    return [re.escape(word) for word in ([words] if isinstance(words, str) else words)]
+def _escaped(words: Sequence[str]) -> list[str]:
+    return list(map(re.escape, [words] if isinstance(words, str) else words))
 
 
 _MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benchmark's keywords are regular expressions
@@ -215,7 +153,7 @@ _MEANING: Mapping[str, Callable[[Any], Any]] = {  # converts arguments; the benc
     "forbidden_words": _escaped,
     "section_splitter": re.escape,
     "options": lambda options: list(map(str.strip, options.split(","))) if isinstance(options, str) else options,
-    "original_prompt": lambda prompt: prompt.partition(_REPEAT)[0],
+    "original_prompt": lambda prompt: prompt.partition("First, repeat the request")[0],  # the sentence after it
 }
 
 
@@ -238,9 +176,8 @@ def instruction_of(constraint: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         try:
             kwargs[name] = value if value is None else _MEANING.get(argument, lambda same: same)(value)
         except (TypeError, AttributeError):
-            raise ValueError(
-                f"{argument}={value!r} must be a text, or for keyword_list and forbidden_words a list of texts"
-            ) from None
+            must_be = "a text, or for keyword_list and forbidden_words a list of texts"
+            raise ValueError(f"{argument}={value!r} must be {must_be}") from None
     return instruction_id, {**kwargs, **_FIXED.get(func_name, {})}
 
 
@@ -279,10 +216,8 @@ def read_instructions(row: Mapping[str, Any]) -> tuple[list[str], list[dict[str,
             raise ValueError("column 'ground_truth' holds no constraint")
         instructions = [instruction_of(_mapping(entry, "ground_truth")) for entry in constraints]
     else:
-        columns = ", ".join(map(repr, row)) or "none"
-        raise ValueError(
-            f"there is no column 'instruction_id_list' and no 'ground_truth'; the columns found are {columns}"
-        )
+        columns = f"the columns found are {', '.join(map(repr, row)) or 'none'}"
+        raise ValueError(f"there is no column 'instruction_id_list' and no 'ground_truth'; {columns}")
     return [name for name, _ in instructions], [read_kwargs(name, kwargs) for name, kwargs in instructions]
 
 

@@ -1,4 +1,4 @@
-"""The checks of IFEval, one function per instruction, with the text and the kwargs under their official names.
+"""The checks of IFEval, one per instruction (:data:`INSTRUCTIONS`): the text and kwargs under their official names.
 
 Each check takes time linear in the length of the text. If the official regular expression does not, another method
 finds the same matches. Sentences, tokens and words are those of the installed NLTK, so results agree with an official
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
+from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # about 17,000 words, longer than any sampled text; bounds the time of hostile text
@@ -167,26 +168,6 @@ _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # the official
 _FIRST_WORD = re.compile(r"[^.,?!'\"]*")
 
 
-def has_keywords(text: str, keywords: Sequence[str]) -> bool:
-    """Return whether every keyword (a regular expression) occurs, also inside a word, ignoring case."""
-    return all(pattern_of(keyword).search(text) for keyword in keywords)
-
-
-def keyword_count(text: str, keyword: str, relation: str, frequency: int) -> bool:
-    """Return whether the keyword (a regular expression, ignoring case) occurs ``relation`` ``frequency`` times."""
-    return compare_number_of(pattern_of(keyword).finditer(text), relation, frequency)
-
-
-def lacks_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """Return whether no forbidden word (a regular expression) occurs as a whole word, ignoring case."""
-    return not any(pattern_of(word, r"\b", r"\b").search(text) for word in forbidden_words)
-
-
-def letter_count(text: str, letter: str, let_relation: str, let_frequency: int) -> bool:
-    """Return whether the character occurs ``let_relation`` ``let_frequency`` times, ignoring case."""
-    return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
-
-
 def sentence_count(text: str, relation: str, num_sentences: int) -> bool:
     """Return whether the text has ``relation`` ``num_sentences`` sentences, split by Punkt."""
     return compare_number_of(sentences(text), relation, num_sentences)
@@ -246,11 +227,6 @@ def bullet_count(text: str, num_bullets: int) -> bool:
     return len(_STAR_BULLET.findall(text)) + len(_DASH_BULLET.findall(text)) == num_bullets
 
 
-def is_choice(text: str, options: Sequence[str] = CHOICES) -> bool:
-    """Return whether the text contains one of the options."""
-    return any(option in text for option in options)
-
-
 def highlight_count(text: str, num_highlights: int) -> bool:
     """Return whether there are at least ``num_highlights`` non-empty ``*highlights*`` or ``**highlights**``."""
     highlights = _HIGHLIGHT.findall(text) + _DOUBLE_HIGHLIGHT.findall(text)
@@ -294,38 +270,80 @@ def has_two_responses(text: str) -> bool:
     return all(responses[1:-1]) and len(full) == 2 and full[0] != full[1]
 
 
-def repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """Return whether the text begins with the prompt, ignoring case and white space around both."""
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def ends_with(text: str, end_phrase: str) -> bool:
-    """Return whether the text ends with the phrase, ignoring case, quotation marks and then white space after it."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
 def capital_word_count(text: str, capital_relation: str, capital_frequency: int) -> bool:
     """Return whether e.g. "at least" ``capital_frequency`` tokens (:func:`num_capital_tokens`) are upper case."""
     capitals = (token for sentence in sentences(text) for token in range(num_capital_tokens(sentence)))
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
 
-def is_english_in_capitals(text: str) -> bool:
-    """Return whether the text counts as English (:func:`is_language`) and has capital but no lower-case letters."""
-    return text.isupper() and is_language(text, "en")
+class Instruction(NamedTuple):
+    """One of the benchmark's instructions."""
+
+    func_name: str  # name of the same constraint in RLVR-IFeval
+    follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool
+    splits_sentences: bool = False
+
+    @property
+    def kwargs(self) -> dict[str, bool]:
+        """Names of the kwargs; True: required, as in the benchmark; False: used only by training data."""
+        _, *parameters = signature(self.follows).parameters.values()
+        return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
 
 
-def is_english_in_lower_case(text: str) -> bool:
-    """Return whether the text counts as English (:func:`is_language`) and has lower-case but no capital letters."""
-    return text.islower() and is_language(text, "en")
-
-
-def lacks_commas(text: str) -> bool:
-    """Return whether the text has no comma."""
-    return "," not in text
-
-
-def is_quoted(text: str) -> bool:
-    """Return whether the text begins and ends with a double quotation mark, ignoring white space around it."""
-    text = text.strip()
-    return len(text) > 1 and text[0] == '"' == text[-1]
+#: The instructions by their official names; keywords are regular expressions and ignore case.
+INSTRUCTIONS: Mapping[str, Instruction] = {
+    "keywords:existence": Instruction(  # also inside a word
+        "verify_keywords", lambda text, keywords: all(pattern_of(keyword).search(text) for keyword in keywords)
+    ),
+    "keywords:frequency": Instruction(
+        "verify_keyword_frequency",
+        lambda text, keyword, relation, frequency: compare_number_of(
+            pattern_of(keyword).finditer(text), relation, frequency
+        ),
+    ),
+    "keywords:forbidden_words": Instruction(  # as whole words
+        "validate_forbidden_words",
+        lambda text, forbidden_words: not any(pattern_of(word, r"\b", r"\b").search(text) for word in forbidden_words),
+    ),
+    "keywords:letter_frequency": Instruction(  # ignores case
+        "verify_letter_frequency",
+        lambda text, letter, let_relation, let_frequency: RELATIONS[let_relation](
+            text.lower().count(letter.lower()), let_frequency
+        ),
+    ),
+    "language:response_language": Instruction("validate_response_language", is_language),
+    "length_constraints:number_sentences": Instruction("verify_sentence_constraint", sentence_count, True),
+    "length_constraints:number_paragraphs": Instruction("verify_paragraph_count", paragraph_count),
+    "length_constraints:number_words": Instruction("validate_word_constraint", word_count),
+    "length_constraints:nth_paragraph_first_word": Instruction("validate_paragraphs", nth_paragraph_begins),
+    "detectable_content:number_placeholders": Instruction("validate_placeholders", placeholder_count),
+    "detectable_content:postscript": Instruction("verify_postscript", has_postscript),
+    "detectable_format:number_bullet_lists": Instruction("verify_bullet_points", bullet_count),
+    "detectable_format:constrained_response": Instruction(
+        "validate_choice", lambda text, options=CHOICES: any(option in text for option in options)
+    ),
+    "detectable_format:number_highlighted_sections": Instruction("validate_highlighted_sections", highlight_count),
+    "detectable_format:multiple_sections": Instruction("validate_sections", section_count),
+    "detectable_format:json_format": Instruction("validate_json_format", is_json),
+    "detectable_format:title": Instruction("validate_title", has_title),
+    "combination:two_responses": Instruction("validate_two_responses", has_two_responses),
+    "combination:repeat_prompt": Instruction(
+        "validate_repeat_prompt",
+        lambda text, prompt_to_repeat: text.strip().lower().startswith(prompt_to_repeat.strip().lower()),
+    ),
+    "startend:end_checker": Instruction(  # before white space and quotation marks
+        "validate_end",
+        lambda text, end_phrase: text.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    ),
+    "change_case:capital_word_frequency": Instruction("validate_frequency_capital_words", capital_word_count, True),
+    "change_case:english_capital": Instruction(
+        "validate_uppercase", lambda text: text.isupper() and is_language(text, "en")
+    ),
+    "change_case:english_lowercase": Instruction(
+        "validate_lowercase", lambda text: text.islower() and is_language(text, "en")
+    ),
+    "punctuation:no_comma": Instruction("validate_no_commas", lambda text: "," not in text),
+    "startend:quotation": Instruction(
+        "validate_quotation", lambda text: text.strip()[:1] == '"' == text.strip()[1:][-1:]
+    ),
+}

@@ -32,16 +32,7 @@ from urllib3.util import Retry
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.http import HttpClient, ServerError, ServerSilent
 from sota_grpo.rewards.grading import FailureLog, Grader, failed_score
-from sota_grpo.rewards.judge.questions import (
-    CLASSIFY,
-    Endpoint,
-    Material,
-    Question,
-    Unreadable,
-    Verdict,
-    WrongForm,
-    dialog,
-)
+from sota_grpo.rewards.judge.questions import CLASSIFY, Endpoint, Material, Question, Unreadable, Verdict, dialog
 from sota_grpo.rl.records import TASK, Example, Score, total_reward
 from sota_grpo.rl.task import Task
 from sota_grpo.text import duration, json_line, one_line, os_reason
@@ -98,15 +89,14 @@ class VerdictCache:
             with tempfile.TemporaryFile() as unnamed:
                 self._fd = os.dup(unnamed.fileno())
             return
+        fault = f"Cannot write the judge's verdicts to {path}"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
-            raise UserError(
-                f"Cannot write the judge's verdicts to {path} ({os_reason(error)}); make it a writable file, no link."
-            ) from error
+            raise UserError(f"{fault} ({os_reason(error)}); make it a writable file, no link.") from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
-            raise UserError(f"Cannot write the judge's verdicts to {path}: it is not a regular file; remove it.")
+            raise UserError(f"{fault}: it is not a regular file; remove it.")
         offset, num_odd, line = 0, 0, b"\n"
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -237,15 +227,13 @@ class JudgeClient:
 
         RunFailed if the judge is gone or the cache cannot be written; RuntimeError if the client is closed.
         """
-        key = question.key
-        task = self._open.get(key)
-        known = self._cache.get(key) if task is None else None
-        if task is not None or known is not None:
-            self._counts["cached"] += 1
+        task = self._open.get(question.key)
+        known = self._cache.get(question.key) if task is None else None
+        self._counts["cached"] += task is not None or known is not None
         if known is not None:
             return known
         if task is None:
-            task = self._open[key] = self._loop.create_task(self._settle_and_keep(question))
+            task = self._open[question.key] = self._loop.create_task(self._settle_and_keep(question))
         return await asyncio.shield(task)
 
     def metrics(self) -> dict[str, float]:
@@ -316,13 +304,9 @@ class JudgeClient:
         try:
             async with self._slots:
                 verdict = await self._settle(question)
-            if verdict.is_final:
-                try:
-                    return self._cache.put(question.key, verdict)
-                except OSError as error:
-                    reason = f"Cannot write the judge's verdicts ({os_reason(error)}); free disk space."
-                    raise RunFailed(reason) from error
-            return verdict
+            return self._cache.put(question.key, verdict) if verdict.is_final else verdict
+        except OSError as error:
+            raise RunFailed(f"Cannot write the judge's verdicts ({os_reason(error)}); free disk space.") from error
         finally:
             del self._open[question.key]
 
@@ -436,14 +420,13 @@ class JudgeClient:
                 self._counts[name] += max(0, count) if isinstance(count, int) else 0
             self._counts["requests"] += 1
             self._counts["latency_s"] += time.monotonic() - began
-            verdict = question.read(answer)
+            verdict = question.parse(answer)
         except Unreadable:
             self._note_answer()
             raise
-        except (WrongForm, ValueError, RecursionError) as error:
-            raise _Failed(
-                f"the judge's answer cannot be read ({type(error).__name__}: {one_line(str(error), 100).rstrip('.')})"
-            ) from None
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            why = f"{type(error).__name__}: {one_line(str(error), 100).rstrip('.')}"
+            raise _Failed(f"the judge's answer cannot be read ({why})") from None
         self._note_answer()
         return verdict
 
@@ -488,7 +471,7 @@ class JudgedGrader:
     def scores(self, pairs: Sequence[tuple[str, Example]]) -> Future[list[Score]]:
         """Return a future of one score per ``(response, example)`` pair, in order; RuntimeError if closed."""
         questions = [self._question(*pair) for pair in pairs]  # here: a SystemExit would end the client's loop
-        verdicts = self.judge.submit(self._verdicts, questions)
+        verdicts = [one and self.judge.submit(self.judge.verdict, one) for one in questions]
         return self.judge.submit(self._joined, pairs, self.grader.scores(pairs), verdicts)
 
     def _question(self, text: str, example: Example) -> Question | None:
@@ -500,22 +483,18 @@ class JudgedGrader:
         material = Material(self._task.messages(example), str(text) if turns is None else dialog(turns), reference)
         return replace(self.judge.endpoint, rubric=rules.rubric).question(material)
 
-    async def _verdicts(self, questions: Sequence[Question | None]) -> list[Verdict | None]:
-        """Return the verdict on each question; None for a response whose task is not judged."""
-
-        async def verdict(question: Question | None) -> Verdict | None:
-            return None if question is None else await self.judge.verdict(question)
-
-        return await asyncio.gather(*map(verdict, questions))
-
     async def _joined(
-        self, pairs: Sequence[tuple[str, Example]], scores: Future[list[Score]], verdicts: Future[list[Verdict | None]]
+        self,
+        pairs: Sequence[tuple[str, Example]],
+        scores: Future[list[Score]],
+        verdicts: Sequence[Future[Any] | None],  # None: the response's task is not judged
     ) -> list[Score]:
-        both = await asyncio.gather(asyncio.wrap_future(scores), asyncio.wrap_future(verdicts))
-        return list(map(self._with_verdict, pairs, *both))
+        own = await asyncio.wrap_future(scores)
+        judged = [None if one is None else await asyncio.wrap_future(one) for one in verdicts]
+        return list(map(self._with_verdict, [example for _, example in pairs], own, judged))
 
-    def _with_verdict(self, pair: tuple[str, Example], score: Score, verdict: Verdict | None) -> Score:
-        weights, example = self.term_weights, pair[1]
+    def _with_verdict(self, example: Example, score: Score, verdict: Verdict | None) -> Score:
+        weights = self.term_weights
         if score.error is not None:  # the grader has logged it
             return failed_score(weights, score.error, example)
         score = replace(score, terms=dict.fromkeys(weights) | dict(score.terms))

@@ -47,10 +47,6 @@ class Unreadable(ValueError):
     """No verdict can be read from the judge's text: the last line is not a verdict, or the text was cut."""
 
 
-class WrongForm(ValueError):
-    """The JSON of an answer does not have the structure of its endpoint's answers."""
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The judge's answer to one question: a value, or an error."""
@@ -81,12 +77,13 @@ def data(text: str) -> str:
 
 def dialog(turns: Turns) -> str:
     """Return messages as one text; fields of a message besides role and content (tool calls) are JSON."""
-    texts = []
-    for turn in turns:
+
+    def text(turn: Mapping[str, Any]) -> str:
         more = {name: value for name, value in turn.items() if name not in ("role", "content") and value}
         fields = f" {json.dumps(more, ensure_ascii=False, sort_keys=True, default=str)}" if more else ""
-        texts.append(f"{turn.get('role')}: {turn.get('content') or ''}{fields}")
-    return "\n\n".join(texts)
+        return f"{turn.get('role')}: {turn.get('content') or ''}{fields}"
+
+    return "\n\n".join(map(text, turns))
 
 
 def nonce_for(seed: Sequence[str], texts: Sequence[str]) -> str:
@@ -138,7 +135,10 @@ def read_score(text: str, nonce: str) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """One request to a judge: HTTP path, JSON body, and a function that parses the answer's JSON to a verdict."""
+    """One request to a judge: HTTP path, JSON body, and a function that parses the answer's JSON to a verdict.
+
+    ``parse`` raises Unreadable if the judge wrote no verdict, LookupError, TypeError or AttributeError for other JSON.
+    """
 
     path: str
     body: Mapping[str, Any]
@@ -148,15 +148,6 @@ class Question:
     def key(self) -> str:
         """Key of the verdict in the cache: a SHA-256 digest of path and body, and so of model, rubric and texts."""
         return hashlib.sha256(json.dumps([self.path, self.body], sort_keys=True).encode()).hexdigest()
-
-    def read(self, answer: Any) -> Verdict:
-        """Return the verdict in JSON ``answer``; Unreadable if the judge wrote none, WrongForm for other JSON."""
-        try:
-            return self.parse(answer)
-        except Unreadable:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise WrongForm(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
