@@ -89,6 +89,10 @@ def _plain_fraction(match: re.Match[str]) -> str:
     return f"{sign}{whole}{space}{unicodedata.normalize('NFKC', fraction).replace('⁄', '/')}"
 
 
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
 def find_last_number(text: str) -> str | None:
     """Return the last number in ``text`` as it is written there, but with ``-`` for a Unicode minus sign; or None.
 
@@ -98,8 +102,8 @@ def find_last_number(text: str) -> str | None:
     '$1,072.50'
     """
     text = _APART_MINUS.sub(r"\1-", _UNIT_POWER.sub(r"\1\2", text.translate(_ALIKE)))
-    last = deque(_NUMBER.finditer(text), maxlen=1)
-    return last[0][0] if last else None
+    last = _last(_NUMBER, text)
+    return last and last[0]
 
 
 def numbers_equal(left: str, right: str) -> bool:
@@ -171,7 +175,8 @@ def _names(text: str) -> list[str]:
     return words + [power[0].rstrip("}")[-1] for power in _UNIT_POWER.finditer(text)]
 
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.IGNORECASE | re.DOTALL)
+_CODE_BLOCK = re.compile(r"^([^\S\n]*)```+[^`\n]*\n((?:.*\n)*?)[^\S\n]*```", re.MULTILINE)
 _BRACE = re.compile(  # \boxed 5 is a box too; \{ and \} are text, not braces
     r"\\(?:boxed|fbox)(?:\s{0,3}\{|\s{1,3}(?P<bare>-?\d+(?:\.\d+)?))|\\.|[{}]", re.DOTALL | re.ASCII
 )
@@ -235,13 +240,8 @@ def without_thinking(text: str) -> str:
 
 
 def _last_tagged(text: str) -> str | None:
-    begin, inside = None, None
-    for match in _TAG.finditer(text):
-        if not match[1]:
-            begin = match.end()
-        elif begin is not None:
-            inside, begin = text[begin : match.start()], None
-    return inside
+    last = _last(_TAGGED, text)
+    return last and last[1]
 
 
 def last_code_block(text: str) -> str | None:
@@ -250,21 +250,13 @@ def last_code_block(text: str) -> str | None:
     A line with further backticks (```` ```f``` ````) begins no block. If the first line is indented, as in a list, so
     much is removed from each line, if all have it.
     """
-    block: list[str] | None = None
-    last = None
-    indent = ""
-    for line in text.split("\n"):
-        fence = line.strip()
-        if block is None:
-            if fence.startswith("```") and "`" not in fence.lstrip("`"):
-                block, indent = [], line[: line.index("`")]
-        elif fence.startswith("```"):
-            if all(each.startswith(indent) for each in block if each.strip()):
-                block = [each.removeprefix(indent) for each in block]
-            last, block = "\n".join(block), None
-        else:
-            block.append(line)
-    return last
+    block = _last(_CODE_BLOCK, text)
+    if block is None:
+        return None
+    indent, lines = block[1], block[2].split("\n")[:-1]
+    if all(line.startswith(indent) for line in lines if line.strip()):
+        lines = [line.removeprefix(indent) for line in lines]
+    return "\n".join(lines)
 
 
 class _Span(NamedTuple):
@@ -350,8 +342,8 @@ def find_mathematics(text: str) -> str | None:
         last_line = text.rstrip().rpartition("\n")[2]
         if "\\" in last_line and _BARE.fullmatch(last_line):
             return last_line
-        constant = deque(_CONSTANT.finditer(text), maxlen=1)
-        return constant[0][0] if constant and not _NUMBER.search(text, constant[0].end()) else None
+        constant = _last(_CONSTANT, text)
+        return constant[0] if constant and not _NUMBER.search(text, constant.end()) else None
     end, answer = spans[-1].end, spans[-1].answer
     if any(map(str.isdigit, answer)):  # then only a number of another sentence is a later answer
         after = _NEXT_SENTENCE.search(text, end)
@@ -392,16 +384,12 @@ def _hash(text: str, *, skips_headings: bool = False) -> str | None:
     return last_line[2:] if last_line.startswith("A:") else None  # the solutions released with GSM8K end so
 
 
-_hash_no_heading = partial(_hash, skips_headings=True)
-_FINDERS: dict[str, tuple[Callable[[str], str | None], ...]] = {
-    "tags": (_last_tagged,),
-    "boxed": (_boxed,),
-    "hash": (_hash,),
-    "last_number": (find_last_number,),
-    "any": (_last_tagged, _boxed, _hash_no_heading, find_last_number),
+_Finders = tuple[Callable[[str], str | None], ...]
+_MARKED: _Finders = (_last_tagged, _boxed, partial(_hash, skips_headings=True))
+_FINDERS: dict[str, _Finders] = {
+    **{"tags": (_last_tagged,), "boxed": (_boxed,), "hash": (_hash,), "last_number": (find_last_number,)},
+    "any": (*_MARKED, find_last_number),
 }
-_OF_MATHEMATICS = (_last_tagged, _boxed, _hash_no_heading, find_mathematics, find_last_number)
-_OF_WORDS = (_last_tagged, _boxed, _hash_no_heading, _said_last, str)
 ANSWER_FORMATS = tuple(_FINDERS)
 
 
@@ -429,8 +417,8 @@ def extract_answer(text: str, answer_format: str, *, mathematics: bool = False, 
     if answer_format not in _FINDERS:
         raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(ANSWER_FORMATS)}.")
     finders = _FINDERS[answer_format]
-    if answer_format == "any":
-        finders = _OF_MATHEMATICS if mathematics else _OF_WORDS if words else finders
+    if answer_format == "any" and (mathematics or words):
+        finders = (*_MARKED, *((find_mathematics, find_last_number) if mathematics else (_said_last, str)))
     visible = without_thinking(text)
     answers = (answer.strip() for find in finders if (answer := find(visible)) is not None)
     return next(filter(None, answers), None)

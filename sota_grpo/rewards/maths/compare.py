@@ -51,14 +51,13 @@ class Values:
         self._context.dps = DIGITS
         self._tolerance, self._smallest = (self._context.mpf(10) ** -digits for digits in (DIGITS - 10, DIGITS))
         self._operations: Mapping[str, Callable[..., Any]] = {  # on the children's values, by kind of node
-            "add": lambda *terms: reduce(partial(self._exact, operator.add), terms),
-            "mul": lambda *factors: reduce(partial(self._exact, operator.mul), factors),
-            "neg": operator.neg,
-            "div": partial(self._exact, operator.truediv),
-            "pct": lambda value: self._exact(operator.truediv, value, Fraction(100)),
-            "pow": self._power,
-            "fact": self._factorial,
-            "abs": abs,
+            **{"add": partial(self._fold, operator.add), "mul": partial(self._fold, operator.mul)},
+            **{"div": partial(self._fold, operator.truediv), "pow": self._power, "fact": self._factorial},
+            **{
+                "neg": operator.neg,
+                "abs": abs,
+                "pct": lambda value: self._fold(operator.truediv, value, Fraction(100)),
+            },
             "floor": lambda value: self._checked(self._context.floor(self.inexact(value))),
             "ceil": lambda value: self._checked(self._context.ceil(self.inexact(value))),
         }
@@ -95,11 +94,13 @@ class Values:
             raise Incomparable("a number is too large")
         return value
 
-    def _exact(self, operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-        """Return ``operation(left, right)``, exact if both operands are."""
-        if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
-            left, right = self.inexact(left), self.inexact(right)
-        return self._checked(operation(left, right))
+    def _fold(self, operation: Callable[[Any, Any], Any], value: Any, *others: Any) -> Any:
+        """Return the operation on the values from left to right, exact as long as both operands are."""
+        for other in others:
+            if not (isinstance(value, Fraction) and isinstance(other, Fraction)):
+                value, other = self.inexact(value), self.inexact(other)
+            value = self._checked(operation(value, other))
+        return value
 
     def _power(self, base: Any, exponent: Any) -> Any:
         """Return ``base ** exponent``; if values must be real, the real odd root of a negative number."""
@@ -131,7 +132,7 @@ class Values:
         self.spend(30)
         if name == "log":
             base = Fraction(10) if base is None else base
-            return self._exact(operator.truediv, self._function("ln", argument), self._function("ln", base))
+            return self._fold(operator.truediv, self._function("ln", argument), self._function("ln", base))
         if base is not None:
             raise Incomparable(f"{name} has no base")
         value, limit = self.inexact(argument), _MAX_ARGUMENT_BITS if name in (*CIRCULAR, "ln") else _MAX_EXPONENT_BITS
@@ -180,8 +181,8 @@ class Values:
                 try:
                     first, second = self.value(left, point), self.value(right, point)
                     if up_to_factor and not (self.close(first, zero) or self.close(second, zero)):
-                        ratio = self._exact(operator.truediv, first, second) if ratio is None else ratio
-                        second = self._exact(operator.mul, ratio, second)
+                        ratio = self._fold(operator.truediv, first, second) if ratio is None else ratio
+                        second = self._fold(operator.mul, ratio, second)
                 except NoValue:
                     continue
                 if not self.close(first, second) or (positive and not (real and (ratio or 1) > 0)):
@@ -227,10 +228,10 @@ class Comparison:
             return gold.children == (answer,)  # the problem names the base: 101 is accepted for 101_2
         if "text" in kinds or {gold, answer} & {*_INFINITE}:
             return False
-        for one, other in ((gold, answer), (answer, gold)):
-            if one.kind == "pct" != other.kind and self.same(one.children[0], other):  # 50 and 0.5 are accepted for 50%
-                return True
-        return self._values.equal(gold, answer) or self._rounded(gold, answer) or self._rounded(answer, gold)
+        both = ((gold, answer), (answer, gold))
+        if any(one.kind == "pct" != other.kind and self.same(one.children[0], other) for one, other in both):
+            return True  # 50 and 0.5 are accepted for 50%
+        return self._values.equal(gold, answer) or any(self._rounded(*pair) for pair in both)
 
     def _rounded(self, exact: Node, decimal: Node) -> bool:
         """Return whether ``decimal``, of enough places, rounds or cuts ``exact``, which has no finite decimal form."""
@@ -330,7 +331,7 @@ class Comparison:
         return lambda x: every(condition(x) for condition in conditions)
 
     def _half_line(self, left: Node, sign: str, right: Node) -> Reals:
-        """Return the solutions of an inequality that is already solved for a name (or minus a name)."""
+        """Return the solutions of an inequality that is solved for a name (or minus a name)."""
         if not variables(left):
             left, sign, right = right, _FLIPPED[sign], left
         if left.kind == "neg":
@@ -341,8 +342,8 @@ class Comparison:
         return self._bounded(sign, right)
 
     def _bounded(self, sign: str, bound: Node) -> Reals:
-        end, holds = self._end(bound), _HOLDS[sign]
-        return lambda x: holds(x, end)
+        end = self._end(bound)
+        return lambda x: _HOLDS[sign](x, end)
 
     def _end(self, node: Node) -> Any:
         """Return the number that a tree denotes; among close numbers always the first one seen."""
