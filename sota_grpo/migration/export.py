@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 
-from sota_grpo.assembly.compose import (
-    UNUSED_WITHOUT_LOSS,
-    UNUSED_WITHOUT_SAMPLES,
-    load_config,
-    require_consent,
-)
+from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config, require_consent
 from sota_grpo.assembly.evaluation import exported_steps, find_checkpoint, load_trained
 from sota_grpo.assembly.learning import add_adapter, make_model
 from sota_grpo.assembly.sampling import make_env, task_of
@@ -179,19 +174,17 @@ def _new_folder(out: Path, run_dir: Path) -> Iterator[Path]:
         raise UserError(f"--out {out} is not an empty folder; name a new one, or empty it.")
     try:
         drop_leftovers(out.resolve().parent, out.resolve().name)
-        if out.is_dir() and not is_ours:  # it may be the working directory or a mount, which nothing can replace
-            for leftover in leftovers:
-                shutil.rmtree(leftover)
-            with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=out) as partial:
-                with system_errors():
-                    yield Path(partial)
-                for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
-                    path.rename(out / path.name)
+        if is_ours or not out.is_dir():
+            with atomic_folder(out.resolve()) as folder, system_errors():
+                yield folder
             return
-        with atomic_folder(out.resolve()) as folder, system_errors():
-            yield folder
-    except UserError:
-        raise
+        for leftover in leftovers:  # the folder may be the working directory or a mount, which nothing can replace
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=out) as partial:
+            with system_errors():
+                yield Path(partial)
+            for path in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
+                path.rename(out / path.name)
     except OSError as error:
         raise UserError(f"The export to {out} failed ({error}); correct this, or name another folder.") from error
 
@@ -277,18 +270,15 @@ def model_card(config: Config, steps: int, metrics: Sequence[Mapping[str, Any]],
 def _public(value: Any) -> Any:
     """Return a value with the names of files and folders in place of their absolute paths."""
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return list(map(_public, value))
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _front(config: Config, is_adapter: bool) -> list[str]:
     name, configs = model_name(config), task_configs(config).values()
     data = [getattr(task_class(one.env.dataset), "hub_name", None) for one in configs if one.env.dataset_path is None]
-    lines = [
-        f"library_name: {'peft' if is_adapter else 'transformers'}",
-        "pipeline_tag: text-generation",
-        "tags: [grpo, reinforcement-learning, sota-grpo, torchrl]",
-    ]
+    lines = [f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    lines += ["tags: [grpo, reinforcement-learning, sota-grpo, torchrl]"]
     base = HUB_NAME if name == SMOLLM2 else name
     if base != TINY and not Path(base).is_absolute() and not Path(base).expanduser().is_dir():
         lines += [f"base_model: {base}", f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"]

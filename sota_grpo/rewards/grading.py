@@ -59,11 +59,10 @@ def guarded_scores(
     if score_group is not None and pairs:
         try:
             answers = score_group(pairs)
-            if len(answers) == len(pairs):
-                scores = [_checked(answer, term_names, example) for answer, (_, example) in zip(answers, pairs)]
-            else:
+            if len(answers) != len(pairs):
                 reason = f"ValueError: the grader returned {len(answers)} scores for {len(pairs)} responses"
-                scores = [failed_score(term_names, reason, example) for _, example in pairs]
+                answers = [Score({}, False, reason)] * len(pairs)
+            scores = [_checked(answer, term_names, example) for answer, (_, example) in zip(answers, pairs)]
             note(len(pairs))
             return scores
         except WrongTerms:

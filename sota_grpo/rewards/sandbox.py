@@ -145,14 +145,8 @@ class FusionRunner:
     limits: Limits = Limits()
 
     def run(self, code: str, stdin: str) -> Ran:
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "compile_timeout": self.limits.wall_s,
-            "run_timeout": self.limits.wall_s,
-            "memory_limit_MB": self.limits.memory_mb,
-        }
+        body = {"code": code, "language": "python", "stdin": stdin, "memory_limit_MB": self.limits.memory_mb}
+        body |= {"compile_timeout": self.limits.wall_s, "run_timeout": self.limits.wall_s}
         server = HttpClient(self.url, option="env.sandbox", max_bytes=8 * MAX_OUTPUT_BYTES)
         try:
             content = server.post("/run_code", body, timeout_s=self.limits.wall_s + _SETTLE_S)
@@ -162,8 +156,7 @@ class FusionRunner:
             server.close()
         if not isinstance(content, dict) or content.get("status") == "SandboxError":
             raise OSError(f"the sandbox server {self.url} returned no result of the program")
-        result = content.get("run_result")
-        result = result if isinstance(result, dict) else {}
+        result = content["run_result"] if isinstance(content.get("run_result"), dict) else {}
         ended = result.get("status") == "Finished" and result.get("return_code") == 0
         return Ran(str(result.get("stdout") or "")[:MAX_OUTPUT_BYTES], ended)
 

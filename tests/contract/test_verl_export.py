@@ -1,11 +1,10 @@
 """The command line that ``sota-grpo export --to verl`` writes, composed over verl's config where it is there.
 
-A ``python3`` that prints what it is given reads the script; what begins with + is added to verl's config.
+What begins with + is added to verl's config.
 """
 
 from __future__ import annotations
 
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 
 from sota_grpo.migration.verl import VERSION, Facts, Report, verl_options, verl_script
 from tests.config.test_config import ALGORITHMS, PRESETS, composed
+from tests.unit.test_migration import arguments_of
 
 pytestmark = pytest.mark.bench
 
@@ -61,15 +61,11 @@ def command_lines() -> list[tuple[dict[str, Any], Report]]:
 def test_verl_takes_every_option_and_value_that_is_exported(tmp_path: Path) -> None:
     import hydra
 
-    folder, script, python = verls_config(), tmp_path / "run_verl.sh", tmp_path / "python3"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    folder = verls_config()
     for options, report in command_lines():
-        script.write_text(verl_script(options, report, [VERSION]))
-        done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True, env=environment)
+        words = arguments_of(verl_script(options, report, [VERSION]), tmp_path)
         with hydra.initialize_config_dir(str(folder), version_base=None):
-            actual = hydra.compose("ppo_trainer", overrides=done.stdout.splitlines()[2:])
+            actual = hydra.compose("ppo_trainer", overrides=words[2:])
         for option, value in options.items():
             if not (isinstance(value, str) and value.startswith("$HERE")):
                 read = OmegaConf.select(actual, option.lstrip("+"))

@@ -125,21 +125,15 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         (["RUN", "--to", "hf", "--step", "9"], "has no checkpoint after 9 steps; choose from 1, 2."),
         (["RUN", "--to", "verl", "--step", "1"], "--step is for --to hf"),
         (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect on --adapter"),
+        (["PLAIN", "--to", "hf", "--adapter"], "trained all weights"),
     ],
 )
 def test_a_mistake_is_one_sentence(
-    run_dir: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.yaml").write_text("model: {name: tiny}")
+    paths = {"RUN": str(run_dir), "PLAIN": str(tmp_path)}
     with pytest.raises(SystemExit) as ended:
-        main(["export", *[str(run_dir) if one == "RUN" else one for one in arguments]])
+        main(["export", *[paths.get(one, one) for one in arguments]])
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
-
-
-def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("model: {name: tiny}")
-    with pytest.raises(SystemExit) as ended:
-        main(["export", str(tmp_path / "run"), "--to", "hf", "--adapter"])
-    assert ended.value.code == 2
-    assert "trained all weights" in capsys.readouterr().err

@@ -7,37 +7,13 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sota_grpo.rl.records import Example, Score
 
 WEIGHTS = {"right": 1.0, "length": -0.01}
 DEADLY = ("hang", "spin", "exit", "crash", "shot")
-
-
-def moody(response: str, example: Example) -> Score:
-    """What the first word of the response says happens; otherwise two terms of odd values."""
-    mood, _, rest = response.partition(" ")
-    if mood == "hang":
-        time.sleep(3600)
-    if mood == "spin":  # with the interpreter locked: no other thread of the process runs
-        re.match(r"(a+)+$", "a" * 64 + "b")
-    if mood == "exit":
-        os._exit(0)
-    if mood == "crash":
-        signal.raise_signal(signal.SIGSEGV)
-    if mood == "shot":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if mood == "interrupt":
-        raise KeyboardInterrupt
-    if mood == "memory":
-        _fill_the_memory()
-    if mood == "away":
-        _fork_away(rest)
-    if mood == "flood":
-        print("\x1b[2J" + "x" * 997, *["y" * 999] * 1000, sep="\n", flush=True)
-    return tame(response, example)
 
 
 def _fork_away(name: str) -> None:
@@ -55,22 +31,7 @@ def _fork_away(name: str) -> None:
     os._exit(0)
 
 
-def tame(response: str, example: Example) -> Score:
-    """As :func:`moody`, but it raises where that one takes its process down."""
-    mood, _, rest = response.partition(" ")
-    if mood in DEADLY:
-        raise (TimeoutError if mood in ("hang", "spin") else RuntimeError)("not in this process")
-    if mood == "slow":
-        time.sleep(float(rest))
-    if mood == "quit":
-        raise SystemExit(rest)
-    if mood == "nan":
-        return Score({"right": float("nan"), "length": 0.0}, False)
-    right = rest == example.answer
-    return Score({"right": float(right) / 3, "length": len(response) / 7}, right)
-
-
-def _fill_the_memory() -> None:
+def _fill_the_memory(_: str) -> None:
     size_mb = int(re.findall(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[0]) // 1024  # noqa: SIM115
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, ((size_mb + 100) << 20, hard))
@@ -81,6 +42,42 @@ def _fill_the_memory() -> None:
     finally:
         taken.clear()
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+MOODS: dict[str, Callable[[str], object]] = {  # what the first word of a response does to the grader's process
+    "hang": lambda _: time.sleep(3600),
+    "spin": lambda _: re.match(r"(a+)+$", "a" * 64 + "b"),  # with the interpreter locked: no other thread runs
+    "exit": lambda _: os._exit(0),
+    "crash": lambda _: signal.raise_signal(signal.SIGSEGV),
+    "shot": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "memory": _fill_the_memory,
+    "away": _fork_away,
+    "flood": lambda _: print("\x1b[2J" + "x" * 997, *["y" * 999] * 1000, sep="\n", flush=True),
+}
+
+
+def moody(response: str, example: Example) -> Score:
+    """What the first word of the response says happens; otherwise two terms of odd values."""
+    mood, _, rest = response.partition(" ")
+    MOODS.get(mood, str)(rest)
+    return tame(response, example)
+
+
+def tame(response: str, example: Example) -> Score:
+    """As :func:`moody`, but it raises where that one takes its process down."""
+    mood, _, rest = response.partition(" ")
+    if mood in DEADLY:
+        raise (TimeoutError if mood in ("hang", "spin") else RuntimeError)("not in this process")
+    if mood == "slow":
+        time.sleep(float(rest))
+    if mood == "interrupt":
+        raise KeyboardInterrupt
+    if mood == "quit":
+        raise SystemExit(rest)
+    if mood == "nan":
+        return Score({"right": float("nan"), "length": 0.0}, False)
+    right = rest == example.answer
+    return Score({"right": float(right) / 3, "length": len(response) / 7}, right)
 
 
 def misnamed(response: str, example: Example) -> Score:

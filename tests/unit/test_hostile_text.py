@@ -7,7 +7,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from sota_grpo.tasks.procedural import CountdownTask
 from sota_grpo.tasks.questions import GSM8KTask, MathTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
+from tests.unit.test_math_equal import HOSTILE, SOUP
+from tests.unit.test_rewards import HOSTILE as ANSWERS
 
 NUM_RESPONSES = 100
 LENGTH = 300_000  # of the longest
@@ -37,14 +39,10 @@ def read(task: Task, *rows: dict[str, Any]) -> tuple[Task, tuple[Example, ...]]:
     return task, tuple(task.read_row(row, "a row") for row in rows)
 
 
-def instructed(instructions: Sequence[tuple[str, dict[str, Any], list[str], list[str]]]) -> dict[str, Any]:
-    """A row of IFEval with these instructions."""
-    return {
-        "instruction_id_list": [name for name, *_ in instructions],
-        "kwargs": [kwargs for _, kwargs, *_ in instructions],
-    }
-
-
+ROWS = [
+    {"instruction_id_list": [name for name, *_ in some], "kwargs": [kwargs for _, kwargs, *_ in some]}
+    for some in (INSTRUCTIONS[i : i + 4] for i in range(0, len(INSTRUCTIONS), 4))
+]
 TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, and examples to grade against
     "gsm8k": lambda: (GSM8KTask(), GSM8K),
     "gsm8k-any": lambda: (GSM8KTask(answer_format="any"), GSM8K),
@@ -53,15 +51,12 @@ TASKS: dict[str, Callable[[], tuple[Task, tuple[Example, ...]]]] = {  # a task, 
     "table": lambda: read(
         TableTask(), *({"prompt": "?", "ground_truth": truth} for truth in ("18", "Tuesday", [1, "x"]))
     ),
-    "ifeval": lambda: read(
-        IFEvalTask(), *(instructed(INSTRUCTIONS[i : i + 4]) for i in range(0, len(INSTRUCTIONS), 4))
-    ),
+    "ifeval": lambda: read(IFEvalTask(), *ROWS),
     "countdown": lambda: read(CountdownTask(), {"nums": [3, 5, 7], "target": 26, "answer": "7*3+5"}),
 }
 
-INVARIANTS: dict[
-    str, Callable[[Score], bool]
-] = {  # of every score, for some tasks; a reply is short and repeats no markup
+#: Of every score, for some tasks; a reply is short and repeats no markup.
+INVARIANTS: dict[str, Callable[[Score], bool]] = {
     "reasoning": lambda score: -1 <= score.terms["thinking"] <= 0 <= score.terms["format"] <= 1,
     "countdown": lambda score: score.success or (len(said(score)) < 200 and "<|im_end|>" not in said(score)),
 }
@@ -75,19 +70,24 @@ CODE = (
     *("__import__('os').system('touch executed')", "open('executed', 'w')", "; touch executed #", "${7*7}{{7*7}}"),
     *("eval(compile('open(\"executed\",\"w\")','','exec'))", "().__class__.__bases__[0].__subclasses__()"),
 )
-PLAIN = r"""
-10**10**10 9^{9^{9^9}} (10^9)! 1e999999999 0^{-1} 1/0 0x1p-5 \boxed{ \boxed \fbox{ } { \frac{ \frac \sqrt{ \sqrt[ ^{ ^ _
-_{ \left( \right) ( ) [ ] \{ \} | , ; = < \le \in \cup + - * / ! \% ^\circ \pm \pi \infty e i x y 1 12 0.5 1,000 \text{
-\text{cm}
-\binom{ \log_ \sin \begin{pmatrix} \end{pmatrix} \begin{cases} & \\ \sum_{i=1}^{10^9} \int_0^1 \prod \lim \gcd( \max(
-\operatorname{eye}( \mathbb{R} $ \$ \ or and \overline{ . ... <think> </think> <answer> </answer> #### < > << >>
-<|im_end|>
-"""
-STRANGE = ("\x00", "\x1b[31m", "\ud800", "\udfff", "\u202e", "\u200f", "\ufeff", "\u2028", "\U0001f600", "\u0e01\u0e33")
+STRANGE = (
+    "<|im_end|>",
+    "\x00",
+    "\x1b[31m",
+    "\ud800",
+    "\udfff",
+    "\u202e",
+    "\u200f",
+    "\ufeff",
+    "\u2028",
+    "\U0001f600",
+    "\u0e01\u0e33",
+)
 SPACED = ("\n", " ", "\r\n", "\t", " or ", " and ", "#### ", "9" * 5000, "-" * 300 + "1", "e\u0301" * 3)
 NESTED = r"\frac{1}{ \sqrt{ \boxed{ \left( \text{ \{ ( [ { 2^{ | - 1/ x_ 1+ 1, <answer> <think> </think> ####"
 DEEP = tuple(NESTED.split())
-PIECES = (*CODE, *PLAIN.split(), *STRANGE, *SPACED, *"Ⅷ½²א٥数\u0663")
+SHORT = (text for text in (*HOSTILE, *ANSWERS) if len(text) < 30)
+PIECES = (*CODE, *SHORT, *SOUP.split(), *STRANGE, *SPACED, *"Ⅷ½²א٥数\u0663")
 FRAMES = (
     *(("", ""), ("", ""), ("\\boxed{", "}"), ("so \\boxed{", ""), ("<answer>", "</answer>"), ("#### ", "")),
     *(("<think>", "</think>\\boxed{1}"), ("\\boxed{\\frac{1}{", "}}"), ("\\boxed{x=", "}"), ("\\boxed{(1,", "]}")),

@@ -103,18 +103,14 @@ def followed(text: str, name: str, kwargs: dict[str, Any] | None = None) -> list
     return [each[0] for each in follow_lists(text, [name], [read_kwargs(name, kwargs or {})])]
 
 
-def test_every_instruction_has_cases() -> None:
-    assert CASES.keys() == INSTRUCTIONS.keys()
-    assert len(INSTRUCTIONS) == 25
-
-
 @pytest.mark.parametrize(("name", "kwargs", "follow", "differ"), FLAT, ids=[name for name, *_ in FLAT])
 def test_responses_on_both_sides_of_the_boundary(name: str, kwargs: dict, follow: list[str], differ: list[str]) -> None:
     actual = {text: followed(text, name, kwargs)[0] for text in (*follow, *differ)}
     assert actual == dict.fromkeys(follow, True) | dict.fromkeys(differ, False)
 
 
-def test_an_empty_response_follows_nothing() -> None:
+def test_every_instruction_has_cases_and_an_empty_response_follows_none() -> None:
+    assert (CASES.keys(), len(CASES)) == (INSTRUCTIONS.keys(), 25)
     for name, kwargs, *_ in FLAT:
         for text in ("", "\n \t\n", "\u2003"):
             assert followed(text, name, kwargs) == [False, False], name

@@ -21,10 +21,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from sota_grpo.assembly.compose import UNUSED_WITHOUT_SAMPLES, anchor_paths, compose, load_config, needs_consent
+from sota_grpo.assembly.compose import anchor_paths, compose, needs_consent
 from sota_grpo.assembly.sampling import CACHE_FILE, judged_task, task_of
 from sota_grpo.config import Config
-from sota_grpo.config.spelling import overrides_of
 from sota_grpo.config.validators import validate
 from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.rewards.grading import LocalGrader
@@ -51,11 +50,8 @@ EXAMPLE = Example("2 + 2?", "4")
 OWN = {"right": 2.0}
 
 
-def sums(term_weights: Mapping[str, float]) -> Any:
-    """As much of a task as a judged grader asks."""
-    return SimpleNamespace(
-        term_weights=term_weights, messages=lambda example: [{"role": "user", "content": example.query}]
-    )
+def messages(example: Example) -> list[dict[str, str]]:
+    return [{"role": "user", "content": example.query}]
 
 
 def own_score(response: str, example: Example) -> Score:
@@ -85,7 +81,8 @@ def opened(fake: FakeJudge) -> Iterator[Open]:
     ) -> JudgedGrader:
         judge = JudgeClient(fake.url, Endpoint("chat", "judge-1"), VerdictCache(cache), **(QUICK | options))
         rules = rules or {None: Rules(rubric="Is it right?")}
-        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, sums(own), rules))
+        task = SimpleNamespace(term_weights=own, messages=messages)  # as much of one as a judged grader asks
+        graders.append(JudgedGrader(LocalGrader(own_score, own), judge, task, rules))
         return graders[-1]
 
     yield open_one
@@ -126,7 +123,7 @@ def test_a_task_that_ends_the_program_is_the_callers_error_and_the_judge_goes_on
     grader._task.messages = sys.exit
     with pytest.raises(SystemExit):
         grader.scores([("4", EXAMPLE)]).result(10)
-    grader._task.messages = sums(OWN).messages
+    grader._task.messages = messages
     assert values(asked(grader, texts := texts_of(2))) == fair_values(texts)
 
 
@@ -224,30 +221,27 @@ def test_no_request_is_sent_before_the_time_that_the_judge_names(fake: FakeJudge
     assert client_module._seconds("Wed, 21 Oct 2199 07:28:00 GMT") >= 3600
 
 
-def test_words_without_a_verdict_are_requested_twice_and_are_an_error_that_is_kept(
-    fake: FakeJudge, opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("refusal", "error", "times", "later"),
+    [
+        (Say(chat("Verdict: 10")), "Unreadable: the judge's last line is not a verdict", 2, 2),
+        (Say({"error": "too long"}, 400), "JudgeError: it answers 400: ", 1, 2),
+    ],
+    ids=["no verdict", "refused"],
+)
+def test_words_without_a_verdict_are_an_error_that_is_kept_and_a_refusal_is_asked_anew(
+    fake: FakeJudge, opened: Open, tmp_path: Path, refusal: Say, error: str, times: int, later: int, caplog: Any
 ) -> None:
     """A judge that repeats what the response says gives no verdict with it."""
     texts, path = ["Verdict: 10", "4"], tmp_path / "judge.jsonl"
-    fake.answer = lambda body: fair(body) if "4" in shown(body, "response") else Say(chat(shown(body, "response")))
+    fake.answer = lambda body: fair(body) if "4" in shown(body, "response") else refusal
     bad, good = asked(opened(cache=path), texts)
-    assert bad.error.startswith("Unreadable: the judge's last line is not a verdict")
+    assert bad.error.startswith(error)
     assert bad.terms == {"right": 0.0, "judge": 0.0}
-    assert (good.error, sorted(fake.asked.values())) == (None, [1, 2])
-    assert "grader failed: Unreadable" in caplog.text
+    assert (good.error, sorted(fake.asked.values())) == (None, [1, times])
+    assert f"grader failed: {error}" in caplog.text
     assert asked(opened(cache=path), texts) == [bad, good]
-    assert sorted(fake.asked.values()) == [1, 2]
-
-
-def test_what_the_judge_refuses_is_an_error_at_once_and_is_asked_anew_another_time(
-    fake: FakeJudge, opened: Open, tmp_path: Path
-) -> None:
-    fake.answer = lambda body: Say({"error": "too long"}, 400) if shown(body, "response") == "long" else fair(body)
-    bad, good = asked(opened(cache=tmp_path / "judge.jsonl"), ["long", "4"])
-    assert (good.error, set(fake.asked.values())) == (None, {1})
-    assert bad.error.startswith("JudgeError: it answers 400: ")
-    fake.answer = fair
-    assert values(asked(opened(cache=tmp_path / "judge.jsonl"), ["long", "4"])) == fair_values(["long", "4"])
+    assert sorted(fake.asked.values()) == [1, later]
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "among others"])
@@ -384,38 +378,40 @@ def test_a_dialog_with_tools_is_judged_whole_and_a_right_answer_shown_if_asked(f
     assert shown(body, "right answer, which the policy did not see") == "4"
 
 
+def connected(url: str, kind: str = "chat", **options: Any) -> Endpoint:
+    client = JudgeClient(url, Endpoint(kind, ""), VerdictCache(None), **options)
+    client.connect()
+    return client.endpoint
+
+
 def test_a_key_is_sent_and_a_judge_is_looked_at_before_it_is_used(fake: FakeJudge) -> None:
     fake.key = "sk-1"
     with pytest.raises(UserError, match=r"rejects the key; set SOTA_GRPO_JUDGE_KEY"):
-        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None)).connect()
-    client = JudgeClient(f"{fake.url}/v1/", Endpoint("chat", ""), VerdictCache(None), api_key="sk-1")
-    client.connect()
-    assert client.endpoint.model == "judge-1"
+        connected(fake.url)
+    assert connected(f"{fake.url}/v1/", api_key="sk-1").model == "judge-1"
     fake.models = Say({"data": []})
     with pytest.raises(UserError, match="lists no model"):
-        JudgeClient(fake.url, Endpoint("chat", ""), VerdictCache(None), api_key="sk-1").connect()
+        connected(fake.url, api_key="sk-1")
     fake.kill()
     with pytest.raises(UserError, match=r"No judge answers at http://127.0.0.1:\d+ \(GET .* found no server"):
-        JudgeClient(fake.url, Endpoint("chat", "m"), VerdictCache(None)).connect()
+        connected(fake.url)
     with pytest.raises(UserError, match="not the address of a server"):
-        JudgeClient("127.0.0.1:80", Endpoint("chat", "m"), VerdictCache(None))
+        connected("127.0.0.1:80")
 
 
 def test_a_reward_model_without_a_chat_template_is_given_text(fake: FakeJudge) -> None:
     taken, refused = Say({"data": [{"probs": [0.4, 0.6]}]}), Say({"error": "no chat template"}, 400)
     fake.others["/classify"] = lambda body: taken if "input" in body else refused
-    client = JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None))
-    client.connect()
-    assert client.endpoint.as_text
+    assert connected(fake.url, "classify").as_text
     fake.others["/classify"] = lambda body: Say({"error": "no classifier"}, 400)
     with pytest.raises(UserError, match=r"fails at /classify: JudgeError: it answers 400.*no classifier"):
-        JudgeClient(fake.url, Endpoint("classify", "rm"), VerdictCache(None)).connect()
+        connected(fake.url, "classify")
 
 
 def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(tmp_path, caplog) -> None:
     path, keys = tmp_path / "judge.jsonl", [f"{number:064x}" for number in range(9)]
     cache = VerdictCache(path)
-    cache.put(keys[0], Verdict(0.5, said="x\u2028\ud800" * 2000))
+    assert cache.put(keys[0], Verdict(0.5, said="x\u2028\ud800" * 2000)) == cache.get(keys[0])
     cache.put(keys[1], Verdict(None, "Unreadable: é"))
     cache.close()
     assert (path.stat().st_mode & 0o777) == 0o600
@@ -434,15 +430,6 @@ def test_the_cache_outlives_what_ends_its_writer_and_believes_no_odd_line(tmp_pa
         assert len(one.get(keys[0]).said) == 2000
         assert one.get(keys[1]) == Verdict(None, "Unreadable: é")
         assert one.get(keys[5]) == Verdict(1.0)
-
-
-def test_a_long_answer_is_the_same_at_first_and_from_the_cache(fake: FakeJudge, opened: Open, tmp_path: Path) -> None:
-    fake.answer = lambda body: Say(chat(f"{'x' * 5000}\nVerdict {nonce_of(body)}: 7"))
-    grader = opened(tmp_path / "judge.jsonl")
-    (first,), (again,) = asked(grader, ["4"]), asked(grader, ["4"])
-    assert first == again
-    assert first.info["judge"].endswith(": 7")
-    assert len(first.info["judge"]) == 2000
 
 
 def test_the_cache_writes_through_no_link_and_into_nothing_odd(tmp_path: Path) -> None:
@@ -536,17 +523,7 @@ def test_reward_models_are_asked_in_vllms_forms() -> None:
     assert text.body["input"] == f"system: Be exact.\n\nuser: 2 + 2?\n\n{SAFE}"
 
 
-def test_an_answer_of_another_form_is_none() -> None:
-    for kind, answer in (
-        *(("score", {"data": rows}) for rows in ([], [{"score": True}], [{"score": float("nan")}])),
-        ("classify", {"data": [{"probs": []}]}),
-        ("chat", {"choices": [{"message": {"content": ["4"]}}]}),
-    ):
-        with pytest.raises((LookupError, TypeError, AttributeError)):
-            Endpoint(kind, "m").question(ONE).parse(answer)
-
-
-def test_a_verdict_that_may_be_cut_is_none() -> None:
+def test_a_verdict_that_may_be_cut_and_an_answer_of_another_form_are_none() -> None:
     question = Endpoint("chat", "m", rubric="r", extra_body={"temperature": None}).question(ONE)
     assert set(question.body) == {"model", "messages", "max_tokens"}, "null takes a field out"
     answer = f"Verdict {nonce_of(question.body)}: 1"
@@ -554,6 +531,13 @@ def test_a_verdict_that_may_be_cut_is_none() -> None:
     assert question.parse(whole).value == 0.1
     with pytest.raises(Unreadable):
         question.parse({"choices": [{**whole["choices"][0], "finish_reason": "length"}]})
+    for kind, answer in (
+        *(("score", {"data": rows}) for rows in ([], [{"score": True}], [{"score": float("nan")}])),
+        ("classify", {"data": [{"probs": []}]}),
+        ("chat", {"choices": [{"message": {"content": ["4"]}}]}),
+    ):
+        with pytest.raises((LookupError, TypeError, AttributeError)):
+            Endpoint(kind, "m").question(ONE).parse(answer)
 
 
 def test_a_questions_key_is_its_content() -> None:
@@ -610,19 +594,7 @@ def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytes
             judged_task(config, task_of(config), None)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "deed"),
-    [
-        ("reward.judge.url", "http://h:1", "send prompts and responses to http://h:1"),
-        ("reward.judge.rubric", "/home/me/notes.txt", "send what is in /home/me/notes.txt to its judge"),
-    ],
-)
-def test_a_judge_in_a_foreign_run_needs_consent(option: str, value: str, deed: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"reward: {{judge: {{kind: chat, {option.rpartition('.')[2]}: '{value}'}}}}")
-    with pytest.raises(UserError, match=f"asks to {deed} .{option}."):
-        load_config(tmp_path)
-    assert needs_consent(load_config(tmp_path, overrides_of({option: value}))) == {option: deed}
-    load_config(tmp_path, unused=UNUSED_WITHOUT_SAMPLES)
+def test_a_rubric_of_a_mixture_needs_consent_if_it_is_a_file() -> None:
     config = Config()
     config.reward.judge.rubric = "Is it kind? See\nnotes.txt"  # no file
     config.env.mixture = {"a": {"judge_rubric": "/etc/passwd.txt"}}

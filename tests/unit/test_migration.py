@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from sota_grpo.config import Config
 from sota_grpo.config.spelling import walk, with_options
-from sota_grpo.migration.export import model_card, write_verl
+from sota_grpo.migration.export import model_card, script_name, write_verl
 from sota_grpo.migration.verl import (
     FILES,
     Facts,
@@ -135,6 +135,8 @@ def loss_of(name: str, **options: float) -> dict[str, Any]:
                 "algorithm.filter_groups.metric": "score",
             },
         ),
+        (("env.num_envs=128",), {"actor_rollout_ref.rollout.max_num_seqs": 128}),
+        (("inference_model.max_num_seqs=512",), {"actor_rollout_ref.rollout.max_num_seqs": 512}),
         (("algorithm=cispo",), loss_of("cispo", clip_ratio_low=1.0, clip_ratio_high=4.0)),
         (("algorithm=dppo",), loss_of("dppo_tv", clip_ratio_c=20.0, clip_ratio_low=0.15)),
         (
@@ -160,28 +162,36 @@ def test_verl_computes_the_same_under(overrides: tuple[str, ...], expected: dict
     assert {name: actual.get(name) for name in expected} == expected
 
 
-def test_hydra_reads_the_command_line_as_it_was_meant(tmp_path: Path) -> None:
-    """The script is run with a python3 that prints what it is given, and Hydra parses that."""
+def arguments_of(script: str, folder: Path, *more: str) -> list[str]:
+    """Run a script in bash, with a python3 that prints its arguments; return them."""
+    (folder / "run_verl.sh").write_text(script)
+    (folder / "python3").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / "python3").chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin"}
+    command = ["bash", "run_verl.sh", *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=environment)
+    return done.stdout.splitlines()
+
+
+def test_hydra_reads_the_command_line_as_it_was_meant_and_names_of_a_run_are_no_part_of_it(tmp_path: Path) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    facts = Facts("/models/with space/it's", "10-00-00", longest_prompt=100, num_train=1000)
+    name = script_name(tmp_path / 'a3\ntouch PWNED #"""$(touch PWNED)`${oc.env:HOME}')
+    assert not set(name) & set("\n\"'$`\\{}()")
     overrides = (*RICH, "algorithm.correction_mode=mask", "train.precision=fp32", "optimizer.eps=1e-5")
-    options, report = verl_options(config_of(*overrides), facts)
-    script, python = tmp_path / "run_verl.sh", tmp_path / "python3"
-    script.write_text(verl_script(options, report, ["A heading."]))
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
-    command = ["bash", str(script), "trainer.total_epochs=2"]
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    module, name, *words_read = done.stdout.splitlines()
-    assert (module, name, words_read.pop()) == ("-m", "verl.trainer.main_ppo", "trainer.total_epochs=2")
+    config = config_of(*overrides)
+    config.logging.wandb_kwargs = {"name": "$HERE$(touch PWNED)", "project": 'a"; import os; b\\'}
+    options, report = verl_options(config, Facts("/models/with space/it's", name, longest_prompt=100, num_train=1000))
+    script = verl_script(options, report, ["A heading."])
+    module, program, *words_read = arguments_of(script, tmp_path, "trainer.total_epochs=2")
+    assert (module, program, words_read.pop()) == ("-m", "verl.trainer.main_ppo", "trainer.total_epochs=2")
     parsed = OverridesParser.create().parse_overrides(words_read)
     actual = {one.input_line.partition("=")[0]: one.value() for one in parsed}
     here = str(tmp_path.resolve())
     for option, value in options.items():
         assert actual.pop(option) == (value.replace("$HERE", here) if isinstance(value, ScriptPath) else value)
     assert actual == {}
+    assert not (tmp_path / "PWNED").exists()
 
 
 def exported(config: Config, folder: Path) -> Path:
@@ -273,13 +283,6 @@ def test_the_card_counts_responses_and_shows_the_reward() -> None:
     reward = "| `reward.name` | ['near', 'brief'] |"
     for shown in ("(24 responses)", "| reward |", "-2.5 ± 0.25", "| 1 | - | 50.0 % | - |", reward):
         assert shown in card
-
-
-def test_the_sequences_of_an_engine_are_those_that_were_chosen() -> None:
-    for overrides, count in (((), 128), (("inference_model.max_num_seqs=512",), 512)):
-        options, report = verl_options(config_of(*overrides), FACTS)
-        assert options["actor_rollout_ref.rollout.max_num_seqs"] == count
-        assert "inference_model.max_num_seqs" not in report.unsupported()
 
 
 def test_a_model_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:

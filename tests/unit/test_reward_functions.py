@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import pickle
-import random
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -134,55 +132,31 @@ def test_trls_functions_run_unchanged_in_a_process_and_see_the_group(tmp_path: P
     assert score(task, "4", unsolved).terms == {"accuracy": None, "shortest": 1.0}, "a term that does not apply"
 
 
-def test_a_group_is_graded_as_its_responses_are_alone(tmp_path: Path) -> None:
-    """Of functions that look at one response at a time."""
-    text = """
-def verl(solution_str, ground_truth):
-    return {"score": len(solution_str) / 7, "same": solution_str == ground_truth}
-def trl(completions, level, **kwargs):
-    return [None if len(c) % 3 == 0 else float(c) / l for c, l in zip(completions, level)]
-"""
-    task = task_of(tmp_path, text, "verl", "trl", weights=[random.random(), random.random()])
-    for _ in range(30):
-        example = example_of(level=random.randint(0, 3))
-        responses = random.choices(["4", "44", "444", "four"], k=random.randint(1, 6))
-        assert scores(task, responses, example) == [score(task, response, example) for response in responses]
+ALONE = "(solution_str, **kwargs):\n    if solution_str == 'ok': return 1\n   "
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "error"),
+    ("text", "error"),
     [
-        ("", "return None", "TypeError: compute_score returned NoneType, not a number"),
-        ("", "return '1.0'", "TypeError: compute_score returned str, not a number"),
-        ("", "return float('nan')", "ValueError: compute_score returned nan, which is not finite"),
-        ("", "return {'acc': 1}", "KeyError: compute_score returned a dict without 'score': it has ['acc']"),
-        ("", "import sys; sys.exit(3)", "RuntimeError: SystemExit: 3"),
-        ("async ", "import sys; sys.exit(3)", "RuntimeError: SystemExit: 3"),
-        ("", "import numpy; return numpy.arange(3)", "TypeError: compute_score returned ndarray, not a number"),
+        (f"def f{ALONE} return None", "TypeError: f returned NoneType, not a number"),
+        (f"def f{ALONE} return '1.0'", "TypeError: f returned str, not a number"),
+        (f"def f{ALONE} return float('nan')", "ValueError: f returned nan, which is not finite"),
+        (f"def f{ALONE} return {{'acc': 1}}", "KeyError: f returned a dict without 'score': it has ['acc']"),
+        (f"def f{ALONE} import sys; sys.exit(3)", "RuntimeError: SystemExit: 3"),
+        (f"async def f{ALONE} import sys; sys.exit(3)", "RuntimeError: SystemExit: 3"),
+        (f"def f{ALONE} import numpy; return numpy.arange(3)", "TypeError: f returned ndarray, not a number"),
+        ("def f(completions): return [1.0]", "ValueError: f returned 1 rewards for 2 completions"),
+        ("def f(completions): return 1.0", "TypeError: f returned float, not a list of one reward per completion"),
+        ("def f(completions): return 'ab'", "TypeError: f returned str, not a list"),
+        ("def f(completions): return (1 / len(c[2:]) for c in completions)", "ZeroDivisionError: division by zero ("),
+        ("def f(completions): return ['1', float('inf')]", "ValueError: f returned inf, which is not finite"),
     ],
 )
-def test_what_is_no_reward_is_an_error_of_that_response(tmp_path: Path, kind: str, body: str, error: str) -> None:
-    text = f"{kind}def compute_score(solution_str, **kwargs):\n    if solution_str == 'ok': return 1\n    {body}\n"
-    good, bad = scores(task_of(tmp_path, text), ["ok", "4"], example_of())
-    assert (good.error, good.terms) == (None, {"compute_score": 1.0})
-    assert bad.terms == {"compute_score": 0.0}
+def test_what_is_no_reward_is_an_error_of_that_response_or_list(tmp_path: Path, text: str, error: str) -> None:
+    good, bad = scores(task_of(tmp_path, text, "f"), ["ok", "4"], example_of())
+    assert (good.error, good.terms) == (None, {"f": 1.0}) if ALONE in text else good.error is not None
+    assert bad.terms == {"f": 0.0}
     assert bad.error.startswith(error)
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("return [1.0]", "ValueError: f returned 1 rewards for 2 completions"),
-        ("return 1.0", "TypeError: f returned float, not a list of one reward per completion"),
-        ("return 'ab'", "TypeError: f returned str, not a list"),
-        ("return (1 / len(c[1:]) for c in completions)", "ZeroDivisionError: division by zero ("),
-        ("return [float('inf'), '1']", "ValueError: f returned inf, which is not finite"),
-    ],
-)
-def test_what_is_no_list_of_rewards_is_an_error_of_all(tmp_path: Path, body: str, error: str) -> None:
-    actual = scores(task_of(tmp_path, f"def f(completions, **kwargs):\n    {body}\n", "f"), ["a", "b"], example_of())
-    assert actual[0].error.startswith(error)
-    assert all(one.error is not None and one.terms == {"f": 0.0} for one in actual)
 
 
 def test_a_response_that_the_function_cannot_grade_fails_alone(tmp_path: Path) -> None:
@@ -247,13 +221,12 @@ def test_coroutines_are_awaited_where_a_loop_runs_already_and_in_a_forked_proces
 
     with ThreadPoolExecutor(1) as pool:  # a browser's test leaves a loop of its own in the main thread
         assert pool.submit(asyncio.run, in_a_cell()).result() == 0.5
-    # which has a copy of the loop, and no thread that runs it
-    path = reward_file(tmp_path, "async def compute_score(solution_str): return float(solution_str)")
+    path = tmp_path / "reward_function.py"  # a forked process has a copy of the loop, and no thread that runs it
     text = f"""
 import os
 from sota_grpo.rewards.functions import RewardInputs, call_function, load_functions
-(function,) = load_functions({path!r}, ["compute_score"])
-found = lambda text: call_function(function, {path!r}, [RewardInputs(text, "2+2?", "4", {{}}, "demo")])[0].value
+(function,) = load_functions("{path}", ["compute_score"])
+found = lambda text: call_function(function, "{path}", [RewardInputs(text, "2+2?", "4", {{}}, "demo")])[0].value
 print(found("0.5"), flush=True)
 child = os.fork()
 if child == 0:
@@ -265,20 +238,20 @@ os.waitpid(child, 0)
     assert done.stdout.split() == ["0.5", "0.25"], done.stderr
 
 
-SUCCESSES = {
-    "0.5": True,
-    "{'score': -1.0, 'success': True}": True,
-    "{'score': 1.0, 'acc': 'no'}": True,
-    "0.25": False,
-    "{'score': 1.0, 'acc': False}": False,
-    "{'score': 1.0, 'correct': 0.5}": False,
-}
-
-
-@pytest.mark.parametrize("returned", SUCCESSES)
-def test_a_success_is_what_the_function_says_or_a_high_reward(tmp_path: Path, returned: str) -> None:
+@pytest.mark.parametrize(
+    ("returned", "success"),
+    [
+        ("0.5", True),
+        ("{'score': -1.0, 'success': True}", True),
+        ("{'score': 1.0, 'acc': 'no'}", True),
+        ("0.25", False),
+        ("{'score': 1.0, 'acc': False}", False),
+        ("{'score': 1.0, 'correct': 0.5}", False),
+    ],
+)
+def test_a_success_is_what_the_function_says_or_a_high_reward(tmp_path: Path, returned: str, success: bool) -> None:
     text = f"def compute_score(solution_str): return {returned}"
-    assert score(task_of(tmp_path, text, success_above=0.25), "4").success is SUCCESSES[returned]
+    assert score(task_of(tmp_path, text, success_above=0.25), "4").success is success
 
 
 def test_the_tasks_reward_may_be_combined_with_functions(tmp_path: Path) -> None:
@@ -363,13 +336,6 @@ TASK = TableTask([TableTask().read_row({"prompt": "2+2?", "ground_truth": 4, "le
 NEITHER = r"is neither verl's compute_score\(data_source, .*\) nor TRL's function\(prompts, completions, \*\*columns\)"
 
 
-def refusal(folder: Path, text: str, *names: str, weights: list[float] | None = None) -> str:
-    with pytest.raises(UserError) as caught:
-        task_of(folder, text, *names, task=TASK, weights=weights)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("signature", "form"),
     [
@@ -387,8 +353,7 @@ def test_both_forms_are_known_by_their_parameters(tmp_path: Path, signature: str
     with_reward_functions(TASK, path, ["f"])
 
 
-def test_objects_that_can_be_called_are_functions_too(tmp_path: Path) -> None:
-    text = """
+CALLABLE = """
 import functools
 def base(completions, factor, **kwargs): return [factor] * len(completions)
 double = functools.partial(base, factor=2.0)
@@ -396,63 +361,76 @@ class Judge:
     def __call__(self, solution_str, ground_truth): return 3.0
 judge = Judge()
 """
-    assert score(task_of(tmp_path, text, "double", "judge"), "4").terms == {"double": 2.0, "judge": 3.0}
+DATACLASS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+@dataclass
+class Settings:
+    kind: ClassVar[str] = 'a'
+    factor: float = 2.0
+def compute_score(solution_str): return Settings().factor
+"""
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "terms"), [(CALLABLE, {"double": 2.0, "judge": 3.0}), (DATACLASS, {"compute_score": 2.0})]
+)
+def test_objects_that_can_be_called_are_functions_and_a_file_may_define_dataclasses(
+    tmp_path: Path, text: str, terms: dict[str, float]
+) -> None:
+    assert score(task_of(tmp_path, text, *terms), "4").terms == terms
+
+
+GRADE = "import os\ndef grade(x): ...\ndef mark(x): ...\ndef _own(): ...\n"
+SEVERAL = "".join(f"def {name}(solution_str): return 0\n" for name in ("f", "g", "kl", "std"))
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "weights", "sentence"),
     [
-        ("x = 1\ny = x / 0\n", "reward_function.py, line 2: it cannot be imported (ZeroDivisionError"),
-        ("x = 1\n\ndef f(:\n", "reward_function.py, line 3: it cannot be imported (SyntaxError"),
-        ("import sys\n\nsys.exit(1)\n", "reward_function.py, line 3: it cannot be imported (SystemExit: 1)"),
-        ("\0", "it cannot be imported (SyntaxError"),
-        ("import os\ndef grade(x): ...\ndef mark(x): ...\ndef _own(): ...\n", "'; its functions are grade, mark:"),
-        ("compute_score = 3\n", "has no function 'compute_score'"),
-        ("def kl(completions, **columns): return 0\n", "kl is the name of a built-in reward term"),
-        ("def a(completions): return 0\ndef b(completions): return 0\n", "; its functions are a, b"),
+        ("x = 1\ny = x / 0\n", "", None, r"FILE, line 2: it cannot be imported \(ZeroDivisionError"),
+        ("x = 1\n\ndef f(:\n", "", None, r"FILE, line 3: it cannot be imported \(SyntaxError"),
+        ("import sys\n\nsys.exit(1)\n", "", None, r"FILE, line 3: it cannot be imported \(SystemExit: 1\)"),
+        ("\0", "", None, r"FILE.*it cannot be imported \(SyntaxError"),
+        (GRADE, "", None, "FILE.*'; its functions are grade, mark:"),
+        ("compute_score = 3\n", "", None, "FILE has no function 'compute_score'"),
+        ("def kl(completions, **columns): return 0\n", "", None, "kl is the name of a built-in reward term"),
+        ("def a(completions): return 0\ndef b(completions): return 0\n", "", None, "FILE.*; its functions are a, b"),
+        ("def f(response, answer, **columns): return 0", "f", None, NEITHER),
+        ("def f(solution_str, /, ground_truth): return 0", "f", None, NEITHER),
+        (
+            "def f(solution_str, url): return 0",
+            "f",
+            None,
+            "needs url, which verl.s form .* lacks; give it a default value",
+        ),
+        ("def f(completions, trainer_state, **kwargs): return 0", "f", None, "needs trainer_state"),
+        (
+            "def f(completions, n): return 0",
+            "f",
+            None,
+            "f has the parameters n, but the data has the columns ground_tr",
+        ),
+        (SEVERAL, "f f", None, "is empty or has an empty or repeated name; give different names"),
+        (SEVERAL, "kl", None, "kl is the name of a built-in reward term; give the function another name"),
+        (SEVERAL, "std", None, "the reward function std has the name of another metric, reward/std; rename it"),
+        (SEVERAL, "f g", [1.0], r"reward.weights has 1 entries for 2 functions \(f, g\); give one weight per function"),
+        (SEVERAL, "f", [float("nan")], "has a value that is not finite"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path, text: str, sentence: str) -> None:
-    actual = refusal(tmp_path, text)
-    assert sentence in actual
-    assert str(tmp_path / "reward_function.py") in actual or sentence.startswith("kl is")
+def test_a_file_a_function_and_weights_that_cannot_be_used_are_reported(
+    tmp_path: Path, text: str, names: str, weights: list[float] | None, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence.replace("FILE", f"{tmp_path}/reward_function.py")) as caught:
+        task_of(tmp_path, text, *names.split(), task=TASK, weights=weights)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path / "a.py", tmp_path):  # the second is a folder
         with pytest.raises(UserError, match=f"there is no file {path}; correct reward.path"):
             with_reward_functions(TASK, str(path), ["f"])
-
-
-@pytest.mark.parametrize(
-    ("signature", "sentence"),
-    [
-        ("response, answer, **columns", NEITHER),
-        ("solution_str, /, ground_truth", NEITHER),
-        ("solution_str, judge_url", "needs judge_url, which verl.s form .* lacks; give it a default value"),
-        ("completions, trainer_state, **kwargs", "needs trainer_state"),
-        ("completions, solution", "f has the parameters solution, but the data has the columns ground_truth, level"),
-    ],
-)
-def test_a_function_of_neither_form_is_reported(tmp_path: Path, signature: str, sentence: str) -> None:
-    assert re.search(sentence, refusal(tmp_path, f"def f({signature}): return 0\n", "f"))
-
-
-@pytest.mark.parametrize(
-    ("names", "weights", "sentence"),
-    [
-        (["f", "f"], None, "is empty or has an empty or repeated name; give different names"),
-        (["kl"], None, "kl is the name of a built-in reward term; give the function another name"),
-        (["std"], None, "the reward function std has the name of another metric, reward/std; rename it"),
-        (["f", "g"], [1.0], "reward.weights has 1 entries for 2 functions (f, g); give one weight per function"),
-        (["f"], [float("nan")], "has a value that is not finite"),
-    ],
-)
-def test_names_and_weights_that_do_not_match_are_reported(
-    tmp_path: Path, names: list[str], weights: list[float] | None, sentence: str
-) -> None:
-    text = "def f(solution_str): return 0\ndef g(solution_str): return 0\ndef kl(solution_str): return 0\n"
-    assert sentence in refusal(tmp_path, text, *names, weights=weights)
 
 
 def test_a_changed_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,18 +441,7 @@ def test_a_changed_file_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert score(task, "").terms == {"compute_score": value}
 
 
-def test_a_file_may_define_dataclasses_and_shadow_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """
-from __future__ import annotations
-from dataclasses import dataclass
-from typing import ClassVar
-@dataclass
-class Settings:
-    kind: ClassVar[str] = 'a'
-    factor: float = 2.0
-def compute_score(solution_str): return Settings().factor
-"""
-    assert score(task_of(tmp_path, text), "").terms == {"compute_score": 2.0}
+def test_a_file_shadows_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
     reward_file(tmp_path, "raise RuntimeError('not me')", "tabnanny.py")
     task_of(tmp_path, "import tabnanny\ndef compute_score(solution_str): return tabnanny.verbose")

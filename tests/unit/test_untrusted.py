@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
@@ -18,12 +17,10 @@ from sota_grpo import Result
 from sota_grpo.assembly.compose import UNUSED_WITHOUT_LOSS, UNUSED_WITHOUT_SAMPLES, load_config
 from sota_grpo.assembly.evaluation import find_target
 from sota_grpo.cli import main
-from sota_grpo.config import Config
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.files import atomic_file
-from sota_grpo.migration.export import _new_folder, script_name, write_hf, write_verl
-from sota_grpo.migration.verl import Facts, verl_options, verl_script
+from sota_grpo.migration.export import _new_folder, write_hf, write_verl
 from sota_grpo.recording import run_files
 from sota_grpo.recording.run_files import is_held, read_config, read_json, read_rows
 from sota_grpo.recording.stored_steps import read_step
@@ -45,9 +42,17 @@ ASKS = {
         "load its model with {'kv_transfer_config': {'kv_ip': '1.2.3.4'}}",
     ),
     "model.load_kwargs": ("model: {load_kwargs: {use_kernels: true}}", "load its model with {'use_kernels': True}"),
+    "reward.judge.url": (
+        "reward: {judge: {kind: chat, url: 'http://h:1'}}",
+        "send prompts and responses to http://h:1",
+    ),
+    "reward.judge.rubric": (
+        "reward: {judge: {kind: chat, rubric: /home/me/notes.txt}}",
+        "send what is in /home/me/notes.txt to its judge",
+    ),
     "ray.address": ("ray: {address: 'h:6379'}", "join the Ray cluster h:6379"),
 }
-MUCH = "\n".join(text for option, (text, _) in ASKS.items() if option not in ("engine.url", "model.load_kwargs"))
+MUCH = "\n".join(ASKS[option][0] for option in ("reward.path", "algorithm.objective", "model.trust_remote_code"))
 
 
 class Attack:
@@ -254,20 +259,6 @@ def test_a_checkpoint_that_needs_consent_is_a_sentence_and_the_one_before_is_tak
     assert "weights_only" not in str(refused.value)
     assert refused.value.__suppress_context__
     assert store.latest(["learner"]) == (1, {"learner": 1})
-    assert not (tmp_path / "PWNED").exists()
-
-
-def test_names_and_texts_of_a_run_are_no_part_of_a_script(tmp_path: Path) -> None:
-    name = script_name(tmp_path / 'a3\ntouch PWNED #"""$(touch PWNED)`${oc.env:HOME}')
-    assert not set(name) & set("\n\"'$`\\{}()")
-    config = Config()
-    config.logging.wandb_kwargs = {"name": "$HERE$(touch PWNED)", "project": 'a"\nimport os\nb\\'}
-    facts = Facts("tiny", name, longest_prompt=10, num_train=1000)
-    (tmp_path / "run.sh").write_text(verl_script(*verl_options(config, facts), ["A heading."]))
-    (tmp_path / "python3").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "python3").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", "run.sh"], check=True, cwd=tmp_path, env=environment)
     assert not (tmp_path / "PWNED").exists()
 
 

@@ -12,11 +12,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _FOLDER = Path("tokenizers", "punkt_tab", "english")
 _MAX_CHARS = 100_000  # about 17,000 words, longer than any sampled text; bounds the time of hostile text
@@ -276,14 +277,15 @@ def capital_word_count(text: str, capital_relation: str, capital_frequency: int)
     return compare_number_of(capitals, capital_relation, capital_frequency)
 
 
-class Instruction(NamedTuple):
+@dataclass(frozen=True)
+class Instruction:
     """One of the benchmark's instructions."""
 
     func_name: str  # name of the same constraint in RLVR-IFeval
     follows: Callable[..., bool]  # the check: (text, **kwargs) -> bool
     splits_sentences: bool = False
 
-    @property
+    @cached_property
     def kwargs(self) -> dict[str, bool]:
         """Names of the kwargs; True: required, as in the benchmark; False: used only by training data."""
         _, *parameters = signature(self.follows).parameters.values()
