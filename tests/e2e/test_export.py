@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -72,50 +71,27 @@ def test_the_adapter_computes_what_the_merged_model_does(run_dir: Path, tmp_path
     assert "library_name: peft" in (tmp_path / "adapter" / "README.md").read_text()
 
 
-def test_verls_folder_is_whole(run_dir: Path, tmp_path: Path) -> None:
+def test_verls_folder_is_whole_and_goes_beside_the_run(run_dir: Path) -> None:
     import pyarrow.parquet
 
-    export(run_dir, "--to", "verl", "--out", tmp_path / "verl")
-    rows = pyarrow.parquet.read_table(tmp_path / "verl" / "train.parquet").to_pylist()
+    export(run_dir, "--to", "verl")
+    folder = run_dir / "export" / "verl"
+    rows = pyarrow.parquet.read_table(folder / "train.parquet").to_pylist()
     assert len(rows) == 40
     assert set(rows[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert len(pyarrow.parquet.read_table(tmp_path / "verl" / "heldout.parquet")) == 16
-    script = tmp_path / "verl" / "run_verl.sh"
+    assert len(pyarrow.parquet.read_table(folder / "heldout.parquet")) == 16
+    script = folder / "run_verl.sh"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
     assert "verl 0.9.0" in text
     assert "- device=cpu: verl needs accelerators." in text.replace("# ", "")
-    code: dict = {"__file__": str(tmp_path / "verl" / "reward.py")}
-    exec((tmp_path / "verl" / "reward.py").read_text(), code)
+    code: dict = {"__file__": str(folder / "reward.py")}
+    exec((folder / "reward.py").read_text(), code)
     row = rows[0]
     for text, reward in ((f"#### {row['extra_info']['answer'].rpartition('#### ')[2]}", 1.0), ("#### 0.123", 0.0)):
         actual = code["compute_score"](row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
         assert actual == {"score": reward, "acc": reward}
-
-
-def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(2):
-        export(run_dir, "--to", "verl")
-        monkeypatch.chdir(run_dir / "export" / "verl")
-    export(run_dir, "--to", "verl", "--out", ".")
-    assert (run_dir / "export" / "verl" / "run_verl.sh").is_file()
-    (tmp_path / "empty" / ".sota_grpo_export_killed").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "empty")
-    export(run_dir, "--to", "hf", "--step", "1", "--out", ".")
-    names = {path.name for path in Path().iterdir()}
-    assert {"config.json", "model.safetensors", "README.md"} < names
-    assert not any(name.startswith(".") for name in names)
-    shutil.rmtree(tmp_path / "empty")
-    monkeypatch.undo()
-    (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(SystemExit) as ended:
-        main(["export", str(run_dir), "--to", "verl", "--out", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "is not an empty folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +102,7 @@ def test_an_export_goes_beside_the_run_and_is_replaced_there_alone(
         (["RUN", "--to", "verl", "--step", "1"], "--step is for --to hf"),
         (["RUN", "--to", "hf", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect on --adapter"),
         (["PLAIN", "--to", "hf", "--adapter"], "trained all weights"),
+        (["RUN", "--to", "verl", "--out", "PLAIN"], "is not an empty folder"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -137,3 +114,4 @@ def test_a_mistake_is_one_sentence(
         main(["export", *[paths.get(one, one) for one in arguments]])
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

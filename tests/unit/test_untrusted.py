@@ -262,15 +262,27 @@ def test_a_checkpoint_that_needs_consent_is_a_sentence_and_the_one_before_is_tak
     assert not (tmp_path / "PWNED").exists()
 
 
-def test_an_export_replaces_no_folder_where_a_link_of_the_run_leads(run_dir: Path) -> None:
-    """Only what is in the run's own ``export/`` is replaced."""
-    mine = run_dir.parent / "projects" / "verl"
-    mine.mkdir(parents=True)
-    (mine / "work.py").touch()
-    (run_dir / "export").symlink_to(mine.parent)
-    with pytest.raises(UserError, match="is not an empty folder"), _new_folder(run_dir / "export" / "verl", run_dir):
-        pass
-    assert (mine / "work.py").exists()
+def test_an_export_replaces_its_own_folder_and_fills_an_empty_one(run_dir: Path, monkeypatch) -> None:
+    """Only what is in the run's own ``export/`` is replaced, which is no link."""
+
+    def export(out: Path, *names: str) -> None:
+        with _new_folder(out, run_dir) as folder:
+            for name in names:
+                (folder / name).touch()
+
+    own, other = run_dir / "export" / "verl", run_dir.parent / "projects" / "verl"
+    for out, name in ((own, "old"), (own, "new"), (Path(), "newer")):
+        export(out, name)
+        assert [path.name for path in own.iterdir()] == [name]
+        monkeypatch.chdir(own)
+    (other / ".sota_grpo_export_killed").mkdir(parents=True)
+    monkeypatch.chdir(other)
+    export(Path(), "config.json", "work.py")
+    own.parent.rename(run_dir / "earlier")
+    own.parent.symlink_to(other.parent)
+    with pytest.raises(UserError, match="is not an empty folder"):
+        export(own)
+    assert sorted(path.name for path in other.iterdir()) == ["config.json", "work.py"]
 
 
 def test_no_control_sequence_of_a_run_reaches_the_terminal(
