@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from sota_grpo.rl.collate import NO_MASK, known_tokens
 from sota_grpo.rl.records import sample_seed
 from sota_grpo.rl.table import Row, RowTable, row_list
 
+Size = tuple[int, int, int]  # numbers of packed tokens (a prompt once), of rows, and of the longest row's tokens
 SLOTS_PER_TOKEN = 64  # see fill
 EVEN_ENOUGH = 1.05  # largest cost of a rank over the mean cost at which rows are no longer moved
 
@@ -272,8 +273,7 @@ class PromptGroup:
     responses: tuple[int, ...]
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Numbers of packed tokens (the prompt once, and every response), of rows, and of the longest row's tokens."""
+    def size(self) -> Size:
         return self.prompt + sum(self.responses), len(self.rows), self.prompt + max(self.responses, default=0)
 
     def subset(self, members: Iterable[int]) -> PromptGroup:
@@ -349,58 +349,36 @@ def fill(
     >>> [[piece.rows for piece in batch] for batch in fill(groups, token_budget=11)]
     [[(0, 2)], [(1, 3)], [(4, 5), (6,)]]
     """
+
+    def weight(size: Size) -> float:
+        tokens, rows, longest = size
+        return max(tokens, rows * longest / slots_per_token)
+
+    def first_fit(sizes: Sequence[Size], before: int = 0) -> list[list[int]]:
+        """Return the indices of ``sizes`` in each batch, the heaviest first; ``before``: tokens of an empty batch."""
+        batches: list[tuple[Size, list[int]]] = []
+        for index in sorted(range(len(sizes)), key=lambda index: -weight(sizes[index])):
+            tokens, rows, longest = sizes[index]
+            for at, ((has, count, widest), members) in enumerate([*batches, ((before, 0, 0), [])]):
+                size = (has + tokens, count + rows, max(widest, longest))
+                if weight(size) <= token_budget or at == len(batches):
+                    batches[at : at + 1] = [(size, [*members, index])]
+                    break
+        return [members for _, members in sorted(batches, key=lambda batch: -weight(batch[0]))]
+
     full, even = [], []
     for group in groups:
-        if _Batch(0).weight(slots_per_token, *group.size) <= token_budget:
-            full.append(group)
-            even.append(group)
-            continue
-        lengths = [(length, 1, group.prompt + length) for length in group.responses]
-        cuts = _first_fit(lengths, token_budget, slots_per_token, tokens=group.prompt)
-        full += [group.subset(cut.members) for cut in cuts]
-        shares = balanced_shares(group.responses, len(cuts))
-        batches = [group.subset(share) for share in shares]
-        fits = all(_Batch(0).weight(slots_per_token, *batch.size) <= token_budget for batch in batches)
-        even += batches if len(cuts) > 1 and fits else full[-len(cuts) :]
-    packed = []
-    for pieces in (even, full):
-        micros = _first_fit([piece.size for piece in pieces], token_budget, slots_per_token)
-        micros.sort(key=lambda micro: -micro.weight(slots_per_token))
-        packed.append([[pieces[member] for member in micro.members] for micro in micros])
-    return min(packed, key=len)
-
-
-@dataclass
-class _Batch:
-    """Sizes of one micro-batch, on which its weight depends, and the indices of its members."""
-
-    tokens: int
-    rows: int = 0
-    longest: int = 0
-    members: list[int] = field(default_factory=list)
-
-    def weight(self, slots_per_token: int, tokens: int = 0, rows: int = 0, longest: int = 0) -> float:
-        """Return the micro-batch's weight after adding ``tokens`` and ``rows`` of at most ``longest`` tokens."""
-        slots = (self.rows + rows) * max(self.longest, longest)
-        return max(self.tokens + tokens, slots / slots_per_token)
-
-
-def _first_fit(
-    sizes: Sequence[tuple[int, int, int]], budget: int, slots_per_token: int, *, tokens: int = 0
-) -> list[_Batch]:
-    """Pack ``sizes`` (tokens, rows, longest row), heaviest first, into batches that start with ``tokens``."""
-    batches: list[_Batch] = []
-    for index in sorted(range(len(sizes)), key=lambda index: -_Batch(0).weight(slots_per_token, *sizes[index])):
-        more, rows, longest = sizes[index]
-        batch = next((b for b in batches if b.weight(slots_per_token, more, rows, longest) <= budget), None)
-        if batch is None:
-            batch = _Batch(tokens)
-            batches.append(batch)
-        batch.tokens += more
-        batch.rows += rows
-        batch.longest = max(batch.longest, longest)
-        batch.members.append(index)
-    return batches
+        cuts = [group]
+        if weight(group.size) > token_budget:
+            lengths = [(length, 1, group.prompt + length) for length in group.responses]
+            cuts = [group.subset(members) for members in first_fit(lengths, before=group.prompt)]
+        shares = [group.subset(share) for share in balanced_shares(group.responses, len(cuts))]
+        full += cuts
+        even += shares if len(cuts) > 1 and all(weight(share.size) <= token_budget for share in shares) else cuts
+    packings = (
+        [[pieces[at] for at in batch] for batch in first_fit([p.size for p in pieces])] for pieces in (even, full)
+    )
+    return min(packings, key=len)
 
 
 def rank_shares(
