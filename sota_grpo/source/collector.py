@@ -190,17 +190,15 @@ class PromptGroupCollector(BaseCollector):
                 f"The environment has several turns (max_steps), but {type(policy).__name__} samples single ones; wrap "
                 "it in sota_grpo.envs.dialogs.DialogEngine, or use TorchRL's LLMCollector with DialogRows."
             )
-        self.env, self.policy, self.sampling = env, policy, sampling
+        self.env, self.policy, self.sampling, self.weight_sync = env, policy, sampling, weight_sync
         self.total_frames, self.requested_frames_per_batch = total_dialog_turns, dialog_turns_per_batch
         self.num_groups, self.max_policy_age = dialog_turns_per_batch // env.repeats, max_policy_age
-        self.replay_buffer = replay_buffer
-        self.rollouts = Rollouts(env, policy, poll)
+        self.replay_buffer, self.rollouts = replay_buffer, Rollouts(env, policy, poll)
         self.graded_transforms = [*map(_of_tables, graded_transforms)]
         self.group_transforms = [*map(_of_tables, group_transforms)]
         self.refill, self.sleep_engine = refill, sleep_engine
         self._term_weights = env.task.term_weights if decouple_terms else None
         self.should_stop, self.wait_deadline_s, self.metrics_extra = should_stop, wait_deadline_s, metrics_extra
-        self.weight_sync = weight_sync
         self._seed, self._reference = seed, reference
         slots = max_groups_admitted(max_policy_age, self.num_groups)
         if max_policy_age and not isinstance(replay_buffer, GroupReplayBuffer):
@@ -222,23 +220,16 @@ class PromptGroupCollector(BaseCollector):
         self._postproc: Callable[[Any], Any] | None = None
         if postproc is not None:
             self.set_postproc(postproc)
-        self._slots = Slots(
-            env.stream,
-            self._buffer,
-            num_groups=self.num_groups,
-            max_policy_age=max_policy_age,
-            version=lambda: self.policy.version,
-            max_draws=max_draws,
-        )
+        sizes = {"num_groups": self.num_groups, "max_policy_age": max_policy_age, "max_draws": max_draws}
+        self._slots = Slots(env.stream, self._buffer, **sizes, version=lambda: self.policy.version)
         self._frames, self._iter = 0, -1
-        self._concurrent = self._begun = False
+        self._concurrent = self._begun = self._closed = False
         self._saved_version: int | None = None  # policy version of the loaded state
         self._to_request: list[Group] = []
         self._metrics: dict[str, float] = {}
         self._changed = threading.Condition()  # its lock guards self._slots
         self._loop, self._clock = EventLoop(policy), StageClock()
         self._thread: threading.Thread | None = None
-        self._closed = False
         self._failure: BaseException | None = None
 
     # ------------------------------------------------------------------ methods that a TorchRL loop calls
@@ -252,8 +243,7 @@ class PromptGroupCollector(BaseCollector):
         """Yield batches, or None with a replay buffer, until ``total_dialog_turns`` are collected or :meth:`close`."""
         while not self._is_over():
             if self.replay_buffer is self._buffer:
-                if self._slots.num_taken:
-                    self.release()
+                self.release()
                 self._wait_for_batch()
                 yield None
                 continue
@@ -393,13 +383,8 @@ class PromptGroupCollector(BaseCollector):
         """Return :attr:`policy_version`, for callers that cannot read properties."""
         return self.policy_version
 
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        return self.requested_frames_per_batch
-
-    @property
-    def total_dialog_turns(self) -> int:
-        return self.total_frames
+    dialog_turns_per_batch = property(lambda self: self.requested_frames_per_batch)
+    total_dialog_turns = property(lambda self: self.total_frames)
 
     def is_running(self) -> bool:
         """Return whether the background thread is running."""
@@ -480,8 +465,7 @@ class PromptGroupCollector(BaseCollector):
         began = time.perf_counter()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        if self._slots.num_taken:
-            self.release()
+        self.release()
         self._wait_for_batch()
         waited = time.perf_counter() - began
         if self.sleep_engine:

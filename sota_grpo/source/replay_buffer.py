@@ -57,6 +57,10 @@ class GroupStorage(ListStorage):
         self._storage = [next(groups) if size else None for size in state_dict["sizes"]]
 
 
+def _refuse_files(part: object, path: Any) -> None:
+    raise NotImplementedError("Save and load the buffer's state_dict() instead.")
+
+
 class OldestGroups(Sampler):
     """A sampler that returns each group once: by default oldest admission version first, then first in, first out.
 
@@ -69,7 +73,6 @@ class OldestGroups(Sampler):
             once, but the order does not bound the age of a token: the collector only checks it in every batch.
 
     Attributes:
-        versions: {admission version: number of groups that can be sampled}.
         taken: {group id: admission version} of the groups that :meth:`pick` chose last.
     """
 
@@ -78,7 +81,6 @@ class OldestGroups(Sampler):
         self._empty()
 
     def _empty(self) -> None:
-        self.versions: Counter[int] = Counter()
         self.taken: dict[int, int] = {}
         self.sampled: list[int] = []  # indices of the last sample
         self._finished: dict[int, tuple[int, int, int]] = {}  # {index: (admission version, arrival, group id)}
@@ -88,10 +90,14 @@ class OldestGroups(Sampler):
     def __len__(self) -> int:
         return len(self._finished)
 
+    @property
+    def versions(self) -> Counter[int]:
+        """{admission version: number of groups that can be sampled}."""
+        return Counter(version for version, *_ in self._finished.values())
+
     def put(self, index: int, version: int, group_id: int) -> None:
         """Register a finished group: its storage index and its admission version."""
         self._finished[index] = (version, next(self._arrivals), group_id)
-        self.versions[version] += 1
 
     def pick(self, storage: GroupStorage, num_groups: int) -> None:
         """Choose the groups that the next :meth:`sample` returns; a collector calls this under its lock.
@@ -99,10 +105,8 @@ class OldestGroups(Sampler):
         RuntimeError: fewer than ``num_groups`` are finished. RunFailed: ``sampler`` failed, or did not choose as many.
         """
         if num_groups > len(self):
-            holds = (
-                f"holds {len(self)} finished groups" if len(self) else "is empty: Cannot sample from an empty storage"
-            )
-            raise RuntimeError(f"{num_groups} groups were requested, but the buffer {holds}; add groups first.")
+            has = f"holds {len(self)} finished groups" if len(self) else "is empty: Cannot sample from an empty storage"
+            raise RuntimeError(f"{num_groups} groups were requested, but the buffer {has}; add groups first.")
         oldest = sorted(self._finished, key=self._finished.__getitem__)
         if self.sampler is not None:
             view = GroupStorage(len(oldest))
@@ -111,20 +115,16 @@ class OldestGroups(Sampler):
             try:
                 chosen = torch.as_tensor(self.sampler.sample(view, num_groups)[0]).flatten().tolist()
             except Exception as error:  # of the user's program
-                raise RunFailed(
-                    f"{named} failed ({sentence(error).rstrip('.')}); correct the sampler, or use none."
-                ) from error
+                reason = sentence(error).rstrip(".")
+                raise RunFailed(f"{named} failed ({reason}); correct the sampler, or use none.") from error
             picked = {index: oldest[int(index)] for index in chosen if index in range(len(oldest))}
             if len(picked) != num_groups or len(chosen) != num_groups:
                 wanted = f"return {num_groups} different indices below {len(oldest)}"
                 raise RunFailed(f"{named} chose the groups {chosen}; {wanted}.")
             oldest = list(picked.values())
         self._picked = sorted(oldest[:num_groups], key=lambda index: self._finished[index][2])  # by group id
-        self.taken = {}
-        for index in self._picked:
-            version, _, group_id = self._finished.pop(index)
-            self.taken[group_id] = version
-            self.versions[version] -= 1
+        taken = map(self._finished.pop, self._picked)
+        self.taken = {group_id: version for version, _, group_id in taken}
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not self._picked:
@@ -146,10 +146,7 @@ class OldestGroups(Sampler):
         for index, version, _, group_id in sorted(state_dict["waiting"], key=lambda entry: entry[2]):
             self.put(index, version, group_id)
 
-    def dumps(self, path: Any) -> None:
-        raise NotImplementedError("Save and load the buffer's state_dict() instead.")
-
-    loads = dumps
+    dumps = loads = _refuse_files
 
 
 class GroupWriter(Writer):
@@ -173,8 +170,8 @@ class GroupWriter(Writer):
             )
         group_id = int(rows.get(keys.GROUP_ID)[0])
         version = self.admitted(group_id) if self.admitted is not None else None
-        if version is None:  # TorchRL's rows have none, or one as text: first in, first out
-            versions = rows.get(keys.POLICY_VERSION)
+        if version is None:
+            versions = rows.get(keys.POLICY_VERSION)  # TorchRL's rows have none, or one as text: first in, first out
             version = int(versions.min()) if isinstance(versions, torch.Tensor) else 0
         held.set(index, rows)
         self._sampler.put(index, version, group_id)
@@ -191,8 +188,7 @@ class GroupWriter(Writer):
         _, sizes = torch.unique_consecutive(rows.get(keys.GROUP_ID).flatten(), return_counts=True)
         return torch.tensor([self.add(group) for group in rows.split(sizes.tolist())])
 
-    def _empty(self, empty_write_count: bool = True) -> None:
-        """Reset the count of writes; the storage is emptied by the buffer."""
+    def _empty(self, empty_write_count: bool = True) -> None:  # the storage is emptied by the buffer
         self._write_count = 0 if empty_write_count else self._write_count
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,10 +197,7 @@ class GroupWriter(Writer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """No-op: the writer has no state."""
 
-    def dumps(self, path: Any) -> None:
-        raise NotImplementedError("Save and load the buffer's state_dict() instead.")
-
-    loads = dumps
+    dumps = loads = _refuse_files
 
 
 class Timed(Transform):
@@ -391,8 +384,15 @@ class Refill:
 
     def may_draw(self) -> bool:
         """Return whether a new prompt may replace a zero-advantage group now."""
-        spent = self._replaced >= (self.max_draws - 1) * self.num_groups
-        return self.num_held > 0 and not spent and self.num_draws < self._limit()
+        if not self.num_held or self._replaced >= (self.max_draws - 1) * self.num_groups:
+            return False
+        limit = self._began  # of the draws: B_r of the known outcomes, for r = 1, 2, .. max_draws
+        for _ in range(self.max_draws - 1):
+            following = self._began + bisect.bisect_left(self._zero_draws, limit)
+            if following == limit:
+                break
+            limit = following
+        return self.num_draws < limit
 
     def replace(self) -> tuple[int, int]:
         """Free the slot of the oldest held group for a new prompt: count the draw, return its step and index.
@@ -415,16 +415,6 @@ class Refill:
     def held_versions(self) -> Counter[int]:
         """Return {admission version: number of zero-advantage groups that hold a slot}."""
         return Counter(group.version for group, _ in self._pool[len(self._pool) - self.num_held :])
-
-    def _limit(self) -> int:
-        """Return ``B_{max_draws}``, from the outcomes known so far."""
-        limit = self._began
-        for _ in range(self.max_draws - 1):
-            following = self._began + bisect.bisect_left(self._zero_draws, limit)
-            if following == limit:
-                break
-            limit = following
-        return limit
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step's counts and the zero-advantage groups, as tensors and plain values."""
@@ -516,9 +506,7 @@ class Slots:
         self.num_groups, self.max_policy_age = num_groups, max_policy_age
         self.count = max_groups_admitted(max_policy_age, num_groups)
         self.buffer, self._finished = buffer, buffer.sampler
-        buffer.writer.admitted = lambda group_id: (
-            self.in_flight[group_id].version if group_id in self.in_flight else None
-        )
+        buffer.writer.admitted = lambda group_id: getattr(self.in_flight.get(group_id), "version", None)
         self.refill = Refill(num_groups=num_groups, slots=self.count, max_draws=max_draws)
         self.in_flight: dict[int, Group] = {}
         self._stream, self._version = stream, version
@@ -547,14 +535,16 @@ class Slots:
         self.buffer.add(rows)
         del self.in_flight[group.group_id]
 
+    def _oldest_are(self, finished: Counter[int], others: Counter[int]) -> bool:
+        """Return whether the groups admitted first are ``finished``, of these, ``others`` and those in flight."""
+        in_flight = Counter(group.version for group in self.in_flight.values())
+        return oldest_are_finished(self.num_groups, in_flight + finished + others, finished)
+
     def batch_is_ready(self) -> bool:
         """Return whether the groups of the next batch are finished."""
         if self._finished.sampler is not None:
             return len(self._finished) >= self.num_groups
-        finished = self._finished.versions
-        in_flight = Counter(group.version for group in self.in_flight.values())
-        admitted = in_flight + finished + self.refill.held_versions()
-        return oldest_are_finished(self.num_groups, admitted, finished)
+        return self._oldest_are(self._finished.versions, self.refill.held_versions())
 
     def settle(self) -> list[tuple[Group, RowTable]]:
         """If zero-advantage groups complete the next batch, move all held ones to ``in_flight`` and return them.
@@ -562,11 +552,7 @@ class Slots:
         Call it only if :meth:`batch_is_ready` is False and ``refill`` holds groups.
         """
         done = self._finished.versions + self.refill.held_versions()
-        waits = bool(self.in_flight)
-        if self._finished.sampler is None:
-            in_flight = Counter(group.version for group in self.in_flight.values())
-            waits = not oldest_are_finished(self.num_groups, in_flight + done, done)
-        if waits:
+        if self.in_flight if self._finished.sampler is not None else not self._oldest_are(done, Counter()):
             return []
         settled = self.refill.settle()
         self.in_flight |= {group.group_id: group for group, _ in settled}

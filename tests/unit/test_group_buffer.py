@@ -37,10 +37,6 @@ def group(group_id: int, *, size: int = 3) -> RowTable:
     return rows
 
 
-def buffer_of(max_groups: int) -> GroupReplayBuffer:
-    return GroupReplayBuffer(max_groups, 1, as_table=True)
-
-
 def put(buffer: GroupReplayBuffer, rows: RowTable, version: int) -> None:
     """A group that was admitted under ``version``, whatever versions its tokens have."""
     buffer.writer.admitted = lambda group_id: version
@@ -53,7 +49,7 @@ def ids(rows: RowTable) -> list[int]:
 
 def test_random_traffic_gives_every_group_once_in_the_order_of_a_plain_list() -> None:
     """By admission version, then by arrival; the groups of a batch by their ids."""
-    buffer, waiting, arrived = buffer_of(8), [], 0
+    buffer, waiting, arrived = GroupReplayBuffer(8, 1, as_table=True), [], 0
     for step in range(100):
         if len(waiting) < 8 and (not waiting or random.random() < 0.5):
             version = step // 20 + random.randint(0, 2)
@@ -70,15 +66,16 @@ def test_random_traffic_gives_every_group_once_in_the_order_of_a_plain_list() ->
         assert buffer.sampler.versions.total() == len(waiting)
 
 
-def test_a_full_buffer_refuses_and_keeps_what_it_has() -> None:
-    buffer = buffer_of(2)
-    for group_id in (0, 1):
-        put(buffer, group(group_id), 0)
+def test_a_full_buffer_or_a_sample_that_fails_changes_nothing() -> None:
+    buffer = GroupReplayBuffer(2, 1, as_table=True)
+    buffer.extend(RowTable.cat([group(0), group(1)]))
     with pytest.raises(RuntimeError, match="holds 2 groups"):
-        put(buffer, group(2), 0)
+        buffer.extend(group(2))
     assert ids(buffer.sample(2)) == [0, 0, 0, 1, 1, 1]
-    put(buffer, group(2), 0)
-    assert ids(buffer.sample(1)) == [2, 2, 2]
+    buffer.extend(group(2))  # in the place of the first
+    with pytest.raises(RuntimeError, match="2 groups were requested"):
+        buffer.sample(2)
+    assert ids(buffer.sample()) == [2, 2, 2]
 
 
 def test_without_a_collector_iterating_ends_with_the_last_whole_batch() -> None:
@@ -145,16 +142,6 @@ def test_torchrls_sampler_without_replacement_gives_each_group_once() -> None:
     assert set(Counter(seen).values()) == {3}  # rows of a group
 
 
-def test_a_sample_that_fails_takes_no_group() -> None:
-    buffer = GroupReplayBuffer(4, 1, as_table=True)
-    buffer.extend(group(0))
-    buffer.sample()
-    buffer.extend(group(1))  # in the place of the first
-    with pytest.raises(RuntimeError, match="2 groups were requested"):
-        buffer.sample(2)
-    assert ids(buffer.sample()) == [1, 1, 1]
-
-
 def test_what_would_be_lost_is_refused_and_a_buffer_can_be_pickled() -> None:
     buffer = GroupReplayBuffer(4, 2)
     buffer.extend(RowTable.cat([group(0), group(1)]))
@@ -166,15 +153,13 @@ def test_what_would_be_lost_is_refused_and_a_buffer_can_be_pickled() -> None:
 
 
 def test_a_saved_buffer_continues_as_the_original_would(tmp_path) -> None:
-    buffer = buffer_of(6)
+    buffer, other = (GroupReplayBuffer(6, 1, as_table=True) for _ in range(2))
     for group_id in random.sample(range(100), 6):
         put(buffer, group(group_id), random.randint(0, 2))
     buffer.sample(1)
     CheckpointStore(tmp_path).save(0, {"buffer": buffer.state_dict()})
     _, state = CheckpointStore(tmp_path).latest()
-    other = buffer_of(6)
     put(other, group(500), 0)  # forgotten
     other.load_state_dict(state["buffer"])
     for count in (2, 3):
-        rows, again = (one.sample(count) for one in (buffer, other))
-        same(rows, again)
+        same(buffer.sample(count), other.sample(count))
