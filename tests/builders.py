@@ -20,7 +20,15 @@ def generator(seed: int | None = None) -> torch.Generator:
 
 
 def random_row(
-    stream: torch.Generator, prompt: int, response: int, *, index: int = 0, group_size: int = 2, dtype=torch.float32
+    stream: torch.Generator,
+    prompt: int,
+    response: int,
+    *,
+    index: int = 0,
+    group_size: int = 2,
+    vocab: int = VOCAB,
+    spread: tuple[float, float] = (0.5, -2.0),  # of the behaviour log-probs: standard deviation and mean
+    dtype=torch.float32,
 ) -> TensorDict:
     """One response with every key that a learner may read; off the assistant mask the per-token values are 0."""
     length = prompt + response
@@ -29,8 +37,8 @@ def random_row(
     def values(scale: float = 1.0, shift: float = 0.0) -> Tensor:
         return torch.where(mask, shift + scale * torch.randn(length, generator=stream, dtype=dtype), 0.0)
 
-    tokens = torch.randint(3, VOCAB, (length,), generator=stream)
-    behaviour = values(0.5, -2.0)
+    tokens = torch.randint(3, vocab, (length,), generator=stream)
+    behaviour = values(*spread)
     return TensorDict(
         {
             "query": f"question {index // group_size}",

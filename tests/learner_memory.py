@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.peers.memory import peak_bytes
@@ -26,6 +26,7 @@ from sota_grpo.policy.lora import add_lora, quantize
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.planner import LearnerSettings, groups_by_prompt, micro_batches, row_prompts
 from sota_grpo.training.learner import Learner
+from tests.builders import random_row
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -91,27 +92,15 @@ def make_rows(case: dict[str, Any]) -> list[TensorDictBase]:
             return mean
         return int(torch.randint(int(0.7 * mean), int(1.3 * mean) + 1, (1,), generator=stream))
 
+    read = (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.ADVANTAGE)
     rows: list[TensorDictBase] = []
-    for group in range(case["groups"]):
+    for _ in range(case["groups"]):
         prompt = torch.randint(3, case["vocab"], (length(case["prompt"]),), generator=stream)
-        for sample in range(case["group"]):
-            response = torch.randint(3, case["vocab"], (length(case["response"]),), generator=stream)
-            rows.append(_row(torch.cat([prompt, response]), len(prompt), group, sample, stream))
+        for _ in range(case["group"]):
+            row = random_row(stream, len(prompt), length(case["response"]), vocab=case["vocab"], spread=(0.0, -5.0))
+            row[keys.FULL_TOKENS][: len(prompt)] = prompt
+            rows.append(row.select(*read, keys.GROUP_ID, keys.SAMPLE_ID, keys.TRUNCATED))
     return rows
-
-
-def _row(full: torch.Tensor, prompt: int, group: int, sample: int, stream: torch.Generator) -> TensorDictBase:
-    sampled = torch.arange(len(full)) >= prompt
-    row = TensorDict({}, batch_size=[])
-    row.set(keys.FULL_TOKENS, full)
-    row.set(keys.ATTENTION_MASK, torch.ones_like(sampled))
-    row.set(keys.ASSISTANT_MASK, sampled)
-    row.set(keys.LOG_PROBS, torch.where(sampled, -5.0, 0.0))
-    row.set(keys.ADVANTAGE, torch.randn(1, 1, generator=stream))
-    row.set(keys.GROUP_ID, torch.tensor(group))
-    row.set(keys.SAMPLE_ID, torch.tensor(sample))
-    row.set(keys.TRUNCATED, torch.tensor([False]))
-    return row
 
 
 def batches_of(rows: Sequence[TensorDictBase], budget: int) -> list[MicroBatch]:

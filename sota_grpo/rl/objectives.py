@@ -18,16 +18,9 @@ from torch.autograd.function import once_differentiable
 from torchrl.objectives.common import LossModule
 
 from sota_grpo import keys
+from sota_grpo.functional import loss_terms
 from sota_grpo.functional.advantages import distilled_advantages
-from sota_grpo.functional.loss_terms import (
-    KL_ESTIMATORS,
-    importance_weights,
-    loss_weights,
-    of_terms,
-    off_policy_tokens,
-    raw_weights,
-    sequence_log_ratio,
-)
+from sota_grpo.functional.loss_terms import KL_ESTIMATORS, of_terms, sequence_log_ratio
 from sota_grpo.rl.collate import pad_rows, padded_entry, require_plain, unpad_rows
 from sota_grpo.rl.custom_objectives import ObjectiveError, surrogate
 from sota_grpo.rl.table import row_list
@@ -313,7 +306,7 @@ class GRPOLoss(LossModule):
             scorer.entropy_grad = True
         self.actor_network = actor_network
         pair = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
-        self.clip_epsilon_low, self.clip_epsilon_high = (float(width) for width in pair)
+        self.clip_epsilon_low, self.clip_epsilon_high = map(float, pair)
         self.kl_mask_threshold, self.max_response_tokens = kl_mask_threshold, max_response_tokens
         averaged = loss_aggregation or TORCHRL_AGGREGATIONS[aggregation or "token_mean"]
         self.aggregation: Any = "none" if reduction == "none" else averaged
@@ -360,7 +353,10 @@ class GRPOLoss(LossModule):
                 "write a differentiable entropy, or pass entropy_bonus=False."
             )
         if self.fused is not None and log_prob.requires_grad and self.aggregation != "none":
-            return self._fused(entries, self.fused)
+            losses, sums, means, slopes = self.fused(self, {name: value.detach() for name, value in entries.items()})
+            entropy = entropy if self.entropy_coeff else None
+            losses = dict(zip(losses, _WithSlopes.apply(log_prob, entropy, *losses.values(), *slopes)))
+            return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
         tokens = self._tokens(entries)
         losses, sums = self._losses(tokens)
         loss = torch.stack([value.sum() for value in losses.values()]).sum()
@@ -369,19 +365,12 @@ class GRPOLoss(LossModule):
         sums, means = with_slope(sums, derivative(loss, tokens.log_prob))
         return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
 
-    def _fused(self, entries: Mapping[str, Tensor], fused: Callable[..., Any]) -> GRPOLossOutput:
-        """Return the output of ``fused``, which has computed the gradients too."""
-        log_prob, entropy = entries["log_prob"], entries["entropy"] if self.entropy_coeff else None
-        losses, sums, means, slopes = fused(self, {name: value.detach() for name, value in entries.items()})
-        losses = dict(zip(losses, _WithSlopes.apply(log_prob, entropy, *losses.values(), *slopes)))
-        return GRPOLossOutput(**losses, **means, sums=TensorDict(sums, batch_size=[]), batch_size=[])
-
     def _losses(self, tokens: LossTokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the reduced losses, and the sums over the trained tokens without the gradient's."""
         stale, used = None, tokens
         if self.off_policy_threshold is not None:
             read = (tokens.log_prob, tokens.behaviour, tokens.advantage, tokens.mask)
-            stale = off_policy_tokens(*read, threshold=self.off_policy_threshold)
+            stale = loss_terms.off_policy_tokens(*read, threshold=self.off_policy_threshold)
             # ratio 1 without gradient, so that masked tokens cannot overflow
             used = tokens._replace(log_prob=torch.where(stale, tokens.old, tokens.log_prob))
         value, clipped = self._surrogate(used)
@@ -396,10 +385,10 @@ class GRPOLoss(LossModule):
                     "or set correction=None."
                 )
             gap, cap, floor = tokens.proximal - tokens.behaviour, self.correction_cap, self.correction_floor
-            raw = raw_weights(gap, tokens.mask, level=self.correction)
+            raw = loss_terms.raw_weights(gap, tokens.mask, level=self.correction)
             left_out["correction_fraction"] = (raw > cap) | (raw < floor)
             how: dict[str, Any] = {"level": self.correction, "mode": self.correction_mode, "cap": cap, "floor": floor}
-            value = value * importance_weights(gap, tokens.mask, **how)
+            value = value * loss_terms.importance_weights(gap, tokens.mask, **how)
         sums = self._sums(tokens, clipped, left_out)
         losses, divergence = {"loss_objective": value}, KL_ESTIMATORS[self.kl_estimator]
         if self.kl_to_ref_coeff:
@@ -436,12 +425,9 @@ class GRPOLoss(LossModule):
             weights = {"distill_coeff": self.distill_coeff, "advantage_coeff": self.advantage_coeff}
             teacher = self._reference(f"distill_coeff is {self.distill_coeff}", tokens)
             advantage = distilled_advantages(advantage, tokens.log_prob, teacher, **weights)
-        terms = {
-            **{"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": advantage},
-            **{"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high},
-            "dual_clip": self.dual_clip,
-        }
-        chosen = self.surrogate
+        terms: dict[str, Any] = {"log_prob": tokens.log_prob, "log_ratio": log_ratio, "advantage": advantage}
+        terms |= {"mask": tokens.mask, "clip_low": self.clip_epsilon_low, "clip_high": self.clip_epsilon_high}
+        terms["dual_clip"] = self.dual_clip
         if "entropy" in self.optional_terms:
             if tokens.entropy is None:
                 raise ValueError(
@@ -451,8 +437,9 @@ class GRPOLoss(LossModule):
             terms["entropy"] = tokens.entropy.detach()
         if "ref_log_prob" in self.optional_terms:
             terms["ref_log_prob"] = self._reference("the objective reads ref_log_prob", tokens)
-        clipped = torch.zeros_like(tokens.mask) if chosen.clipped is None else of_terms(chosen.clipped, terms)
-        value = of_terms(chosen.loss, terms)
+        measure = self.surrogate.clipped
+        clipped = torch.zeros_like(tokens.mask) if measure is None else of_terms(measure, terms)
+        value = of_terms(self.surrogate.loss, terms)
         if value.shape != tokens.mask.shape:
             raise ObjectiveError(
                 f"algorithm.objective returned a loss of shape {list(value.shape)}, but the tokens have "
@@ -490,10 +477,8 @@ class GRPOLoss(LossModule):
         entries = self._read_wrapper(batch) if is_wrapper else self._read_module(batch)
         shape, read = entries["log_prob"].shape, {}  # each [N, T] or [N, 1], and not in half precision
         for name, value in entries.items():
-            if value is None:
-                continue
             value = value.squeeze(-1) if value.dim() == len(shape) + 1 else value
-            if value.shape != shape and value.shape != (shape[0], 1):
+            if value.shape not in (shape, (shape[0], 1)):
                 raise ValueError(
                     f"a per-token entry of the batch has the shape {list(value.shape)}; it must be that of the "
                     f"log-probs, {list(shape)}, or {[shape[0], 1]}."
@@ -513,7 +498,7 @@ class GRPOLoss(LossModule):
         if weight is None and self.aggregation == "none":
             weight = mask.float()
         elif weight is None:
-            weight = loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
+            weight = loss_terms.loss_weights(mask, self.aggregation, max_response_tokens=self.max_response_tokens)
         mask = mask & (weight != 0)
         zero = mask.new_zeros((), dtype=torch.float32)  # on a GPU each 0.0 would be a kernel
         selected = {name: torch.where(mask, value, zero) for name, value in read.items()}
@@ -534,8 +519,8 @@ class GRPOLoss(LossModule):
         elif not getattr(self.actor_network, "copies_rows", False):
             batch = batch.copy()
         out = self.actor_network(batch)
-        log_prob = _per_token(out, keys.LOG_PROBS, "right")
-        return {**stored, "log_prob": log_prob, "mask": mask, "entropy": out.get("entropy", None)}
+        read = {**stored, "log_prob": _per_token(out, keys.LOG_PROBS, "right"), "mask": mask}
+        return read if (entropy := out.get("entropy", None)) is None else {**read, "entropy": entropy}
 
     def _read_wrapper(self, batch: TensorDictBase) -> dict[str, Any]:
         actor: Any = self.actor_network
@@ -556,26 +541,19 @@ class GRPOLoss(LossModule):
         get_dist = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         dist = actor.get_dist(visible, logits_key="logits") if get_dist is None else get_dist(visible)
         action = visible.get(self.tensor_keys.action, as_padded_tensor=True, padding_side=side, padding_value=-100)
-        return {
-            **stored,
-            "log_prob": dist.log_prob(action),
-            "mask": dist.mask.bool(),
-            "entropy": dist.entropy() if self.entropy_bonus else None,  # costs a [N, T, V] softmax
-        }
+        read = {**stored, "log_prob": dist.log_prob(action), "mask": dist.mask.bool()}
+        return {**read, "entropy": dist.entropy()} if self.entropy_bonus else read  # which costs a [N, T, V] softmax
 
-    def _stored(self, batch: TensorDictBase, side: Side) -> dict[str, Any]:
+    def _stored(self, batch: TensorDictBase, side: Side) -> dict[str, Tensor]:
         """Return the entries that the batch has, by field name of :class:`LossTokens`."""
         names = self.tensor_keys
+        optional = {"proximal": names.proximal_log_prob, "ref": names.ref_log_probs}
+        optional |= {"weight": names.loss_weight, "kept": names.objective_mask}
+        stored = {name: _per_token(batch, key, side, optional=True) for name, key in optional.items()}
         advantage = _per_token(batch, names.advantage, side)
-        stored = {
-            "advantage": advantage.unsqueeze(-1) if advantage.dim() == 1 else advantage,
-            "behaviour": _per_token(batch, names.sample_log_prob, side),
-            "proximal": _per_token(batch, names.proximal_log_prob, side, optional=True),
-            "ref": _per_token(batch, names.ref_log_probs, side, optional=True),
-            "weight": _per_token(batch, names.loss_weight, side, optional=True),
-            "kept": _per_token(batch, names.objective_mask, side, optional=True),
-        }
-        return {name: None if value is None else value.detach() for name, value in stored.items()}
+        stored["advantage"] = advantage.unsqueeze(-1) if advantage.dim() == 1 else advantage
+        stored["behaviour"] = _per_token(batch, names.sample_log_prob, side)
+        return {name: value.detach() for name, value in stored.items() if value is not None}
 
     def _reduce(self, per_token: Tensor, tokens: LossTokens) -> Tensor:
         if self.aggregation == "none":
@@ -588,14 +566,8 @@ class GRPOLoss(LossModule):
         log_ratio = tokens.log_prob - tokens.behaviour
         weight = log_ratio.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
         trainer = tokens.log_prob if tokens.proximal is None else tokens.proximal
-        measured: dict[str, Tensor] = {
-            "tokens": tokens.mask,
-            "ratio": weight,
-            "ratio_squared": weight.square(),
-            "clip_fraction": clipped,
-            "kl_approx": -log_ratio,
-            "mismatch_kl": mismatch(trainer - tokens.behaviour),
-        }
+        measured = {"tokens": tokens.mask, "ratio": weight, "ratio_squared": weight.square(), "clip_fraction": clipped}
+        measured |= {"kl_approx": -log_ratio, "mismatch_kl": mismatch(trainer - tokens.behaviour)}
         if tokens.ref is not None:
             measured["kl_to_ref"] = KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.ref)
         if self.kl_to_inference_coeff:
@@ -627,11 +599,9 @@ def losses_with_slopes(
 
     differentiated: Any = torch.func.vjp(losses_of, *(entries[name] for name in names), has_aux=True)
     losses, pull, sums = differentiated
-    slopes = []  # by log-prob and, if asked, entropy of each loss
-    for differentiated_loss in losses:
-        slopes.append(
-            pull({name: torch.full_like(losses[name], float(name == differentiated_loss)) for name in losses})
-        )
+    slopes = [  # by log-prob and, if asked, entropy of each loss
+        pull({name: torch.full_like(losses[name], float(name == one)) for name in losses}) for one in losses
+    ]
     by_log_prob, *by_entropy = (list(each) for each in zip(*slopes))
     sums, means = with_slope(sums, sum(by_log_prob[1:], by_log_prob[0]))
     return losses, sums, means, sum(by_entropy, by_log_prob)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,16 +24,8 @@ from torchrl.envs.transforms import Transform
 from sota_grpo import keys
 from sota_grpo.errors import RunFailed, memory_for
 from sota_grpo.files import error_line, file_reference
-from sota_grpo.functional.advantages import (
-    GROUP_TERMS,
-    Baseline,
-    Scale,
-    UnusableValues,
-    decoupled_rewards,
-    group_advantages,
-    soft_overlong_penalty,
-    zero_advantage_mask,
-)
+from sota_grpo.functional import advantages
+from sota_grpo.functional.advantages import Baseline, Scale, UnusableValues, group_advantages, zero_advantage_mask
 from sota_grpo.functional.loss_terms import of_terms
 from sota_grpo.rl.collate import complete_rows, graded_rows, known_tokens, pad_rows, require_plain
 from sota_grpo.rl.custom_objectives import ObjectiveError, estimator
@@ -46,34 +39,28 @@ _INFO = json.JSONEncoder(default=str)
 Rows = TypeVar("Rows", RowTable, TensorDictBase)
 
 
-def _checked(advantages: Any, rewards: Tensor) -> Tensor:
+def _checked(estimated: Any, rewards: Tensor) -> Tensor:
     """Return the advantages of a user's estimator; raise ``ObjectiveError`` unless finite, one per response."""
-    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
-        returned = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+    if not isinstance(estimated, Tensor) or estimated.shape != rewards.shape:
+        returned = list(estimated.shape) if isinstance(estimated, Tensor) else type(estimated).__name__
         raise ObjectiveError(
             f"algorithm.baseline returned {returned} for {len(rewards)} responses; return a tensor of shape "
             f"{list(rewards.shape)}, one advantage per response."
         )
-    if len(bad := (~advantages.isfinite()).nonzero()):
+    if len(bad := (~estimated.isfinite()).nonzero()):
         row = int(bad[0])
         raise ObjectiveError(
-            f"algorithm.baseline returned the advantage {advantages[row].item()} at index {row}, for a response with "
+            f"algorithm.baseline returned the advantage {estimated[row].item()} at index {row}, for a response with "
             f"the reward {rewards[row].item():g}; an advantage must be a finite number."
         )
-    return advantages
+    return estimated
 
 
-def _first(rows: TensorDictBase) -> RowTable:
-    """Return the table of the first row, to look entries up in."""
-    return RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1])
-
-
-def _without(rows: TensorDictBase, key: NestedKey) -> list[TensorDictBase]:
-    """Return the rows, of ragged ones, that lack ``key``, if others of the batch have it; else none."""
-    if not isinstance(rows, LazyStackedTensorDict) or rows.batch_dims > 1:
-        return []
-    lacking = [row for row in row_list(rows) if row.get(key, None) is None]
-    return [] if len(lacking) == len(rows) else lacking
+def _have(rows: TensorDictBase, key: NestedKey) -> list[bool]:
+    """Return for each of ragged rows whether it has the entry; for others, one value for all."""
+    if isinstance(rows, LazyStackedTensorDict) and rows.batch_dims == 1:
+        return [row.get(key, None) is not None for row in row_list(rows)]
+    return [key in RowTable.of([rows] if not rows.batch_dims else row_list(rows)[:1]).columns]
 
 
 class RowTransform(Transform):
@@ -87,19 +74,21 @@ class RowTransform(Transform):
     def _write(self, rows: RowTable) -> None:
         raise NotImplementedError
 
-    def _check(self, rows: TensorDictBase) -> None:
-        """Raise if the transform cannot be applied to a batch of TensorDicts; any may be used by default."""
+    def _check(self, rows: TensorDictBase, have: list[bool]) -> None:
+        """Raise if the rows, of which some ``have`` the written entry, cannot be transformed."""
 
     def forward(self, tensordict: Rows) -> Rows:  # type: ignore[override]
         if isinstance(tensordict, RowTable):
             if self.written_key not in tensordict.columns:
                 self._write(tensordict)
             return tensordict
-        self._check(tensordict)
-        if lacking := _without(tensordict, self.written_key):
-            in_place(self._write)(lacking)  # as in a replay buffer, some of whose rows were sampled before
-            return tensordict
-        return tensordict if self.written_key in _first(tensordict).columns else in_place(self._write)(tensordict)
+        have = _have(tensordict, self.written_key)
+        self._check(tensordict, have)
+        if not any(have):
+            in_place(self._write)(tensordict)
+        elif not all(have):  # as in a replay buffer, some of whose rows were sampled before
+            in_place(self._write)([row for row, has in zip(row_list(tensordict), have) if not has])
+        return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self.forward(next_tensordict)  # by ``ReplayBuffer.append_transform(.., invert=True)``, for added rows
@@ -109,7 +98,7 @@ class RowTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.copy().set("next", next_tensordict)
-        if keys.ASSISTANT_MASK in self.in_keys and keys.ASSISTANT_MASK not in _first(rows).columns:
+        if keys.ASSISTANT_MASK in self.in_keys and not all(_have(rows, keys.ASSISTANT_MASK)):
             complete_rows(rows)  # with the response that TorchRL's wrapper has just written
         in_place(self._write)(rows)
         return next_tensordict.update(rows.get("next"))
@@ -120,14 +109,18 @@ class RowTransform(Transform):
 
 def graded_texts(rows: Sequence[Row]) -> list[tuple[str, Example]]:
     """Return ``(response text, example)`` of every row; consecutive rows with the same texts share one example."""
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else value.data
+
     pairs: list[tuple[str, Example]] = []
     before: list[Any] = []
     for row in rows:
         texts = [row.get(keys.QUERY), row.get(keys.ANSWER), row.get(keys.EXTRA, None)]
-        if not before or any(text is not other for text, other in zip(texts, before)):
-            extra = {} if texts[2] is None else json.loads(_text(texts[2]))
-            example, before = Example(_text(texts[0]), _text(texts[1]), extra), texts
-        pairs.append((_text(row.get(keys.RESPONSE_TEXT)), example))
+        if not before or any(one is not other for one, other in zip(texts, before)):
+            extra = {} if texts[2] is None else json.loads(text(texts[2]))
+            example, before = Example(text(texts[0]), text(texts[1]), extra), texts
+        pairs.append((text(row.get(keys.RESPONSE_TEXT)), example))
     return pairs
 
 
@@ -150,10 +143,6 @@ def write_scores(rows: RowTable, scores: Sequence[Score], term_weights: Mapping[
     rows.set(keys.REWARD_TIMEOUT, torch.tensor([[(score.error or "").startswith("TimeoutError")] for score in scores]))
     errors = [{} if score.error is None else {"error": score.error} for score in scores]
     rows.set(keys.REWARD_INFO, [_INFO.encode({**score.info, **error}) for score, error in zip(scores, errors)])
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else value.data
 
 
 class ReferenceKL(RowTransform):
@@ -212,7 +201,7 @@ class ReferenceKL(RowTransform):
         self.pad_token_id, self.token_budget, self.shared_prompt = pad_token_id, token_budget, shared_prompt
 
     def _write(self, rows: RowTable) -> None:
-        if self.in_reward_coeff is not None and keys.TURN in rows.columns:
+        if self.in_reward_coeff is not None:
             _require_ends(rows, whole=True)
         sizes: dict[str, Any] = {"token_budget": self.token_budget, "shared_prompt": self.shared_prompt}
         log_probs = reference_log_probs(self.reference, rows, pad_token_id=self.pad_token_id, **sizes)
@@ -260,7 +249,7 @@ def write_reference(rows: RowTable, log_probs: Sequence[Tensor], *, in_reward_co
         torch.where(known_tokens(row), row[keys.LOG_PROBS] - ref, 0.0).sum()
         for row, ref in zip(rows.rows(keys.ASSISTANT_MASK, keys.LOG_PROBS), log_probs, strict=True)
     ]
-    reward = rows.get(keys.REWARD)
+    reward = _reward(rows)
     penalty = -in_reward_coeff * torch.stack(gaps).reshape(reward.shape)
     rows.set(keys.KL_TERM, penalty)
     rows.set(keys.GRADED_REWARD, reward.clone())
@@ -287,19 +276,18 @@ class OverlongPenalty(RowTransform):
 
     def __init__(self, max_tokens: int, buffer_tokens: int, *, weight: float = 1.0) -> None:
         super().__init__(in_keys=[keys.ASSISTANT_MASK, keys.REWARD], out_keys=[keys.REWARD, self.written_key])
-        soft_overlong_penalty(torch.zeros(1), max_tokens, buffer_tokens)  # raises for invalid numbers
-        self.max_tokens, self.buffer_tokens, self.weight = max_tokens, buffer_tokens, weight
+        self._penalty = partial(advantages.soft_overlong_penalty, max_tokens=max_tokens, buffer_tokens=buffer_tokens)
+        self._penalty(torch.zeros(1))  # raises for invalid numbers
+        self.weight = weight
 
     def _write(self, rows: RowTable) -> None:
-        if keys.TURN in rows.columns:
-            _require_ends(rows, whole=True)
-        reward = rows.get(keys.REWARD)
-        lengths = rows.sums(keys.ASSISTANT_MASK)
-        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.buffer_tokens).reshape(reward.shape)
+        _require_ends(rows, whole=True)
+        penalty = self._penalty(rows.sums(keys.ASSISTANT_MASK)).unsqueeze(-1)
         rows.set(self.written_key, penalty)
-        rows.set(keys.REWARD, reward + self.weight * penalty)
-        if (graded := rows.get(keys.GRADED_REWARD)) is not None:  # ReferenceKL came before
-            rows.set(keys.GRADED_REWARD, graded + self.weight * penalty)
+        for key in (keys.REWARD, keys.GRADED_REWARD):  # the second if ReferenceKL came before
+            if rows.has(key):
+                reward = _reward(rows, key)
+                rows.set(key, reward + self.weight * penalty.reshape(reward.shape))
 
 
 def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -315,10 +303,17 @@ def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None, device: 
         term = rows.columns[*keys.REWARD_TERMS, name]
         values = torch.full_like(term.values, (weights or {}).get(name, 1.0), dtype=torch.float32)
         rows.columns[*keys.TERM_WEIGHTS, name] = term._replace(values=values)
-
     terms = torch.stack([_scalars(rows, (*keys.REWARD_TERMS, name), device) for name in names], dim=-1)
     of_rows = torch.stack([_scalars(rows, (*keys.TERM_WEIGHTS, name), device) for name in names])
     return terms, of_rows.nan_to_num(-torch.inf).amax(-1).nan_to_num(neginf=0.0)  # 0 if no row has the term
+
+
+def _reward(rows: RowTable, key: Any = keys.REWARD) -> Tensor:
+    """Return the reward of each row, or another entry; of rows of several dtypes, in the widest."""
+    reward = rows.get(key)
+    if isinstance(reward, Tensor):
+        return reward
+    return torch.cat([torch.as_tensor(value).reshape(1) for value in reward]).unsqueeze(-1)
 
 
 def _scalars(rows: RowTable, key: tuple[str, ...], device: torch.device) -> Tensor:
@@ -348,7 +343,7 @@ def zero_advantage_rows(rows: RowTable, term_weights: Mapping[str, float] | None
 
 def _require_ends(rows: RowTable, *, whole: bool = False) -> None:
     """Raise ValueError for a step that did not end its dialog; with ``whole`` also for the last of several steps."""
-    for index, row in enumerate(rows.rows(keys.TURN, keys.DONE)):
+    for index, row in enumerate(rows.rows(keys.TURN, keys.DONE) if keys.TURN in rows.columns else ()):
         turn, done = row.get(keys.TURN), row.get(keys.DONE)
         if isinstance(turn, Tensor) and done is not None and (not bool(done.any()) or (whole and int(turn))):
             raise ValueError(
@@ -418,15 +413,10 @@ class GroupAdvantage(RowTransform):
         self._waiting: dict[Any, list[TensorDictBase]] = {}  # rows of incomplete groups
 
     def _write(self, rows: RowTable) -> None:
-        if keys.TURN in rows.columns:
-            _require_ends(rows)
+        _require_ends(rows)
         group_ids = self._group_ids(rows)
-        reward = rows.get(self.in_keys[0])
-        if isinstance(reward, list):  # of several dtypes
-            reward = torch.cat([torch.as_tensor(value).reshape(1) for value in reward])
-        reward = reward.reshape(-1)
-        group_ids = group_ids.to(reward.device)
-        used = graded_rows(rows).to(reward.device)
+        reward = _reward(rows, self.in_keys[0]).reshape(-1)
+        group_ids, used = group_ids.to(reward.device), graded_rows(rows).to(reward.device)
         if not used.all() and self.baseline in ("leave_one_out", "best_of_others"):
             _, index, counts = group_ids.unique(return_inverse=True, return_counts=True)
             left = torch.zeros_like(counts).index_add(0, index, used.to(counts.dtype))
@@ -434,7 +424,7 @@ class GroupAdvantage(RowTransform):
         ids = group_ids[used]
         if self.decouple_terms:
             terms, weights = _weighed_terms(rows, self.term_weights, reward.device)
-            decoupled = decoupled_rewards(terms[used], weights, ids, eps=self.eps)
+            decoupled = advantages.decoupled_rewards(terms[used], weights, ids, eps=self.eps)
             reward = reward if reward.is_floating_point() else reward.float()
             reward = torch.zeros_like(reward).index_put((used,), decoupled.to(reward.dtype))
         has_lengths = self.baseline == "length_weighted" or (self.estimator and keys.ASSISTANT_MASK in rows.columns)
@@ -445,13 +435,12 @@ class GroupAdvantage(RowTransform):
             by_name = {name: _scalars(rows, (*keys.REWARD_TERMS, name), reward.device)[used] for name in names}
             terms_of = {"rewards": reward[used], "group_ids": ids, "lengths": lengths, "terms": by_name}
             try:
-                advantages = of_terms(self.estimator, terms_of)
+                estimated = of_terms(self.estimator, terms_of)
             except Exception as error:  # from the user's function
                 raise ObjectiveError(f"algorithm.baseline failed: {sentence(error).rstrip('.')}.") from error
-            options["baseline"] = _checked(advantages, reward[used])
+            options["baseline"] = _checked(estimated, reward[used])
         values = group_advantages(reward[used], ids, scale=self.scale, eps=self.eps, **options)
-        has_kl = self.in_keys[0] == keys.REWARD  # the penalty is in this reward only
-        graded = rows.get(keys.GRADED_REWARD, None) if has_kl else None
+        graded = rows.get(keys.GRADED_REWARD) if self.in_keys[0] == keys.REWARD else None  # only this has the penalty
         if graded is not None and not self.decouple_terms and self.scale != "none":
             # Else tiny differences of the KL would be scaled up to full-size advantages: at the first step, where the
             # policy is the reference, even rounding errors.
@@ -470,7 +459,7 @@ class GroupAdvantage(RowTransform):
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
     def _names(self, rows: RowTable) -> list[Any]:
-        """Return the group identifier of each row; raise ``KeyError`` if the rows lack an input key."""
+        """Return the group identifier of each row."""
         for key in self.in_keys:
             if key not in rows.columns:
                 raise KeyError(f"the rows have no {key}; set in_keys=(reward, group) to entries of the rows.")
@@ -496,40 +485,38 @@ class GroupAdvantage(RowTransform):
                     f"the responses of group {name} answer several questions ({first!r:.60}, {second!r:.60}); their "
                     "baseline would be wrong, so make group ids unique across environments."
                 )
-        numbers = dict(zip(members, range(len(members))))
+        numbers = {name: number for number, name in enumerate(members)}
         return torch.tensor([numbers[name] for name in names])
 
-    def _check(self, rows: TensorDictBase) -> None:
-        """Raise ValueError if every response is alone in its group, or only some of a group have advantages."""
-        compares = self.group_size is None and {self.baseline, self.scale}.intersection(GROUP_TERMS)
-        if compares and self.written_key not in _first(rows).columns:
+    def _check(self, rows: TensorDictBase, have: list[bool]) -> None:
+        if any(have):
+            if not all(have):
+                names = self._names(RowTable.of(rows))
+                complete, lacking = ({n for n, has in zip(names, have) if has is which} for which in (True, False))
+                if both := complete & lacking:
+                    raise ValueError(
+                        f"only some responses of group {both.pop()} have {self.written_key}; the baseline of the "
+                        "others would be wrong, so pass whole groups."
+                    )
+        elif self.group_size is None and {self.baseline, self.scale}.intersection(advantages.GROUP_TERMS):
             names = self._names(RowTable.of(rows))
             if names and len(set(names)) == len(names):
                 raise ValueError(
                     f"each of the {len(names)} responses is alone in its group, so each advantage would be 0; pass "
                     "whole groups, or set group_size in a replay buffer, which then waits for complete groups."
                 )
-        if lacking := _without(rows, self.written_key):
-            without = set(self._names(RowTable.of(lacking)))
-            others = [row for row in row_list(rows) if row.get(self.written_key, None) is not None]
-            if both := without.intersection(self._names(RowTable.of(others))):
-                raise ValueError(
-                    f"only some responses of group {both.pop()} have {self.written_key}; the baseline of the others "
-                    "would be wrong, so pass whole groups."
-                )
 
     def _inv_call(self, tensordict: Rows) -> Rows | None:
         """Return the rows that a buffer writes: those of complete groups, with advantages; None if there are none."""
         if isinstance(tensordict, RowTable):  # one group for a GroupReplayBuffer: its batches get them when sampled
             return tensordict
-        if self.group_size is None or self.written_key in _first(tensordict).columns:
+        if self.group_size is None or _have(tensordict, self.written_key)[0]:
             return self.forward(tensordict)
         if not tensordict.batch_dims:
             raise ValueError("with group_size, rows are added in batches; use the buffer's extend instead of add.")
         rows, whole = tensordict.reshape(-1), []
         table = RowTable.of(rows)
-        if keys.TURN in table.columns:
-            _require_ends(table)
+        _require_ends(table)
         for name, row in zip(self._names(table), rows.unbind(0)):
             siblings = self._waiting.setdefault(name, [])
             siblings.append(row)
@@ -584,14 +571,10 @@ class UserTransforms:
 
 def _cut_supports(rows: RowTable) -> None:
     """Remove the sampling supports of tokens that the assistant mask leaves out."""
-    names = (keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS)
-    ids: list[Tensor | None] = []
-    counts: list[Tensor | None] = []
-    for mask, old_ids, old_counts in zip(*map(rows.cells, names)):
-        ids.append(None if old_ids is None else old_ids[mask.repeat_interleave(old_counts)])
-        counts.append(None if old_counts is None else old_counts.where(mask, 0))
-    rows.set(keys.SUPPORT_IDS, ids)
-    rows.set(keys.SUPPORT_COUNTS, counts)
+    masks, ids, counts = map(rows.cells, (keys.ASSISTANT_MASK, keys.SUPPORT_IDS, keys.SUPPORT_COUNTS))
+    kept = [None if n is None else i[mask.repeat_interleave(n)] for mask, i, n in zip(masks, ids, counts)]
+    rows.set(keys.SUPPORT_IDS, kept)
+    rows.set(keys.SUPPORT_COUNTS, [None if n is None else n.where(mask, 0) for mask, n in zip(masks, counts)])
 
 
 def _is_fixed(key: Key) -> bool:
@@ -605,30 +588,27 @@ def _fault(before: RowTable, after: RowTable) -> str | None:
             f"returned {len(after)} rows for a prompt group of {len(before)}; return every row once, and set a reward "
             "instead of removing a row"
         )
-    missing = [key for key in before.columns if key not in after.columns]
-    if missing:
+    if missing := [key for key in before.columns if key not in after.columns]:
         return f"removed {missing[0]}; return the input rows with all their entries"
-    added = [key for key in after.columns if _is_fixed(key) and key not in before.columns]
-    changed = [key for key in before.columns if _is_fixed(key) and not _equal(before.columns[key], after.columns[key])]
-    if added or changed:
-        return f"changed {(added + changed)[0]}, which is read-only; write to an entry of another name"
-    mask, other = (table.columns[keys.ASSISTANT_MASK].flat() for table in (before, after))
-    is_mask = other.values.dtype == torch.bool and other.lengths == mask.lengths
-    if not is_mask or bool((other.values & ~mask.values).any()):
+    fixed = filter(_is_fixed, after.columns)
+    if changed := [key for key in fixed if not _equal(before.columns.get(key), after.columns[key])]:
+        return f"changed {changed[0]}, which is read-only; write to an entry of another name"
+    masks, mask = after.columns[keys.ASSISTANT_MASK], before.columns[keys.ASSISTANT_MASK].flat()
+    is_mask = isinstance(masks.values, Tensor) and masks.values.dtype == torch.bool  # a list: of several dtypes
+    if not is_mask or masks.flat().lengths != mask.lengths or bool((masks.flat().values & ~mask.values).any()):
         return (
             f"set {keys.ASSISTANT_MASK} where the policy sampled no token, or changed its dtype or lengths; only set "
             "positions to False"
         )
-    reward = after.columns[keys.REWARD]
-    shape = tuple(reward.values.shape) if reward.lengths is None and reward.rows is None else None
-    if shape != (len(before), 1) or not reward.values.is_floating_point() or not bool(reward.values.isfinite().all()):
+    reward = after.columns[keys.REWARD].values
+    is_float = isinstance(reward, Tensor) and reward.shape == (len(before), 1) and reward.is_floating_point()
+    if not is_float or not bool(reward.isfinite().all()):
         return f"wrote a {keys.REWARD} that is not a finite float of shape [1] in each row; correct the transform"
     return None
 
 
-def _equal(one: Column, other: Column) -> bool:
+def _equal(one: Column | None, other: Column) -> bool:
     def plain(column: Column) -> list[object]:
-        values = column.cells()
-        return [value.tolist() if isinstance(value, Tensor) else value for value in values]
+        return [value.tolist() if isinstance(value, Tensor) else value for value in column.cells()]
 
-    return (one.rows or None) == (other.rows or None) and plain(one) == plain(other)
+    return one is not None and (one.rows or None) == (other.rows or None) and plain(one) == plain(other)

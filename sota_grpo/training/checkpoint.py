@@ -133,7 +133,15 @@ class CheckpointStore:
             if isinstance(error, (OSError, RunFailed)):  # a rank may have died
                 raise CheckpointError(self._write_failure(step, error)) from error
             raise
-        self._prune(step, shards)
+        for later, old in self.paths():
+            if later > step:
+                logger.warning("Deleting %s: the run was rewound, and the newest step is now %d", old.name, step)
+                old.unlink()
+        for older, old in self.paths()[self.keep :]:
+            if older != self.best:
+                old.unlink()
+        self._drop_folders(path.with_suffix("") if shards is None else shards.folder)
+        drop_leftovers(self.directory)  # of killed processes
         return path
 
     def latest(self, entries: Sequence[str] = ()) -> tuple[int, dict[str, Any]] | None:
@@ -175,11 +183,9 @@ class CheckpointStore:
         except CheckpointError:
             raise
         except NO_TENSORS as error:
-            is_ours = isinstance(error, TensorFileError)
-            what = error if is_ours else f"{type(error).__name__}; no code in it was run"
-            raise CheckpointError(
-                f"checkpoint {path} lacks entries or has unexpected content ({what}); use another"
-            ) from None
+            what = error if isinstance(error, TensorFileError) else f"{type(error).__name__}; no code in it was run"
+            content = f"lacks entries or has unexpected content ({what})"
+            raise CheckpointError(f"checkpoint {path} {content}; use another") from None
 
     def _folders(self) -> list[Path]:
         folders = self.directory.iterdir() if self.directory.is_dir() else ()
@@ -192,26 +198,14 @@ class CheckpointStore:
             if folder.stem not in steps or (current is not None and folder.stem == current.stem and folder != current):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _prune(self, step: int, shards: Shards | None) -> None:
-        """Delete later steps, all but the newest ``keep`` and the best, and leftovers of killed processes."""
-        for later, path in self.paths():
-            if later > step:
-                logger.warning("Deleting %s: the run was rewound, and the newest step is now %d", path.name, step)
-                path.unlink()
-        for older, path in self.paths()[self.keep :]:
-            if older != self.best:
-                path.unlink()
-        self._drop_folders(self.directory / f"checkpoint_{step:06d}" if shards is None else shards.folder)
-        drop_leftovers(self.directory)
-
     def _write_failure(self, step: int, error: OSError | RunFailed) -> str:
-        what = os_reason(error) if isinstance(error, OSError) else str(error).rstrip(".")
-        message = f"the checkpoint of step {step} could not be written to {self.directory}: {what}"
-        if self.directory.is_dir() and isinstance(error, OSError):
-            message += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
-        existing = self.paths()
-        message += f"; {existing[0][1].name} is the last good one" if existing else "; there is no earlier one"
-        return message + ("; make room, make it writable or set another hydra.run.dir" * isinstance(error, OSError))
+        what, fix = str(error).rstrip("."), ""
+        if isinstance(error, OSError):
+            what, fix = os_reason(error), "; make room, make it writable or set another hydra.run.dir"
+            if self.directory.is_dir():
+                what += f" ({shutil.disk_usage(self.directory).free / 2**20:.0f} MiB free)"
+        last = next((f"{path.name} is the last good one" for _, path in self.paths()), "there is no earlier one")
+        return f"the checkpoint of step {step} could not be written to {self.directory}: {what}; {last}{fix}"
 
 
 def _inode(path: Path) -> int | None:
@@ -387,9 +381,7 @@ class ShardWriter:
     """
 
     def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        self.thread = WorkerThread("checkpoint")
-        self._copied = threading.Event()
+        self._ranks, self.thread, self._copied = ranks, WorkerThread("checkpoint"), threading.Event()
         self._copied.set()
         self.wait_copied = self._copied.wait
         self.written: Future[tuple[str, str]] = pending_future()

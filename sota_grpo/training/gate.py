@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -137,10 +137,9 @@ class TrainingComponents:
         return measured[:, mask], None if rounding is None else rounding[mask]
 
     @property
-    def measured(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trainer's log-probs and entropies of the sampled tokens of ``rows``: two ``[n]``, in nats, cached."""
-        log_probs, entropies = self._measured[0]
-        return log_probs, entropies
+    def measured(self) -> torch.Tensor:
+        """The trainer's log-probs and entropies of the sampled tokens of ``rows``, ``[2, n]``, in nats, cached."""
+        return self._measured[0]
 
     @property
     def rounding(self) -> torch.Tensor | None:
@@ -336,11 +335,8 @@ def first_ratio_is_one(run: TrainingComponents) -> Check:
     With ``v = allowed_gaps(run).square``, these are allowed: a sample size of at least ``1 - v`` and a KL of at most
     ``v / 2``, which are the effects of small log-prob gaps; a mean ratio within 0.01 + 4 standard errors of 1.
     """
-    diagnosis, ratio = run.diagnosis, mean_ratio(run.gaps)
-    ess, kl, clipped = (diagnosis[name] for name in ("ess", "mismatch_kl", "clip_fraction"))
-    assert ess is not None  # every sample has at least one token
-    assert kl is not None
-    assert clipped is not None
+    ratio = mean_ratio(run.gaps)
+    ess, kl, clipped = (cast(float, run.diagnosis[name]) for name in ("ess", "mismatch_kl", "clip_fraction"))
     square, mass = allowed_gaps(run).square, RATIO + MARGIN * ratio.error
     return Check(
         "the first ratio is one",
@@ -483,38 +479,36 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
 
     The first examples of both splits are checked (of a group grader or a judge fewer); one answer must be gradable.
     """
-    task, num_texts, graded, applies = run.task, 0, False, False
-    known: list[tuple[Example, Score, Score]] = []  # (example, score of the empty answer, score of the gold answer)
+    task, env, lost = run.task, run.rollouts.env, 0
+    known: list[tuple[Example, bool, float, float]] = []  # success and reward of the gold answer, reward of the empty
+    scores: list[Score] = []
     errors: list[str] = []
-    lost = 0
     for example, siblings in _examples(run):
         gold = task.gold_response(example)
         texts = [""] * siblings if gold is None else ["", gold]
-        env = run.rollouts.env
-        scores = env.grader.scores([(_as_sampled(text, env), example) for text in texts]).result()
-        failures = [score.error for score in scores if score.error is not None]
-        known += [(example, scores[0], scores[1])] if gold is not None else []
-        graded |= len(failures) < len(scores)
-        applies |= any(value is not None for score in scores for value in score.terms.values())
+        graded = env.grader.scores([(_as_sampled(text, env), example) for text in texts]).result()
+        failures = [score.error for score in graded if score.error is not None]
+        scores += graded
         errors += failures
-        num_texts += len(scores)
+        if gold is not None:
+            empty, earned = (total_reward(score.terms, task.term_weights) for score in graded)
+            known.append((example, graded[1].success, earned, empty))
         lost += len(failures) if siblings == 1 else len(failures) == siblings
-        if lost >= ENOUGH or (not graded and any("TimeoutError" in failure for failure in failures)):
+        if lost >= ENOUGH or (len(errors) == len(scores) and any("TimeoutError" in failure for failure in failures)):
             break  # each failure may have taken the grader's whole timeout
     full: dict[str | None, float] = {}  # highest reward of a gold answer, by task
-    rewards = [[total_reward(score.terms, task.term_weights) for score in scores] for _, *scores in known]
-    for (example, *_), (_, earned) in zip(known, rewards):
-        name = example.extra.get(TASK)
-        full[name] = max(full.get(name, -math.inf), earned)
+    for example, _, earned, _ in known:
+        full[example.extra.get(TASK)] = max(full.get(example.extra.get(TASK), -math.inf), earned)
     bad = [
         example
-        for (example, _, right), (nothing, earned) in zip(known, rewards)
-        if not right.success or earned < full[example.extra.get(TASK)] or nothing >= earned
+        for example, success, earned, empty in known
+        if not success or earned < full[example.extra.get(TASK)] or empty >= earned
     ]
     most = ", ".join(f"{full[each]:g}" + ("" if each is None else f" ({each})") for each in full)
     name = "gold answers earn the full reward"
     sentence = f"{len(known) - len(bad)} of {len(known)} gold answers earn the full reward of {most}"
-    looked_at = bool(known) or applies
+    applies = any(value is not None for score in scores for value in score.terms.values())
+    is_graded, num_texts = len(errors) < len(scores), len(scores)
     if not known:
         name = "responses can be graded"
         sentence = "not checked against gold answers, because the task has none"
@@ -524,7 +518,7 @@ def gold_answers_earn_the_full_reward(run: TrainingComponents) -> Check:
         sentence += f"; no reward term applies to any of {num_texts} graded texts: without rewards nothing is learned"
     if errors:
         sentence += f"; the grader failed on {len(errors)} of {num_texts} texts, first error: {errors[0]}"
-    return Check(name, (not bad and graded) if looked_at or not graded else None, sentence)
+    return Check(name, (not bad and is_graded) if known or applies or not is_graded else None, sentence)
 
 
 def _as_sampled(text: str, env: PromptSource) -> SampledText:
@@ -594,10 +588,9 @@ def every_sampled_token_is_trained(run: TrainingComponents) -> Check:
     In an agent's sample: only that some token is trained, and that the same token precedes all turns.
     """
     faults = [fault for row in run.rows.rows() if (fault := _mask_fault(run, row)) is not None]
-    sentence = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
-    if faults:
-        sentence += f" to their end; in the others {faults[0]}"
-    return Check("every sampled token is trained", not faults, sentence + ("" if faults else " to their end token"))
+    end = f"end; in the others {faults[0]}" if faults else "end token"
+    trained = f"{len(run.rows) - len(faults)} of {len(run.rows)} responses are trained from their first token"
+    return Check("every sampled token is trained", not faults, f"{trained} to their {end}")
 
 
 def _mask_fault(run: TrainingComponents, row: Row) -> str | None:
@@ -742,8 +735,8 @@ CHECKS = tuple(check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not
 def checks_of(run: TrainingComponents) -> list[Callable[[TrainingComponents], Check]]:
     """Return the checks that apply; a reference that is the policy's start is checked only at version 0."""
     at_start = run.reference_exact is not None and run.learner.version == 0
-    left_out = {check for check, is_there in zip(OF_A_REFERENCE, (run.reference is not None, at_start)) if not is_there}
-    return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if check not in left_out]
+    applies: dict[object, bool] = dict(zip(OF_A_REFERENCE, (run.reference is not None, at_start)))
+    return [check for check in (*WITHOUT_SAMPLES, *WITH_SAMPLES) if applies.get(check, True)]
 
 
 def run_gate(
@@ -805,14 +798,12 @@ def graded_rows(run: TrainingComponents) -> RowTable:
 
 def _typical(run: TrainingComponents, rows: RowTable, *, round_too: bool = True) -> tuple[float, float | None]:
     """Return (mean |engine's - learner's log-prob|, mean rounding error or None); tokens count at most 1 nat."""
-    learner, mask, rounding = run.learner, rows.flat(keys.ASSISTANT_MASK), None
     if run.exact or not round_too:
-        measured = learner.measured(rows)
+        measured, rounding = run.learner.measured(rows), None
     else:
-        measured, rounding = learner.measured_with_rounding(rows)
-    gaps = measured[0] - rows.flat(keys.LOG_PROBS)
+        measured, rounding = run.learner.measured_with_rounding(rows)
 
     def size(values: torch.Tensor) -> float:
-        return float(values[mask].abs().clamp(max=1.0).mean())
+        return float(values[rows.flat(keys.ASSISTANT_MASK)].abs().clamp(max=1.0).mean())
 
-    return size(gaps), None if rounding is None else size(rounding)
+    return size(measured[0] - rows.flat(keys.LOG_PROBS)), None if rounding is None else size(rounding)

@@ -24,21 +24,12 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.functional import adapted_entropy_coef, top_entropy_tokens
 from sota_grpo.functional.flops import ModelShape
 from sota_grpo.functional.loss_terms import SURROGATES
+from sota_grpo.policy import sharding
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy, base_model, head_width, layer_matrices
 from sota_grpo.policy.decoder_layer import compile_options
 from sota_grpo.policy.load import save_hf
 from sota_grpo.policy.optimizers import make_optimizer
-from sota_grpo.policy.sharding import (
-    Ranks,
-    divided,
-    gather,
-    is_first_holder,
-    load_optimizer_state,
-    local,
-    optimizer_state,
-    reduce_gradients,
-    replicated,
-)
+from sota_grpo.policy.sharding import Ranks, gather, local
 from sota_grpo.policy.weight_pack import copy_to
 from sota_grpo.recording.metrics import reduce_updates
 from sota_grpo.rl.collate import known_tokens, pad_rows, padded_entries
@@ -120,9 +111,9 @@ class Learner:
         self.drops_out = bool(dropouts(policy))
         self.entropy_coef = loss.entropy_coeff  # under entropy_target: applied only while the entropy is below it
         if settings.entropy_target is not None:
-            self._apply_entropy_coef(0.0)
+            self._apply_entropy_coef(self.entropy_coef, 0.0)
         steady = policy.fused and settings.entropy_target is None and loss.surrogate in SURROGATES.values()
-        loss.fused = _compiled_losses if steady and self.device.type == "cuda" else None
+        loss.fused = _compiled_losses() if steady and self.device.type == "cuda" else None
 
     def update(self, rows: RowTable | TensorDictBase | Sequence[Row]) -> dict[str, float | None]:
         """Do a training step: ``epochs`` epochs, in optimizer steps of ``optim_batch_size`` rows.
@@ -142,12 +133,12 @@ class Learner:
         """Do this rank's ``share`` of a training step; return :meth:`update`'s metrics. All ranks must call this."""
         began = time.perf_counter()
         rows, clean = share.rows.rows(), None
-        if tokens := share.scoring:
-            scored = [index for micro, _ in tokens for index in micro]
+        if micros := share.scoring:
+            scored = [index for micro, _ in micros for index in micro]
 
             def score() -> dict[int, Tensor]:  # micro-batches that were halved after they were planned are split again
-                micros = self._cut(rows, scored, self.settings.scoring_tokens) if self.halved else tokens
-                return self._local(rows, micros, self.log_probs)
+                cut = self._cut(rows, scored, self.settings.scoring_tokens) if self.halved else micros
+                return self._local(rows, cut, self.log_probs)
 
             scores = self.within_memory(score)
             if self.settings.recompute:
@@ -169,8 +160,7 @@ class Learner:
                 ctypes.CDLL(None).malloc_trim(0)
         metrics = reduce_updates(steps)
         # later optimizer steps measure the mismatch of weights that already changed
-        is_clean = share.scoring and not self.settings.recompute
-        metrics["mismatch_kl"] = clean if is_clean else steps[0]["mismatch_kl"]
+        metrics["mismatch_kl"] = clean if share.scoring and not self.settings.recompute else steps[0]["mismatch_kl"]
         metrics |= {"packed": int(self.policy.shared_prompt), "optimizer_steps": self.optimizer_steps}
         return metrics | {"time/learn_s": time.perf_counter() - began}
 
@@ -190,14 +180,13 @@ class Learner:
         return float(sums["kl"] / sums["tokens"]) if sums["tokens"] else None
 
     def _passes(self, rows: Sequence[Row], token_budget: int, *, keep_truncated: bool = False) -> list[Pass]:
-        """Return this rank's micro-batches for the rows of one optimizer step."""
         order, prompts = range(len(rows)), row_prompts(rows)
         planned = self.step_planner().passes(rows, order, prompts, token_budget, keep_truncated=keep_truncated)
         return planned[self.share]
 
     def _step(self, rows: Sequence[dict[Key, Any]], passes: Sequence[Pass]) -> dict[str, float | None]:
         """Do an optimizer step and return its metrics; fp16 overflow skips the update and lowers the loss scale."""
-        totals = self.within_memory(lambda: self._run(rows, self.fitting(rows, passes) if self.halved else passes))
+        totals = self.within_memory(lambda: self._run(rows, self._fitting(rows, passes) if self.halved else passes))
         scale, rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         if self.skips_by_itself:
             gradient_norm = self._stepped(totals[0])
@@ -205,26 +194,27 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             limit = self.settings.clip_grad_norm or math.inf
             gradient_norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-            gradient_norm = replicated(gradient_norm) if self.is_sharded else gradient_norm
+            gradient_norm = sharding.replicated(gradient_norm) if self.is_sharded else gradient_norm
         losses, metrics, norm = self._measured(totals, gradient_norm)
         skipped = self.scaler.is_enabled() and scale > 1 and not math.isfinite(norm)
         judged = losses if skipped else {**losses, "grad_norm": norm}
-        if not all(math.isfinite(value) for value in judged.values()):
+        if not all(map(math.isfinite, judged.values())):
             counted = [index for micro in passes for index, weight in zip(micro.rows, micro.weights) if weight]
-            self._stop_at_non_finite([rows[index] for index in counted or passes[0].rows], judged)
+            raise self._non_finite([rows[index] for index in counted or passes[0].rows], judged)
         if not skipped:
             if not self.skips_by_itself:
                 self.before_change()
                 self.scaler.step(self.optimizer)
             self.schedule.step()
             self.optimizer_steps += 1
-        if self.settings.entropy_target is not None:
+        chosen = self.settings
+        if chosen.entropy_target is not None:
             metrics["entropy_coef"] = self.loss.entropy_coeff
             if (entropy := metrics["entropy"]) is not None and not skipped:  # adapts the next step's coefficient
-                bounds = {"delta": self.settings.entropy_coef_delta, "largest": self.settings.entropy_coef_max}
-                target = self.settings.entropy_target
-                self.entropy_coef, applied = adapted_entropy_coef(self.entropy_coef, entropy, target=target, **bounds)
-                self._apply_entropy_coef(applied)
+                options = {"delta": chosen.entropy_coef_delta, "largest": chosen.entropy_coef_max}
+                self._apply_entropy_coef(
+                    *adapted_entropy_coef(self.entropy_coef, entropy, target=chosen.entropy_target, **options)
+                )
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)  # a colocated engine may use this memory
         metrics |= {**losses, "grad_norm": None if skipped else norm, "lr": None if skipped else rate}
@@ -257,7 +247,7 @@ class Learner:
             threshold = self._keep_top_entropy(rows, passes) if self.settings.top_entropy_quantile < 1 else {}
             for index, (micro, weights, learns) in enumerate(passes, start=1):
                 if self.ranks.size > 1:
-                    reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
+                    sharding.reduce_gradients(self.policy, now=index == last or not self.ranks.reduce_once)
                 batch = self.padded([rows[position] for position in micro], weights)
                 with self.autocast(), torch.set_grad_enabled(learns):
                     out = self.loss(batch)
@@ -304,9 +294,9 @@ class Learner:
             rows[index][keys.OBJECTIVE_MASK] = torch.zeros_like(mask).masked_scatter(mask, values)
         return {"entropy_threshold": every[top].min() if top.any() else torch.tensor(math.nan)}
 
-    def _apply_entropy_coef(self, applied: float) -> None:
-        """Set the entropy coefficient of the next step; with 0, the head computes no entropy gradient."""
-        self.loss.entropy_coeff = applied
+    def _apply_entropy_coef(self, coef: float, applied: float) -> None:
+        """Set the entropy coefficient of the next step; with 0 applied, the head computes no entropy gradient."""
+        self.entropy_coef, self.loss.entropy_coeff = coef, applied
         self.policy.scorer.entropy_grad = applied > 0
 
     def give_back(self) -> None:
@@ -315,9 +305,7 @@ class Learner:
 
     def gradient(self, rows: Sequence[Row], *, token_budget: int) -> dict[str, Tensor]:
         """Return {name: this rank's gradient shard, on the CPU} for made-up advantages; all ranks must call this."""
-        gradients = {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
-        self.optimizer.zero_grad(set_to_none=True)
-        return gradients
+        return {name: value.cpu() for name, value in self._gradients(self._unclipped(rows), token_budget)}
 
     def gradient_gap(self, rows: Sequence[Row], token_budgets: tuple[int, int]) -> GradientGap:
         """Compare :meth:`gradient` at two micro-batch token budgets: norm and relative change, over all ranks.
@@ -332,26 +320,24 @@ class Learner:
         with contextlib.nullcontext() if precision == trained else self.computing(precision):
             rows = self._unclipped(rows)
             one = {name: value.cpu() for name, value in self._gradients(rows, first)}
-            self.optimizer.zero_grad(set_to_none=True)
             for name, other in self._gradients(rows, second):
                 gradient = one.pop(name).to(other.device)
-                if is_first_holder(self.trainable[name], self.ranks):
+                if sharding.is_first_holder(self.trainable[name], self.ranks):
                     norms.append(gradient.norm())
                     gaps.append(gradient.sub_(other).norm())
-        self.optimizer.zero_grad(set_to_none=True)
         norm = self._norm(norms)
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
     def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient) of a dry run over ``rows``; the caller must clear ``.grad``."""
+        """Yield (name, gradient) of a dry run over ``rows``, which are cleared at the end."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         for name, parameter in self.trainable.items():
             if parameter.grad is not None:
                 yield name, local(parameter.grad.detach()).div_(scale)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _norm(self, norms: Sequence[Tensor]) -> float:
-        """Return the total norm, over all ranks, of the tensors that have these norms."""
         local = torch.stack(list(norms)).norm() if norms else torch.zeros(())
         return float(local if self.ranks.size == 1 else self.ranks.total(local.double().square()).sqrt())
 
@@ -373,7 +359,6 @@ class Learner:
             tensor.put_(indices, torch.where(values == 0, 1.0, -values))
 
     def trainable_names(self) -> list[str]:
-        """Return the names of the trainable tensors."""
         return list(self.trainable)
 
     @torch.no_grad()
@@ -442,8 +427,8 @@ class Learner:
             unclipped.append(row)
         return unclipped
 
-    def _stop_at_non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> None:
-        """Save this rank's rows to ``dump_dir`` and raise NonFiniteStep."""
+    def _non_finite(self, rows: Sequence[Row], metrics: dict[str, float]) -> NonFiniteStep:
+        """Save this rank's rows to ``dump_dir``; return the error."""
         rank = "" if self.ranks.leads else f".rank_{self.ranks.rank}"
         path = self.dump_dir / f"non_finite_step_{self.optimizer_steps}{rank}.pt"
         batch = pad_rows(rows, pad_token_id=self.pad_token_id)
@@ -454,10 +439,9 @@ class Learner:
         except (OSError, RuntimeError) as error:  # torch's writer raises both
             where = f"could not be saved to {path} ({first_line(error).rstrip('.')})"
         bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-        raise NonFiniteStep(
+        return NonFiniteStep(
             f"The loss or gradient of optimizer step {self.optimizer_steps} is NaN or infinite ({bad}); this step "
-            f"changed no weight, and its batch {where}. Try a smaller optimizer.lr or "
-            "train.precision=fp32."
+            f"changed no weight, and its batch {where}. Try a smaller optimizer.lr or train.precision=fp32."
         )
 
     def state_dict(self, full: Callable[[Tensor], Any] = gather) -> dict[str, Any]:
@@ -469,7 +453,7 @@ class Learner:
         adapts = self.settings.entropy_target is not None
         return {
             "model": {name: full(parameter.detach()) for name, parameter in self.trainable.items()},
-            "optimizer": optimizer_state(self.optimizer, full),
+            "optimizer": sharding.optimizer_state(self.optimizer, full),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             **({"entropy_coef": [self.entropy_coef, self.loss.entropy_coeff]} if adapts else {}),
@@ -492,21 +476,19 @@ class Learner:
         self.before_change()
         with torch.no_grad():
             for name, parameter in self.trainable.items():
-                local(parameter).copy_(local(divided(state["model"][name], parameter)))
-        load_optimizer_state(self.optimizer, state["optimizer"])
+                local(parameter).copy_(local(sharding.divided(state["model"][name], parameter)))
+        sharding.load_optimizer_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         factor = learning_rate_factor(self.schedule.last_epoch, self.settings)  # total_steps may have grown
         for group, peak in zip(self.optimizer.param_groups, self.schedule.base_lrs):
             group["lr"] = peak * factor
         self.scaler.load_state_dict(state["scaler"])
         if self.settings.entropy_target is not None:
-            self.entropy_coef, applied = state["entropy_coef"]
-            self._apply_entropy_coef(applied)
+            self._apply_entropy_coef(*state["entropy_coef"])
         # not if another train.micro_batch_tokens was set; several ranks would split their rows among all ranks again
-        if self.ranks.size == 1 and not self.halved and state.get("halved_to") == self.half:
-            self.halve()
-        self.version = state["version"]
-        self.optimizer_steps = state["optimizer_steps"]
+        if self.ranks.size == 1 and not self.halved and state.get("halved_to") == self._half:
+            self._halve()
+        self.version, self.optimizer_steps = state["version"], state["optimizer_steps"]
 
     def export_hf(self, folder: Path, progress: Callable[[], object] = lambda: None) -> None:
         """Save model (LoRA merged) and tokenizer in Hugging Face format; rank 0 writes, but all ranks must call it."""
@@ -522,7 +504,7 @@ class Learner:
         try:
             return compute()
         except torch.OutOfMemoryError as error:
-            tokens, half = self.settings.micro_batch_tokens, self.half
+            tokens, half = self.settings.micro_batch_tokens, self._half
             lacking = (
                 f"The learner's device lacks memory for a computation with micro-batches of {tokens:,} tokens "
                 f"({first_line(error).rstrip('.')})"
@@ -532,7 +514,7 @@ class Learner:
                     f"{lacking}; use train.micro_batch_tokens={half} with train.resume=auto, which continues from the "
                     "last checkpoint, or start a new run with train_model.gradient_checkpointing=true."
                 ) from error
-        self.halve()  # outside of except: the exception holds the tensors of the failed call
+        self._halve()  # outside of except: the exception holds the tensors of the failed call
         self.policy.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         logger.warning(
@@ -541,16 +523,15 @@ class Learner:
         return self.within_memory(compute)
 
     @property
-    def half(self) -> int:
+    def _half(self) -> int:
         return max(1, self.settings.micro_batch_tokens // 2)
 
-    def halve(self) -> None:
-        """Halve the token budgets of micro-batches, down to at least 1, for the rest of the run."""
+    def _halve(self) -> None:
         self.halved, scoring = True, max(1, self.settings.scoring_tokens // 2)
-        self.settings = replace(self.settings, micro_batch_tokens=self.half, forward_tokens=scoring)
+        self.settings = replace(self.settings, micro_batch_tokens=self._half, forward_tokens=scoring)
 
-    def fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
-        """Return ``passes`` over ``rows``, cut anew into micro-batches of the halved budget."""
+    def _fitting(self, rows: Sequence[Row], passes: Sequence[Pass]) -> Sequence[Pass]:
+        """Cut ``passes`` anew into micro-batches of the halved budget."""
         weights = {index: weight for one in passes for index, weight in zip(one.rows, one.weights)}
         planned = []
         for learns in (True, False):
@@ -701,12 +682,8 @@ def _whole(loss: Tensor) -> Tensor:
     return loss.sum() if loss.dim() else loss  # losses of single tokens; the sum of one number would be a kernel
 
 
-def _compiled_losses(loss: GRPOLoss, entries: dict[str, Tensor]) -> Any:
-    return _compiled()(loss, entries)
-
-
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled_losses() -> Callable[..., Any]:
     return torch.compile(losses_with_slopes, **compile_options())
 
 

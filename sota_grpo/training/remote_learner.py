@@ -145,6 +145,7 @@ class LearnerWorker:
         self._writer.thread.close()
 
 
+Pings = dict[int, tuple[Future[Any], float]]  # rank: its last ping, and when that was sent
 _PACK_BYTES = 256 << 20  # size of the slices in which rank 0 packs weights
 _PINGS_PER_SILENCE = 4
 _LONGEST_PING_PAUSE_S = 10.0
@@ -154,9 +155,6 @@ class LearnerDied(RunFailed):
     """A rank of the learner failed, so training cannot continue; the message has the rank and the cause."""
 
 
-_COPIES = (keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)  # slices of FULL_TOKENS
-
-
 def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
     """Return a table of the tensor columns but reward terms, prompts and responses.
 
@@ -164,9 +162,9 @@ def travelling(rows: RowTable | Sequence[Row]) -> RowTable:
     compute different losses.
     """
     table = RowTable.of(rows)
-    terms = keys.REWARD_TERMS, keys.TERM_WEIGHTS
+    left_out = (keys.REWARD_TERMS, keys.TERM_WEIGHTS, keys.PROMPT_TOKENS, keys.RESPONSE_TOKENS)
     tensors = [name for name, column in table.columns.items() if isinstance(column.values, torch.Tensor)]
-    named = table.only(name for name in tensors if name not in _COPIES and name[:-1] not in terms)
+    named = table.only(name for name in tensors if name not in left_out and name[:-1] not in left_out)
     for name, column in named.columns.items():
         if column.rows is not None and name not in OPTIONAL:
             raise ValueError(
@@ -189,29 +187,6 @@ def _on_each_rank(
         return remote._call("run_method", method.__name__, *rows, *args[of_rows:])
 
     return update_wrapper(call, method)
-
-
-class _Pings:
-    """Pings every rank repeatedly; an unanswered ping does not delay those of the other ranks."""
-
-    def __init__(self, workers: Sequence[Worker], pause_s: float):
-        self._workers, self._pause_s, self._pinged_s = workers, pause_s, float("-inf")
-        self._last: dict[int, tuple[Future[Any], float]] = {}  # rank: (last ping, when it was sent)
-
-    def look(self) -> tuple[dict[int, float], dict[int, Future[Any]]]:
-        """Return {rank: seconds since its unanswered ping} and {rank: completed future of its answered ping}.
-
-        Ranks that answered are pinged again, at most every ``pause_s``.
-        """
-        now_s = time.monotonic()
-        answered = {index: ping for index, (ping, _) in self._last.items() if ping.done()}
-        mute = {index: now_s - since_s for index, (_, since_s) in self._last.items() if index not in answered}
-        if now_s - self._pinged_s >= self._pause_s:
-            self._pinged_s = now_s
-            for index, worker in enumerate(self._workers):
-                if index not in mute:
-                    self._last[index] = worker.call("ping"), time.monotonic()
-        return mute, answered
 
 
 class RemoteLearner:
@@ -245,8 +220,8 @@ class RemoteLearner:
         self._ready = False
         self._planner: Planner | None = None
         self._order = threading.Lock()
-        self._look_pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
-        self._pings = _Pings(self.workers, self._look_pause_s)  # for poll()
+        self._pause_s = min(silence_s / _PINGS_PER_SILENCE, _LONGEST_PING_PAUSE_S)
+        self._pings: Pings = {}  # of poll()
         self._ending = threading.Lock()
         self._died: LearnerDied | None = None
 
@@ -264,16 +239,24 @@ class RemoteLearner:
                 self._die(index, f"it was not ready after {self._start_s:g} s")
         self._ready = True
 
-    def poll(self, pings: _Pings | None = None) -> None:
-        """Kill all ranks and raise LearnerDied if one died or made no progress for ``silence_s``.
+    def poll(self, pings: Pings | None = None) -> None:
+        """Kill all ranks and raise LearnerDied if one died or made no progress for ``silence_s``; ping all others.
 
         Call this while waiting elsewhere. ``pings``: those of one wait; None: those of all calls from elsewhere.
         """
-        mute, answered = (pings or self._pings).look()
-        for index, answer in answered.items():
-            if error := answer.exception():
+        pings, now_s = self._pings if pings is None else pings, time.monotonic()
+        mute, stuck = {}, {}  # seconds without an answer; of those that answer, without progress
+        for index, worker in enumerate(self.workers):
+            ping, since_s = pings.get(index, (None, float("-inf")))
+            if ping is not None and not ping.done():
+                mute[index] = now_s - since_s
+                continue
+            if ping is not None and (error := ping.exception()):
                 self._die(index, str(error), error)
-        stuck = {index: ping.result() for index, ping in answered.items()}
+            if ping is not None:
+                stuck[index] = ping.result()
+            if now_s - since_s >= self._pause_s:
+                pings[index] = worker.call("ping"), now_s
         if max([*mute.values(), *stuck.values()], default=0.0) > self._silence_s:
             # ranks that wait for a stopped rank make no progress either, but they answer pings
             suspects = mute or stuck
@@ -353,7 +336,6 @@ class RemoteLearner:
             worker.kill()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call ``method`` with these arguments on every rank; see :meth:`_call_with`."""
         return self._call_with(method, [args] * len(self.workers))
 
     def _call_with(self, method: str, args: Sequence[tuple[Any, ...]]) -> Any:
@@ -376,8 +358,8 @@ class RemoteLearner:
 
     def _wait(self, answers: Sequence[Future[Any]]) -> None:
         """Wait until all ``answers`` are complete or one has failed; meanwhile ping every rank for progress."""
-        pings = _Pings(self.workers, self._look_pause_s)
-        while wait(answers, timeout=self._look_pause_s, return_when=FIRST_EXCEPTION).not_done:
+        pings: Pings = {}
+        while wait(answers, timeout=self._pause_s, return_when=FIRST_EXCEPTION).not_done:
             if any(answer.done() and answer.exception() for answer in answers):
                 return
             self.poll(pings)

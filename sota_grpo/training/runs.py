@@ -20,20 +20,9 @@ from sota_grpo.config.mixture import ENTRY_OPTIONS
 from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError, writing
 from sota_grpo.files import drop_leftovers, file_reference, write_text
+from sota_grpo.recording import run_files
 from sota_grpo.recording.machine import starts_of, this_start
-from sota_grpo.recording.run_files import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    FAILURE_FILE,
-    LOCK_FILE,
-    METRICS_FILE,
-    OWN_FOLDERS,
-    ROLLOUTS_FILE,
-    RUN_FILE,
-    is_held,
-    read_config,
-    read_record,
-)
+from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, is_held, read_config, read_record
 from sota_grpo.text import os_reason
 from sota_grpo.untrusted import require_plain
 
@@ -67,6 +56,7 @@ _ENTRY = re.compile(r"env\.mixture\.[^.]+\.(\w+)")
 # Hydra's default folders DATE/TIME: only next to these is a run to resume looked for.
 _BY_THE_CLOCK = re.compile(r"(?<![^/])\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d$")
 _ELSEWHERE = "choose another hydra.run.dir (of a sweep: hydra.sweep.dir; from Python: run_dir)"
+_IS_BUSY = "Another process uses {}; stop it first or " + _ELSEWHERE + "."
 _TRIES = 5
 
 
@@ -134,21 +124,23 @@ class RunDir(AbstractContextManager["RunDir"]):
         passed: Any = None,
         target: float | None = None,
     ):
-        record = read_record(path)
-        self.path = path
-        self.resumed = record is not None
-        self.has_ended = bool((record or {}).get("finished"))
-        self.reached: dict[str, float] | None = (record or {}).get("reached")
-        is_done = record is not None and record.get("num_steps", 0) >= num_steps
+        found = read_record(path)
+        record = found or {}
+        self.path, self._lock = path, lock
+        self.resumed, self.has_ended = found is not None, bool(record.get("finished"))
+        self.reached: dict[str, float] | None = record.get("reached")
+        is_done = record.get("num_steps", 0) >= num_steps
         if self.reached is not None:
             is_done = target is not None and self.reached["accuracy"] >= target
         self.finished = is_done and self.has_ended
-        before = num_steps if record is None else int(record.get("num_steps", num_steps))
+        before = int(record.get("num_steps", num_steps))
         self.shorter = before if before < num_steps else None
-        self._row: dict[str, Any] = {"signature": digest, "num_steps": num_steps}
-        self._row |= {"passed": passed} if passed else {}
-        self._starts = starts_of(record)
-        self._lock = lock
+        self._row: dict[str, Any] = {
+            "signature": digest,
+            "num_steps": num_steps,
+            **({"passed": passed} if passed else {}),
+        }
+        self._starts = starts_of(found)
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
         """Raise RunRefused if the model files differ from those of the run's last start; :meth:`start` records them.
@@ -172,7 +164,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         for name, text in files[::-1] if self.resumed else files:  # so that a kill between leaves a run to resume
             self._write(name, text)
         with writing_in(self.path):
-            (self.path / FAILURE_FILE).unlink(missing_ok=True)
+            (self.path / run_files.FAILURE_FILE).unlink(missing_ok=True)
 
     def finish(self, reached: Mapping[str, float] | None = None) -> None:
         """Record that the run is finished; ``reached``: step, accuracy and target, if met. UserError if that fails."""
@@ -214,9 +206,8 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
         _require_run(path, resume)
     lock = lock or _lock(path)
     if lock is None:
-        raise RunRefused(_is_busy(path))
-    sentence = _refusal(path, config, digest, num_steps, resume)
-    if sentence is not None:
+        raise RunRefused(_IS_BUSY.format(path))
+    if (sentence := _refusal(path, config, digest, num_steps, resume)) is not None:
         lock.close()
         raise RunRefused(sentence)
     if path is not run_dir:
@@ -228,12 +219,10 @@ def open_run(run_dir: Path, config: Mapping[str, Any], resume: str | None, *, nu
 def require_free(run_dir: Path, resume: str | None) -> None:
     """Do the checks of :func:`open_run` that need no config; raise RunRefused if one fails, and write nothing."""
     if is_held(run_dir):
-        raise RunRefused(_is_busy(run_dir))
+        raise RunRefused(_IS_BUSY.format(run_dir))
     if resume not in (None, "auto"):
         _require_run(Path(resume).expanduser(), resume)
-    elif resume is None and read_record(run_dir) is not None:
-        raise RunRefused(_holds_a_run(run_dir))
-    elif resume is None and (sentence := _foreign(run_dir)) is not None:
+    elif resume is None and (sentence := _occupied(run_dir)) is not None:
         raise RunRefused(sentence)
 
 
@@ -245,33 +234,23 @@ def _require_run(path: Path, resume: str) -> None:
         )
 
 
-def _is_busy(path: Path) -> str:
-    return f"Another process uses {path}; stop it first or {_ELSEWHERE}."
-
-
-def _holds_a_run(path: Path) -> str:
-    return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
-
-
-def _foreign(path: Path) -> str | None:
-    """Return why ``path``, which has no run, is not used: a new run would begin its logs at step 0, and delete some."""
-    own = [path / name for name in (METRICS_FILE, ROLLOUTS_FILE) if _size(path / name)]
-    own += sorted((path / CHECKPOINTS).glob("checkpoint_*.pt"))
+def _occupied(path: Path) -> str | None:
+    """Return why no run can start in ``path``: it would begin the logs there at step 0, and delete some."""
+    if read_record(path) is not None:
+        return f"{path} already holds a run; continue it with train.resume=auto or {_ELSEWHERE}."
+    logs = [path / name for name in (run_files.METRICS_FILE, run_files.ROLLOUTS_FILE)]
+    own = [*(log for log in logs if log.is_file() and log.stat().st_size), *_checkpoints(path)]
     if not own:
         return None
-    return (
-        f"{path} has {own[0].relative_to(path)}, but no {RUN_FILE}, so it may be of another program; move it away "
-        f"or {_ELSEWHERE}."
-    )
+    has = f"{path} has {own[0].relative_to(path)}, but no {RUN_FILE}"
+    return f"{has}, so it may be of another program; move it away or {_ELSEWHERE}."
 
 
 def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int, resume: str | None) -> str | None:
     """Return why this command cannot use the locked directory ``path``; None if it can."""
     record = read_record(path)
-    if record is None:
-        return _foreign(path)
-    if resume is None:
-        return _holds_a_run(path)
+    if record is None or resume is None:
+        return _occupied(path)
     before = read_config(path)
     length = {"total_dialog_turns": before.get("train", {}).get("total_dialog_turns")}
     as_long = {**config, "train": {**config.get("train", {}), **length}}
@@ -297,14 +276,6 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
     return None
 
 
-def _size(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-
-
 def _newest_sibling(run_dir: Path, digest: str, num_steps: int) -> tuple[Path, IO[bytes]] | None:
     """Return the run next to ``run_dir`` that ``train.resume=auto`` continues, and its lock; None without one."""
     shape = _BY_THE_CLOCK.search(run_dir.as_posix())
@@ -312,25 +283,22 @@ def _newest_sibling(run_dir: Path, digest: str, num_steps: int) -> tuple[Path, I
         return None
     root = Path(run_dir.as_posix()[: shape.start()])
     siblings = [path.parent for path in root.glob(f"*/*/{RUN_FILE}") if _BY_THE_CLOCK.search(path.parent.as_posix())]
-    for path in sorted((path for path in siblings if _is_resumable(path, digest, num_steps)), key=_age, reverse=True):
-        lock = _lock(path)
-        if lock is not None and _is_resumable(path, digest, num_steps):  # still: its process may just have finished it
-            return path, lock
-        if lock is not None:
+
+    def is_resumable(path: Path) -> bool:
+        record = read_record(path) or {}
+        same = record.get("signature") == digest and record["num_steps"] <= num_steps
+        return same and not record["finished"] and os.access(path, os.W_OK)
+
+    for path in sorted(filter(is_resumable, siblings), key=_age, reverse=True):
+        if (lock := _lock(path)) is not None:
+            if is_resumable(path):  # still: its process may just have finished it
+                return path, lock
             lock.close()
     return None
 
 
-def _is_resumable(path: Path, digest: str, num_steps: int) -> bool:
-    """Return whether ``path`` has an unfinished run that this command can continue."""
-    record = read_record(path) or {}
-    same = record.get("signature") == digest and record["num_steps"] <= num_steps
-    return same and not record["finished"] and os.access(path, os.W_OK)
-
-
 def _age(path: Path) -> tuple[float, float]:
     """Return (time of the last checkpoint or 0, time of the start), in seconds since the epoch."""
-    from sota_grpo.training.checkpoint import CheckpointStore  # brings torch
 
     def modified(path: Path) -> float:
         try:
@@ -338,8 +306,11 @@ def _age(path: Path) -> tuple[float, float]:
         except FileNotFoundError:  # pruned meanwhile by a run that is alive
             return 0.0
 
-    saved = (checkpoint for _, checkpoint in CheckpointStore(path / CHECKPOINTS).paths())
-    return max(map(modified, saved), default=0.0), modified(path / RUN_FILE)
+    return max(map(modified, _checkpoints(path)), default=0.0), modified(path / RUN_FILE)
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    return sorted((path / CHECKPOINTS).glob("checkpoint_*.pt"))
 
 
 def _lock(path: Path) -> IO[bytes] | None:
@@ -350,10 +321,10 @@ def _lock(path: Path) -> IO[bytes] | None:
     if is_held(path):  # its files come and go
         return None
     if read_record(path) is not None:
-        require_plain(path, path, OWN_FOLDERS)  # before anything is written there, through a link perhaps
+        require_plain(path, path, run_files.OWN_FOLDERS)  # before anything is written there, through a link perhaps
     with writing_in(path):
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / LOCK_FILE).open("ab")
+        file = (path / run_files.LOCK_FILE).open("ab")
         for _ in range(_TRIES):  # `is_held` holds the lock for an instant
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -186,9 +186,7 @@ def test_a_score_takes_the_place_of_the_reward_that_an_environment_wrote(rows: T
     for row in rows.unbind(0):
         row.get("next").pop("reward_error")
         row.set(keys.SUCCESS, torch.tensor([False]))
-    texts = [{"text": {"response": "4"}} for _ in range(NUM_ENVS)]
-    for row, text in zip(rows.unbind(0), texts):
-        row.update(text)
+        row.update({"text": {"response": "4"}})
     calls = []
 
     def score(response: str, example: Example) -> Score:
@@ -210,7 +208,10 @@ def graded_rows(rows: TensorDictBase) -> TensorDictBase:
 
 @pytest.mark.parametrize("key", ["group_id", "query"])
 def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBase, key: str) -> None:
-    """In any order, by number or by text, and each row has the advantage that it has among its whole group."""
+    """In any order, by number or by text, and each row has the advantage that it has among its whole group.
+
+    So it has where a part of a group is sampled.
+    """
     known = GroupAdvantage(group_size=REPEATS)(graded_rows(rows.clone()))
     expected = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in known.unbind(0)}
     advantage = GroupAdvantage(group_size=REPEATS, in_keys=(keys.REWARD, key))
@@ -221,34 +222,34 @@ def test_siblings_that_arrive_one_by_one_wait_for_each_other(rows: TensorDictBas
         sizes.append(len(buffer))
     assert sizes[: REPEATS - 1] == [0] * (REPEATS - 1)
     assert set(sizes) <= {0, REPEATS, NUM_ENVS}
-    actual = {(row["query"], row["sample_id"].item()): row["advantage"].item() for row in buffer[:].unbind(0)}
-    assert actual == pytest.approx(expected)
-    assert any(actual.values())
-
-
-def test_siblings_that_do_not_wait_are_refused(rows: TensorDictBase) -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=2, transform=GroupAdvantage())
-    with pytest.raises(ValueError, match=r"each of the 1 responses is alone in its group.*set group_size"):
-        buffer.extend(rows[:1])
-    buffer.extend(rows)
-    assert len(buffer) == NUM_ENVS
+    for sampled in (buffer[:], buffer.sample(REPEATS - 1)):
+        for row in sampled.unbind(0):
+            assert row["advantage"].item() == pytest.approx(expected[row["query"], row["sample_id"].item()])
+    assert any(expected.values())
 
 
 def test_groups_of_other_environments_are_others(model: Qwen2ForCausalLM) -> None:
-    """Where they are named alike all the same, no baseline is taken over two questions."""
     policy, envs = make_policy(model), [make_env(), make_env()]
     for seed, env in enumerate(envs):
         env.set_seed(seed)
     rows = lazy_stack([row for env in envs for row in env.rollout(1, policy).reshape(-1).unbind(0)])
-    assert (GroupAdvantage(group_size=REPEATS)(rows.clone()))["advantage"].shape == (2 * NUM_ENVS, 1, 1)
+    assert GroupAdvantage(group_size=REPEATS)(rows)["advantage"].shape == (2 * NUM_ENVS, 1, 1)
+
+
+def test_rows_whose_groups_are_not_known_are_refused(rows: TensorDictBase) -> None:
+    """Alone in a buffer that does not wait, of two questions under one name, or without a name.
+
+    As TorchRL's own environments give them, whose siblings have ``query`` alike.
+    """
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=2, transform=GroupAdvantage())
+    with pytest.raises(ValueError, match=r"each of the 1 responses is alone in its group.*set group_size"):
+        buffer.extend(rows[:1])
+    buffer.extend(rows.clone())
+    assert len(buffer) == NUM_ENVS
     for row in rows.unbind(0):
         row.set("group_id", torch.tensor(0))
     with pytest.raises(ValueError, match=r"the responses of group 0 answer several questions \('"):
         GroupAdvantage()(rows)
-
-
-def test_rows_without_a_group_are_refused_by_the_name_of_the_key(rows: TensorDictBase) -> None:
-    """As TorchRL's own environments give them, whose siblings have ``query`` alike."""
     for row in rows.unbind(0):
         del row["group_id"]
     with pytest.raises(KeyError, match="the rows have no group_id; set in_keys="):

@@ -45,6 +45,7 @@ def scoring(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 **{"eval/accuracy": accuracy, "eval/stderr": 0.0, "eval/reward": accuracy, "eval/reward_stderr": 0.0},
                 **{"eval/num_samples": 8 if is_whole else 2, "time/eval_s": 0.0},
                 **({"eval/first_turn_accuracy": accuracy} if accuracy < 1 else {}),
+                **({"eval/task/rare": accuracy} if is_whole else {}),
             }
 
         monkeypatch.setattr(Evaluator, "measure", measure)
@@ -58,6 +59,10 @@ def run(run_dir: Path, *options: str) -> int:
 
 def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.stem[-6:]) for path in (run_dir / "checkpoints").glob("*.pt"))
+
+
+def record(run_dir: Path, name: str = "run.json") -> dict[str, Any]:
+    return json.loads((run_dir / name).read_text())
 
 
 def test_a_run_ends_at_its_target_and_says_so_again(
@@ -94,30 +99,30 @@ def test_a_run_that_was_killed_before_it_could_say_so_ends_as_well(
         with pytest.raises(ZeroDivisionError):
             run(tmp_path, "eval.target=0.5")
     assert run(tmp_path, "eval.target=0.5", "train.resume=auto") == 2
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["reached"] == {"step": 2, "accuracy": 0.5, "target": 0.5}
+    assert record(tmp_path)["reached"] == {"step": 2, "accuracy": 0.5, "target": 0.5}
     assert [row["step"] for row in metrics(tmp_path)] == [0, 0, 1, 1, 2]
 
 
-def test_a_target_that_the_last_step_reaches_is_reached(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.0, 0.0, 0.0, 0.0, 1.0)
-    assert run(tmp_path, "eval.target=1", "eval.every=3") == 4
-    assert json.loads((tmp_path / "run.json").read_text())["reached"]["step"] == 4
-
-
-def test_a_target_that_the_model_has_before_training_ends_the_run(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.9, 0.1)
-    assert run(tmp_path, "eval.target=0.5") == 0
-    assert (checkpoints(tmp_path), [row["step"] for row in metrics(tmp_path)]) == ([0], [0])
-    assert run(tmp_path, "eval.target=0.5", "train.resume=auto") == 0
-
-
-def test_without_the_evaluation_before_training_the_first_is_after_some_steps(
-    tmp_path: Path, scoring: Callable[..., None]
+@pytest.mark.parametrize(
+    ("accuracies", "options", "evaluated"),
+    [
+        ((0.0, 0.0, 0.0, 0.0, 1.0), ("eval.target=1", "eval.every=3"), [0, 3, 4]),  # by the last step
+        ((0.9, 0.1), ("eval.target=0.5",), [0]),  # before training
+        ((0.9, 0.1, 0.5, 0.1, 0.1), ("eval.target=0.5", "eval.mode=after", "eval.every=2"), [2]),  # not before it
+    ],
+)
+def test_a_target_is_reached_by_whichever_evaluation_has_it(
+    accuracies: tuple[float, ...],
+    options: tuple[str, ...],
+    evaluated: list[int],
+    tmp_path: Path,
+    scoring: Callable[..., None],
 ) -> None:
-    scoring(0.9, 0.1, 0.5, 0.1, 0.1)
-    assert run(tmp_path, "eval.target=0.5", "eval.mode=after", "eval.every=2") == 2
-    assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == [2]
+    scoring(*accuracies)
+    assert run(tmp_path, *options) == record(tmp_path)["reached"]["step"] == evaluated[-1]
+    assert [row["step"] for row in metrics(tmp_path) if "eval/accuracy" in row] == evaluated
+    assert checkpoints(tmp_path) == evaluated[-1:]
+    assert run(tmp_path, *options, "train.resume=auto") == evaluated[-1]
 
 
 def test_an_interrupt_in_the_last_evaluation_is_not_forgotten(
@@ -136,7 +141,7 @@ def test_an_interrupt_in_the_last_evaluation_is_not_forgotten(
     assert launch(config, tmp_path / "before") is False
     monkeypatch.setattr(Evaluator, "measure", interrupted)
     assert launch(config, tmp_path / "run") is True
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+    assert record(tmp_path / "run")["finished"]
     assert "train.resume=auto continues the run" not in caplog.text
 
 
@@ -145,7 +150,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path, scoring: Callable[..., None
     scoring(0.1, 0.5, 0.3, 0.5, 0.2)
     assert run(tmp_path, *options) == 4
     assert checkpoints(tmp_path) == [1, 4]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "metric": "eval/accuracy", "value": 0.5}
+    assert record(tmp_path, "best.json") == {"step": 1, "metric": "eval/accuracy", "value": 0.5}
     assert find_checkpoint(tmp_path, "best") == (1, tmp_path / "checkpoints" / "checkpoint_000001.pt")
     scoring(0.1, 0.5, 0.3, 0.5, 0.2, 0.4, 0.6)
     assert run(tmp_path, *options, "train.resume=auto", "train.total_dialog_turns=96") == 6
@@ -161,49 +166,34 @@ def test_the_best_checkpoint_is_chosen_on_the_command_line(tmp_path: Path) -> No
         find_checkpoint(tmp_path, "best")
 
 
-def test_an_evaluation_of_a_subset_is_not_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.1, 0.45, 0.3, 0.4, 0.2)
-    run(tmp_path, "train.keep_best=eval/accuracy", "eval.target=0.65")
-    assert find_checkpoint(tmp_path, "best")[0] == 4, "the only one on all problems"
+@pytest.mark.parametrize(
+    ("accuracies", "options", "best"),
+    [
+        ((0.1, 0.45, 0.3, 0.4, 0.2), ("eval/accuracy", "eval.target=0.65"), 4),  # the only one on all problems
+        ((0.2, 0.4, 1.0, 0.6, 0.3), ("eval/first_turn_accuracy",), 3),  # none where all responses are right at once
+        ((0.1, 0.2, 0.3, 0.4, 0.5), ("eval/task/rare", "eval.target=0.65"), 4),  # none in the subset of problems
+    ],
+)
+def test_an_evaluation_of_a_subset_or_without_the_metric_is_not_the_best(
+    accuracies: tuple[float, ...], options: tuple[str, ...], best: int, tmp_path: Path, scoring: Callable[..., None]
+) -> None:
+    scoring(*accuracies)
+    assert run(tmp_path, *("train.keep_best=" * ("." not in option) + option for option in options)) == 4
+    assert find_checkpoint(tmp_path, "best")[0] == record(tmp_path, "best.json")["step"] == best
 
 
-def test_a_metric_that_one_evaluation_lacks_keeps_the_best(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    """No response was followed up where all are right at once."""
-    scoring(0.2, 0.4, 1.0, 0.6, 0.3)
-    assert run(tmp_path, "train.keep_best=eval/first_turn_accuracy") == 4
-    assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
-
-
-def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.1)
+def test_a_metric_that_is_not_measured_is_refused_and_the_steps_before_are_saved(
+    tmp_path: Path, scoring: Callable[..., None]
+) -> None:
+    scoring(0.1, 0.2, 0.3)
     with pytest.raises(UserError, match=r"keep_best=eval/acuracy is no metric .* use one of eval/accuracy, eval/fi"):
         run(tmp_path, "train.keep_best=eval/acuracy", "eval.target=0.5")
     assert not list(tmp_path.glob("checkpoints/*"))
-
-
-def test_steps_before_a_metric_that_is_not_measured_are_saved(tmp_path: Path, scoring: Callable[..., None]) -> None:
-    scoring(0.1, 0.2, 0.3)
     with pytest.raises(UserError, match=r"keep_best=eval/avg_at_k is no metric"):
-        run(tmp_path, "train.keep_best=eval/avg_at_k", "eval.mode=after", "eval.every=2")
+        run(tmp_path, "train.keep_best=eval/avg_at_k", "eval.mode=after", "eval.every=2", "train.resume=auto")
     assert checkpoints(tmp_path) == [2]
     scoring(0.1, 0.2, 0.3, 0.4, 0.5)
     assert run(tmp_path, "train.keep_best=eval/accuracy", "eval.mode=after", "eval.every=2", "train.resume=auto") == 4
-
-
-def test_a_subset_need_not_have_the_metric_of_the_best(
-    tmp_path: Path, scoring: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the accuracy of a task of which the first quarter of the problems has none."""
-    scoring(0.1, 0.2, 0.3, 0.4, 0.5)
-    measure = Evaluator.measure
-
-    def of_tasks(evaluator: Evaluator, target: float | None = None) -> dict[str, float]:
-        found = measure(evaluator, target)
-        return found | ({"eval/task/rare": found["eval/accuracy"]} if found["eval/num_samples"] == 8 else {})
-
-    monkeypatch.setattr(Evaluator, "measure", of_tasks)
-    assert run(tmp_path, "train.keep_best=eval/task/rare", "eval.target=0.65") == 4
-    assert json.loads((tmp_path / "best.json").read_text())["step"] == 4
 
 
 def test_a_full_disk_at_the_name_of_the_best_is_one_sentence(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import time
@@ -19,25 +18,18 @@ from torchrl.envs.transforms import RewardScaling
 from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed
-from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.table import row_list
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
-from sota_grpo.tasks.arithmetic import ArithmeticTask
-from tests.training_rigs import make_scripted
+from tests.training_rigs import make_env, make_scripted
 
-tokenizer = functools.cache(lambda: load_tokenizer("tiny"))
 MODEL = torch.nn.Linear(2, 2)
 
 
-def small_env() -> TaskEnv:
-    return TaskEnv(ArithmeticTask(1, num_train=40, num_heldout=1), tokenizer(), num_envs=16, repeats=4)
-
-
 def make_collector(**options) -> PromptGroupCollector:
-    env = small_env()
+    env = make_env(num_train=40, num_heldout=1)
     engine = make_scripted(env)
     engine._duration_s = lambda request: random.random() / 100  # groups finish in any order
     options = {"sampling": Sampling(max_tokens=128), "dialog_turns_per_batch": 16, **options}
@@ -55,17 +47,17 @@ def test_a_collector_that_cannot_work_is_refused() -> None:
         make_collector(max_policy_age=1, replay_buffer=GroupReplayBuffer(4, 4))
     with pytest.raises(ValueError, match="call start"):
         make_collector(max_policy_age=1).next_batch()
-    env = small_env()
-    several = TaskEnv(env.task, tokenizer(), num_envs=4, repeats=4, max_steps=2)
-    with pytest.raises(TypeError, match="The policy is a Linear, but a PromptGroupCollector samples with an engine"):
-        PromptGroupCollector(env, MODEL, sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
-    with pytest.raises(ValueError, match=r"several turns \(max_steps\), but ScriptedEngine samples single ones"):
-        PromptGroupCollector(several, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
-    scaled = TransformedEnv(env, RewardScaling(0.0, 9.0, in_keys=[keys.REWARD]))
-    with pytest.raises(ValueError, match=r"its transforms would have no effect; pass env\.base_env"):
-        PromptGroupCollector(scaled, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
-    with pytest.raises(TypeError, match="a ArithmeticTask, which draws no prompt groups; pass a TaskEnv"):
-        PromptGroupCollector(env.task, make_scripted(env), sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
+    env = make_env()
+    engine, scaled = make_scripted(env), TransformedEnv(env, RewardScaling(0.0, 9.0, in_keys=[keys.REWARD]))
+    several = TaskEnv(env.task, env.tokenizer, num_envs=4, repeats=4, max_steps=2)
+    for wrong, policy, sentence in (
+        (env, MODEL, "The policy is a Linear, but a PromptGroupCollector samples with an engine"),
+        (several, engine, r"several turns \(max_steps\), but ScriptedEngine samples single ones"),
+        (scaled, engine, r"its transforms would have no effect; pass env\.base_env"),
+        (env.task, engine, "a ArithmeticTask, which draws no prompt groups; pass a TaskEnv"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            PromptGroupCollector(wrong, policy, sampling=Sampling(max_tokens=8), dialog_turns_per_batch=4)
     with pytest.raises(RuntimeError, match="replay_buffer="):
         make_collector().start()
     with pytest.raises(ValueError, match="dispatch=False needs a GroupReplayBuffer"):

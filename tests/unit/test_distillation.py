@@ -17,78 +17,42 @@ from sota_grpo.policy.load import load_model, load_tokenizer, save_hf
 from sota_grpo.recording.run_files import METRICS_FILE
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.run.app import train
-from tests.builders import generator
-
-VOCAB = 4
-
-
-class TwoTokens(nn.Module):
-    """A policy over all ``VOCAB ** 2`` responses of two tokens: a table of logits for the first and for the second."""
-
-    def __init__(self, stream: torch.Generator):
-        super().__init__()
-        draw = {"generator": stream, "dtype": torch.float64}
-        self.first, self.second = (nn.Parameter(torch.randn(*size, **draw)) for size in ((VOCAB,), (VOCAB, VOCAB)))
-
-    def log_probs(self) -> Tensor:
-        """``[VOCAB ** 2, 2]``, of both tokens of every response."""
-        first, second = self.first.log_softmax(-1), self.second.log_softmax(-1)
-        return torch.stack([first.repeat_interleave(VOCAB), second.flatten()], dim=-1)
-
-    def forward(self, batch: TensorDict) -> TensorDict:
-        return batch.set(keys.LOG_PROBS, nn.functional.pad(self.log_probs(), (1, 0)))  # behind a prompt of one token
-
-    def kl(self, other: TwoTokens, visits: Tensor) -> Tensor:
-        """Sum over states of KL(self, other) of the next token, each as often as ``visits`` (its first is 1)."""
-        each = [
-            (mine.log_softmax(-1).exp() * (mine.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1)
-            for mine, theirs in ((self.first[None], other.first[None]), (self.second, other.second))
-        ]
-        return (visits * torch.cat(each)).sum()
-
-
-def every_response(behaviour: TwoTokens, teacher: TwoTokens, advantage: Tensor) -> TensorDict:
-    """One row for each response; a token weighs as much as the response is probable, so that sums are expectations."""
-    sampled, judged = behaviour.log_probs().detach(), teacher.log_probs().detach()
-    masks = torch.tensor([False, True, True]).expand(VOCAB**2, 3)
-    wide = {"log_probs": sampled, "ref": judged, "weight": sampled.sum(-1, keepdim=True).exp().expand(-1, 2)}
-    columns = {name: nn.functional.pad(value, (1, 0)) for name, value in wide.items()}
-    return TensorDict(
-        {
-            "tokens": {"full": torch.zeros(VOCAB**2, 3, dtype=torch.int64)},
-            "masks": {"all_assistant_mask": masks, "all_attention_mask": torch.ones_like(masks)},
-            "log_probs": {"full": columns["log_probs"]},
-            "next": {"ref_log_probs": {"full": columns["ref"]}},
-            "advantage": advantage.reshape(-1, 1, 1),
-            "loss_weight": columns["weight"],
-        },
-        batch_size=[VOCAB**2],
-    )
-
-
-def gradient(value: Tensor, policy: TwoTokens) -> Tensor:
-    return torch.cat([part.flatten() for part in torch.autograd.grad(value, [policy.first, policy.second])])
 
 
 @pytest.mark.parametrize("objective", ["clipped", "cispo"])
-def test_the_expected_gradient_is_that_of_the_reverse_kl_in_every_visited_state(objective: str) -> None:
-    """Whatever policy sampled; beside the task it is the weighted sum of both gradients."""
-    stream = generator()
-    policy, behaviour, teacher = (TwoTokens(stream) for _ in range(3))
-    advantage = torch.randn(VOCAB**2, generator=stream, dtype=torch.float64)
-    batch = every_response(behaviour, teacher, advantage)
+def test_the_expected_gradient_is_that_of_the_reverse_kl(objective: str) -> None:
+    """Whatever policy sampled; beside the task it is the weighted sum of both gradients.
+
+    A vocabulary of 5, each token once and weighed by its probability under the policy that sampled, in float64.
+    """
+    logits, sampler, teacher, advantage = torch.randn(4, 5, dtype=torch.float64)
+    sampler, teacher = sampler.log_softmax(0), teacher.log_softmax(0)
+    logits.requires_grad_()
+
+    def rows(values: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(values), values], 1)
+
+    entries = {keys.FULL_TOKENS: rows(torch.arange(5)), keys.ASSISTANT_MASK: rows(torch.ones(5)).bool()}
+    entries |= {keys.LOG_PROBS: rows(sampler), keys.REF_LOG_PROBS: rows(teacher), keys.LOSS_WEIGHT: rows(sampler.exp())}
+    batch = TensorDict(entries | {keys.ADVANTAGE: advantage.reshape(-1, 1, 1)}, [5])
+    actor = nn.Module()
+    actor.forward = lambda td: td.set(keys.LOG_PROBS, rows(logits.log_softmax(0)))
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits)[0]
+
     options = {"objective": objective, "clip_epsilon": (1.0, 1e12), "entropy_bonus": False}
-    visits = torch.cat([torch.ones(1), behaviour.first.detach().softmax(-1)])
-    expected = gradient(policy.kl(teacher, visits), policy)
-    alone = GRPOLoss(policy, distill_coeff=0.7, advantage_coeff=0.0, **options)(batch)
-    torch.testing.assert_close(gradient(alone.loss_objective, policy), 0.7 * expected)
-    torch.testing.assert_close(alone.reverse_kl, (behaviour.log_probs() - teacher.log_probs()).mean().detach())
-    task = gradient(GRPOLoss(policy, **options)(batch).loss_objective, policy)
-    both = GRPOLoss(policy, distill_coeff=0.7, advantage_coeff=0.3, **options)(batch).loss_objective
-    torch.testing.assert_close(gradient(both, policy), 0.7 * expected + 0.3 * task)
-    still = GRPOLoss(policy, distill_coeff=0.7, advantage_coeff=0.0, **options)
-    assert not gradient(still(every_response(behaviour, policy, advantage)).loss_objective, policy).any()
-    assert not still.advantage_only  # groups whose rewards are all equal have a gradient
+    expected = gradient((logits.softmax(0) * (logits.log_softmax(0) - teacher)).sum())
+    loss = GRPOLoss(actor, distill_coeff=0.7, advantage_coeff=0.0, **options)
+    alone = loss(batch)
+    torch.testing.assert_close(gradient(alone.loss_objective), 0.7 * expected)
+    torch.testing.assert_close(alone.reverse_kl, (sampler - teacher).mean())
+    task = gradient(GRPOLoss(actor, **options)(batch).loss_objective)
+    both = GRPOLoss(actor, distill_coeff=0.7, advantage_coeff=0.3, **options)(batch).loss_objective
+    torch.testing.assert_close(gradient(both), 0.7 * expected + 0.3 * task)
+    own = batch.set(keys.REF_LOG_PROBS, rows(logits.detach().log_softmax(0)))
+    assert not gradient(loss(own).loss_objective).any()
+    assert not loss.advantage_only  # groups whose rewards are all equal have a gradient
 
 
 @pytest.fixture(scope="module")

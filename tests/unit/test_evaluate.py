@@ -21,14 +21,9 @@ from tests.training_rigs import make_env, make_saying
 SEED = random.randrange(1 << 30)
 
 
-def evaluator_of(env, say, **options) -> Evaluator:
-    examples = options.pop("examples", env.task.heldout[:8])
-    options = {"max_tokens": 64, "avg_at_k": 0, "seed": SEED} | options
-    return Evaluator(Rollouts(env, make_saying(env, say)), examples, **options)
-
-
-def measured(env, say) -> dict[str, float]:
-    return evaluator_of(env, say).measure()
+def evaluator_of(env, say=lambda request, index: "say", **options) -> Evaluator:
+    options = {"examples": env.task.heldout[:8], "max_tokens": 64, "avg_at_k": 0, "seed": SEED} | options
+    return Evaluator(Rollouts(env, make_saying(env, say)), **options)
 
 
 @pytest.mark.parametrize("reason", ["OSError: no judge", "NoReward: no term of the reward applies"])
@@ -43,7 +38,7 @@ def test_failed_gradings_count_as_wrong_and_are_reported(reason: str, caplog: py
         return Score({"correct": None}, False)
 
     env.grader = LocalGrader(score, ["correct"])
-    assert measured(env, lambda request, index: "say")["eval/accuracy"] == 7 / 8
+    assert evaluator_of(env).measure()["eval/accuracy"] == 7 / 8
     warning = f"failed on 1 of 8 responses of this evaluation, and these count as wrong. First error: {reason}"
     assert warning in caplog.text
 
@@ -59,7 +54,7 @@ def test_rewards_are_measured_and_a_success_that_cannot_vary_is_said(caplog: pyt
         return Score({"near": -float(odd), "rare": 0.0 if odd else None}, False)
 
     env.grader = LocalGrader(score, ["near", "rare"])
-    evaluator = evaluator_of(env, lambda *_: "say")
+    evaluator = evaluator_of(env)
     actual = evaluator.measure()
     assert (actual["eval/reward"], actual["eval/reward/near"], actual["eval/reward/rare"]) == (-0.5, -0.5, 0.0)
     assert actual["eval/reward_stderr"] == pytest.approx(math.sqrt(0.25 / 7))
@@ -166,7 +161,7 @@ def test_the_measures_of_an_evaluation_are_those_of_its_responses() -> None:
 def test_an_accuracy_of_the_task_may_have_the_name_of_another_figure() -> None:
     env = make_env()
     env.task.counts = lambda score, example: dict.fromkeys(("reward", "stderr", "accuracy"), (1.0, 2.0))
-    actual = measured(env, lambda request, index: "no idea")
+    actual = evaluator_of(env).measure()
     assert (actual["eval/task/reward"], actual["eval/task/stderr"]) == (0.5, 0.5)
     assert (actual["eval/reward"], actual["eval/stderr"], actual["eval/accuracy"]) == (0.0, 0.0, 0.0)
 

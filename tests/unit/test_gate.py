@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -136,16 +136,6 @@ def test_one_layer_of_other_weights_is_found_in_half_precision(tmp_path: Path) -
     assert not gate.engine_and_trainer_agree(components).passed
 
 
-def test_no_rounding_of_the_trainers_own_makes_all_gaps_right(tmp_path: Path) -> None:
-    """A trainer that is wrong in half precision alone measures that as its rounding; what is allowed has an end."""
-    components = make_components(tmp_path, **HALF["bf16 engine"])
-    components.rows = components.sample()
-    log_probs = components.learner.measured_with_rounding(components.rows)[0]
-    components.learner.measured_with_rounding = lambda rows: (log_probs - 1, torch.ones(log_probs.shape[1]))
-    assert gate.allowed_gaps(components).gap == 0.25
-    assert not gate.engine_and_trainer_agree(components).passed
-
-
 def test_parameters_in_half_precision_have_a_bound_of_their_own(tmp_path: Path) -> None:
     components = make_components(tmp_path, engine_dtype=torch.bfloat16)
     components.learner.policy.to(torch.bfloat16)
@@ -157,7 +147,10 @@ def test_parameters_in_half_precision_have_a_bound_of_their_own(tmp_path: Path) 
 
 
 def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
-    """One wrong log-prob in some hundred may pass as a mean; in half precision one alone may be rounding."""
+    """One wrong log-prob in some hundred may pass as a mean; in half precision one alone may be rounding.
+
+    A trainer that is wrong in half precision alone measures that as its rounding, so what is allowed has an end.
+    """
     components = make_components(tmp_path, **HALF["bf16 both"])
     components.rows = components.sample()
     log_probs = components.learner.measured_with_rounding(components.rows)[0]
@@ -171,6 +164,10 @@ def test_one_token_far_off_in_most_responses_is_found(tmp_path: Path) -> None:
     components.rows[4][keys.LOG_PROBS][-1] -= 1.2
     assert not gate.engine_and_trainer_agree(components).passed
     assert components.gaps.abs().mean() < gate.allowed_gaps(components).gap
+    components.learner.measured_with_rounding = lambda rows: (log_probs - 1, torch.ones_like(rounding))
+    wrong = replace(components, rows=components.sample())
+    assert gate.allowed_gaps(wrong).gap == 0.25
+    assert not gate.engine_and_trainer_agree(wrong).passed
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -202,15 +199,11 @@ def test_one_token_off_or_clipped_in_float32_is_found(sampled: Components) -> No
 
 
 def test_rows_that_are_padded_for_no_reason_are_found(sampled: Components) -> None:
-    sampled.packs = True
-    assert gate.prompts_are_computed_once(sampled).passed
-    del sampled.diagnosis
-    sampled.learner.policy.shared_prompt = False
-    check = gate.prompts_are_computed_once(sampled)
-    assert not check.passed
-    assert "rows are padded" in check.sentence
-    sampled.packs = False
-    assert gate.prompts_are_computed_once(sampled).passed
+    for packed, sampled.packs, passed in ((True, True, True), (False, True, False), (False, False, True)):
+        sampled.learner.policy.shared_prompt = packed
+        check = gate.prompts_are_computed_once(sampled)
+        assert (check.passed, "rows are padded" in check.sentence) == (passed, not packed)
+        del sampled.diagnosis
 
 
 def test_rows_that_are_all_truncated_are_found_by_that_alone(tmp_path: Path) -> None:
@@ -374,25 +367,19 @@ def test_every_objective_raises_better_responses(tmp_path: Path) -> None:
         assert check.passed, f"{objective}: {check.sentence}"
 
 
-def with_reference(components: Components, temperature: float = TEMPERATURE, noise: float = 0.0) -> Components:
-    model = load_model("tiny")
-    generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        weight.data += noise * weight.data.std() * torch.randn(weight.shape, generator=generator)
-    reference = FrozenReference(model, temperature=temperature, autocast=components.learner.autocast)
-    sizes = {"pad_token_id": components.learner.pad_token_id, "token_budget": 512}
-    components.transforms, components.reference_exact = [ReferenceKL(reference, **sizes), *components.transforms], True
-    return components
-
-
 @pytest.mark.parametrize("half", [None, "bf16 both"])
 def test_another_reference_than_the_policy_is_found(half: str | None, tmp_path: Path) -> None:
     components = make_components(tmp_path, max_tokens=96, **HALF.get(half, {}))
-    own, rows = components.transforms, components.sample()
-    for fault, passes in (({}, True), ({"noise": 0.05}, False), ({"temperature": 2 * TEMPERATURE}, False)):
-        components.transforms = own
+    components.reference_exact = True
+    own, rows, learner = components.transforms, components.sample(), components.learner
+    for noise, temperature, passes in ((0, TEMPERATURE, True), (0.05, TEMPERATURE, False), (0, 2 * TEMPERATURE, False)):
+        model, generator = load_model("tiny"), torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight.data += noise * weight.data.std() * torch.randn(weight.shape, generator=generator)
+        reference = FrozenReference(model, temperature=temperature, autocast=learner.autocast)
+        components.transforms = [ReferenceKL(reference, pad_token_id=learner.pad_token_id, token_budget=512), *own]
         components.rows = RowTable.cat([rows])
-        for transform in with_reference(components, **fault).transforms:
+        for transform in components.transforms:
             components.rows = transform(components.rows)
         check = gate.the_reference_is_the_policy_at_its_start(components)
         assert check.passed == passes, check.sentence
@@ -503,11 +490,11 @@ def test_a_grader_that_refuses_the_gold_answer_or_pays_for_nothing_is_found(samp
     assert not gate.gold_answers_earn_the_full_reward(sampled).passed
 
 
+@dataclass
 class NeedsEverySibling:
     """As a function that shares out points among the responses of a group."""
 
-    def __init__(self, siblings: int) -> None:
-        self.siblings = siblings
+    siblings: int
 
     def score_group(self, asked: list[tuple[str, Example]]) -> list[Score]:
         if len(asked) != self.siblings:

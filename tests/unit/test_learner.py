@@ -28,34 +28,23 @@ from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.planner import LearnerSettings, learning_rate_factor, row_prompts
 from sota_grpo.rl.table import RowTable, row_list
 from sota_grpo.source.weight_sync import EngineWeightSync
-from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import SHARE, TRIMMED_EVERY, Learner, NonFiniteStep
+from tests.builders import generator, random_row
 from tests.unit.tiny_models import VOCAB, make_model
 
 PAD = 0
 
 
-def make_rows(count: int = 12, *, truncated: bool = False) -> list[TensorDict]:
+def make_rows(
+    count: int = 12, *, prompts: tuple[int, int] = (1, 4), longest: int = 8, truncated: bool = False
+) -> list[TensorDict]:
     """Ragged rows with random tokens, advantages and behaviour log-probs near those of a random policy."""
-    rows = []
+    stream, rows = generator(), []
     for index in range(count):
-        prompt, response = int(torch.randint(1, 5, ())), int(torch.randint(1, 9, ()))
-        length = prompt + response
-        assistant = torch.arange(length) >= prompt
-        rows.append(
-            TensorDict(
-                {
-                    keys.FULL_TOKENS: torch.randint(3, VOCAB, (length,)),
-                    keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
-                    keys.ASSISTANT_MASK: assistant,
-                    keys.LOG_PROBS: torch.where(assistant, -3.6 + 0.2 * torch.randn(length), 0.0),
-                    keys.ADVANTAGE: torch.randn(1, 1),
-                    keys.GROUP_ID: torch.tensor(index // 4),
-                    keys.SAMPLE_ID: torch.tensor(index % 4),
-                    keys.TRUNCATED: torch.tensor([truncated]),
-                }
-            )
-        )
+        sizes = (int(torch.randint(least, most + 1, (), generator=stream)) for least, most in (prompts, (1, longest)))
+        row = random_row(stream, *sizes, index=index, group_size=4, vocab=VOCAB, spread=(0.2, -3.6))
+        row.set(keys.TRUNCATED, torch.tensor([truncated]))
+        rows.append(row.exclude("query", "proximal_log_probs", keys.REF_LOG_PROBS))
     return rows
 
 
@@ -94,16 +83,8 @@ def largest_gap(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "budget", "grouped"),
-    [("token", 1, False), ("token", 13, True), ("sequence", 13, False), ("constant", 40, True)],
-)
-def test_gradient_depends_on_no_micro_batch_size(aggregation: str, budget: int, grouped: bool, tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
-    rows = siblings() if grouped else make_rows()
-    whole, split = (learner.gradient(rows, token_budget=size) for size in (1 << 20, budget))
-    scale = max(float(grad.abs().max()) for grad in whole.values())
-    assert largest_gap(whole, split) < 1e-5 * scale
+def scale_of(gradients: dict[str, torch.Tensor]) -> float:
+    return max(float(gradient.abs().max()) for gradient in gradients.values())
 
 
 def test_two_perturbations_are_restored_together(tmp_path: Path) -> None:
@@ -115,14 +96,22 @@ def test_two_perturbations_are_restored_together(tmp_path: Path) -> None:
     assert largest_gap(weights(learner), before) == 0
 
 
-def test_the_gradient_gap_is_the_distance_of_two_gradients(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path), make_rows()
-    one, other = (learner.gradient(rows, token_budget=budget) for budget in (1 << 20, 13))
+@pytest.mark.parametrize(
+    ("aggregation", "budget", "grouped"),
+    [("token", 1, False), ("token", 13, True), ("sequence", 13, False), ("constant", 40, True)],
+)
+def test_a_gradient_depends_on_no_micro_batch_size_and_its_gap_is_the_distance(
+    aggregation: str, budget: int, grouped: bool, tmp_path: Path
+) -> None:
+    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16)
+    rows = siblings() if grouped else make_rows()
+    one, other = (learner.gradient(rows, token_budget=size) for size in (1 << 20, budget))
+    assert largest_gap(one, other) < 1e-5 * scale_of(one)
     norm = sum(float(grad.double().square().sum()) for grad in one.values()) ** 0.5
     gap = sum(float((one[name].double() - other[name]).square().sum()) for name in one) ** 0.5 / norm
-    actual = learner.gradient_gap(rows, (1 << 20, 13))
+    actual = learner.gradient_gap(rows, (1 << 20, budget))
     assert actual == (pytest.approx(norm, rel=1e-5), pytest.approx(gap, rel=1e-2), True)
-    assert learner.gradient_gap(rows, (13, 13)).relative == 0
+    assert learner.gradient_gap(rows, (budget, budget)).relative == 0
 
 
 OBJECTIVES = {
@@ -156,21 +145,16 @@ def test_no_clip_takes_part_in_the_compared_gradients(name: str, tmp_path: Path)
         learner = make_learner(tmp_path)
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **options)
         actual.append(learner.gradient(rows, token_budget=50))
-    scale = max(float(grad.abs().max()) for grad in actual[1].values())
     share = SHARES.get(name, 0.5)
-    assert largest_gap(actual[0], {key: grad * share for key, grad in actual[1].items()}) < 1e-5 * scale
+    assert largest_gap(actual[0], {key: grad * share for key, grad in actual[1].items()}) < 1e-5 * scale_of(actual[1])
 
 
 @pytest.mark.parametrize("name", ["gmpo", "vespo", "dppo", "off-policy", "reject"])
 def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -> None:
     """Off the old policy: gradients of rows packed behind shared prompts, of small micro-batches and of padded rows."""
-    rows, actual = make_rows(), []
+    rows, actual = siblings(longest=8), []
     for row in rows:
-        response = row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]]
-        row[keys.FULL_TOKENS] = torch.cat([torch.full((3,), 3 + int(row[keys.GROUP_ID])), response])
-        row[keys.ASSISTANT_MASK] = torch.arange(3 + len(response)) >= 3
-        row[keys.ATTENTION_MASK] = torch.ones(3 + len(response), dtype=torch.bool)
-        drift = torch.cat([torch.zeros(3), 0.1 * torch.randn(len(response))])
+        drift = 0.1 * torch.randn(len(row[keys.FULL_TOKENS])) * row[keys.ASSISTANT_MASK]
         row[keys.LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], -3.6 + 2 * drift, 0.0)
         row.set(keys.PROXIMAL_LOG_PROBS, row[keys.LOG_PROBS] + drift)
     set_loss_weights(rows, "sequence")
@@ -180,8 +164,7 @@ def test_a_term_of_whole_rows_depends_on_no_packing(name: str, tmp_path: Path) -
         learner.loss = GRPOLoss(learner.policy, entropy_bonus=False, **OBJECTIVES[name] | {"correction_cap": 1.05})
         learner._dry_run(rows, budget)
         actual.append({key: p.grad.clone() for key, p in learner.policy.named_parameters()})
-    scale = max(float(grad.abs().max()) for grad in actual[0].values())
-    assert scale > 0
+    assert (scale := scale_of(actual[0])) > 0
     assert largest_gap(actual[0], actual[1]) < 1e-5 * scale
     assert largest_gap(actual[0], actual[2]) < 1e-5 * scale
 
@@ -287,13 +270,11 @@ def test_later_epochs_mix_whole_groups(size: int, tmp_path: Path) -> None:
     assert [[position[id(row)] for row in step] for step in mini_batches(learner, rows, 1)] == orders[1]
 
 
-def siblings(count: int = 12) -> list[TensorDict]:
-    """:func:`make_rows` with one prompt for each group."""
-    rows = make_rows(count)
+def siblings(longest: int = 1) -> list[TensorDict]:
+    """Rows with one prompt of two tokens for each group."""
+    rows = make_rows(prompts=(2, 2), longest=longest)
     for row in rows:
-        row[keys.FULL_TOKENS] = torch.cat([torch.full((2,), 3 + int(row[keys.GROUP_ID])), row[keys.FULL_TOKENS][-1:]])
-        row[keys.ATTENTION_MASK], row[keys.ASSISTANT_MASK] = torch.ones(3).bool(), torch.arange(3) == 2
-        row[keys.LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], -3.6 + 0.2 * torch.randn(3), 0.0)
+        row[keys.FULL_TOKENS] = row[keys.FULL_TOKENS].where(row[keys.ASSISTANT_MASK], 3 + int(row[keys.GROUP_ID]))
     return rows
 
 
@@ -322,10 +303,10 @@ def test_groups_without_an_advantage_need_no_backward_pass(silent: tuple[int, ..
     assert largest_gap(all_weights, few_weights) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{"kl_to_ref_coeff": 0.1}, {"entropy_coeff": 0.1}, {"kl_to_inference_coeff": 0.1}])
-def test_other_terms_learn_from_every_row(options: dict[str, float]) -> None:
-    assert GRPOLoss(torch.nn.Identity(), **{"entropy_coeff": 0.0, **options}).advantage_only is False
-    assert GRPOLoss(torch.nn.Identity(), **dict.fromkeys({"entropy_coeff": 0, **options}, 0.0)).advantage_only
+def test_other_terms_learn_from_every_row() -> None:
+    for coefficient in ("kl_to_ref_coeff", "entropy_coeff", "kl_to_inference_coeff"):
+        assert not GRPOLoss(torch.nn.Identity(), **{"entropy_coeff": 0.0, coefficient: 0.1}).advantage_only
+        assert GRPOLoss(torch.nn.Identity(), **{"entropy_coeff": 0.0, coefficient: 0.0}).advantage_only
 
 
 @pytest.mark.parametrize("reason", [keys.TRUNCATED, keys.REWARD_ERROR])
@@ -360,26 +341,6 @@ def test_a_step_of_truncated_rows_alone_measures_nothing_and_continues(tmp_path:
     assert all(metrics[name] is None for name in ("ess", "clip_fraction", "mismatch_kl", "kl_approx"))
     mixed = learner.update(lazy_stack(make_rows(4) + make_rows(4, truncated=True)))
     assert 0 < mixed["ess"] < 1  # the mean over the steps that measured it
-
-
-def test_a_resumed_learner_continues_bit_for_bit(tmp_path: Path) -> None:
-    """Under dropout; without it, with each optimizer, in test_optimizers.py."""
-    options = {"schedule": "cosine", "warmup_steps": 2, "lora_dropout": 0.3}
-    batches = [lazy_stack(make_rows()) for _ in range(3)]
-    whole = make_learner(tmp_path, **options)
-    whole.update(batches[0])
-    CheckpointStore(tmp_path / "c").save(1, {"learner": whole.state_dict(), "random": torch.get_rng_state()})
-    for batch in batches[1:]:
-        whole.update(batch)
-    resumed = make_learner(tmp_path, **options)
-    _, state = CheckpointStore(tmp_path / "c").latest()
-    resumed.load_state_dict(state["learner"])
-    torch.set_rng_state(state["random"])
-    for batch in batches[1:]:
-        resumed.update(batch)
-    mine, theirs = weights(resumed), weights(whole)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert resumed.version == 3
 
 
 def test_a_checkpoint_of_another_model_is_a_sentence(tmp_path: Path) -> None:
@@ -457,18 +418,16 @@ def test_dropout_does_not_enter_the_mismatch(tmp_path: Path) -> None:
     assert metrics["ess"] < 0.999
 
 
-def test_a_token_of_unknown_log_prob_is_not_in_the_mismatch(tmp_path: Path) -> None:
-    """Of two sampled tokens one is half a nat off and the engine does not know the other: e^g - 1 - g at g = 1/2."""
-    learner, mask = make_learner(tmp_path), torch.tensor([False, True, True])
-    row = {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
+@pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
+def test_a_token_of_unknown_log_prob_counts_for_nothing(aggregation: str, torchrls: str, tmp_path: Path) -> None:
+    """The loss that the learner weighs row by row is that of the whole batch, whose weights the loss finds itself.
+
+    In the mismatch one of two sampled tokens is half a nat off, the other is unknown: e^g - 1 - g at g = 1/2.
+    """
+    learner, rows = make_learner(tmp_path, aggregation=aggregation, micro_batch_tokens=13), make_rows()
+    row = {keys.ASSISTANT_MASK: torch.arange(3) > 0, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
     actual = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
     assert actual == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
-def test_a_token_of_unknown_log_prob_counts_for_no_weight(aggregation: str, torchrls: str, tmp_path: Path) -> None:
-    """The loss that the learner weighs row by row is that of the whole batch, whose weights the loss finds itself."""
-    learner, rows = make_learner(tmp_path, aggregation=aggregation, micro_batch_tokens=13), make_rows()
     for row in rows[::3]:
         row[keys.LOG_PROBS][-1] = math.nan
     alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
@@ -524,27 +483,17 @@ def test_tokens_of_high_entropy_are_those_of_the_whole_optimizer_step(tmp_path: 
     assert largest_gap(whole, {name: p.grad for name, p in learner.policy.named_parameters()}) < 1e-5 * scale
 
 
-def test_truncated_responses_that_are_dropped_do_not_count_among_the_entropies(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, top_entropy_quantile=0.3, drop_truncated=True)
-    rows = make_rows()
-    for index, row in enumerate(rows):
-        row.set(keys.TRUNCATED, torch.tensor([index % 2 == 0]))
-    _gradient(learner, rows, 40)
+def test_what_is_not_trained_does_not_count_among_the_entropies(tmp_path: Path) -> None:
+    """Truncated responses that are dropped, and tokens of unknown log-prob."""
+    learner, rows = make_learner(tmp_path, top_entropy_quantile=0.3, drop_truncated=True), make_rows()
     for row in rows[::2]:
-        assert not row[keys.OBJECTIVE_MASK].any()
-    left = [row.clone() for row in rows[1::2]]
-    _gradient(learner, left, 40)
-    for row, alone in zip(rows[1::2], left):
-        assert torch.equal(row[keys.OBJECTIVE_MASK], alone[keys.OBJECTIVE_MASK])
-
-
-def test_tokens_of_unknown_log_prob_do_not_count_among_the_entropies(tmp_path: Path) -> None:
-    learner, rows = make_learner(tmp_path, top_entropy_quantile=0.3), make_rows()
+        row.set(keys.TRUNCATED, torch.tensor([True]))
     for row in rows:
         row[keys.LOG_PROBS][row[keys.ASSISTANT_MASK].nonzero()[0]] = math.nan
     _gradient(learner, rows, 40)
-    known = torch.cat([row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite() for row in rows])
-    kept = torch.cat([row[keys.OBJECTIVE_MASK] for row in rows])
+    assert not any(row[keys.OBJECTIVE_MASK].any() for row in rows[::2])
+    known = torch.cat([row[keys.ASSISTANT_MASK] & row[keys.LOG_PROBS].isfinite() for row in rows[1::2]])
+    kept = torch.cat([row[keys.OBJECTIVE_MASK] for row in rows[1::2]])
     assert not (kept & ~known).any()
     assert kept.sum() == known.sum() - math.ceil(0.7 * (known.sum().item() - 1) - 1e-9)
 
@@ -597,14 +546,14 @@ def test_the_entropy_bonus_is_adapted_and_resumes_bit_for_bit(tmp_path: Path) ->
     assert constant.loss.entropy_coeff == 0.0
 
 
-@pytest.mark.parametrize("own", [None, "9"])
-def test_products_of_few_sizes_are_kept(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_few_sizes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's default of 1,024 takes a GiB; a value of one's own stays."""
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", own or "")
-    if own is None:
-        monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-    load_model("tiny", weights=False)
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == (own or "64")
+    for own in ("9", None):
+        monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", own or "")
+        if own is None:
+            monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+        load_model("tiny", weights=False)
+        assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == (own or "64")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

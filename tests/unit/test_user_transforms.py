@@ -19,14 +19,13 @@ from sota_grpo.errors import RunFailed, UserError
 from sota_grpo.files import load_instances
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.rl.collate import drawn_entries, group_table, pad_rows
-from sota_grpo.rl.records import Example, Sample, Sampling, SamplingSupport, Score
+from sota_grpo.rl.records import Example, Sample, SamplingSupport, Score
 from sota_grpo.rl.transforms import GroupAdvantage, UserTransforms, write_scores
-from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.replay_buffer import GroupReplayBuffer
 from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
-from tests.training_rigs import make_env, make_scripted
 from tests.unit.test_api import ROWS, SMALL
+from tests.unit.test_collector import make_collector
 from tests.unit.test_row_table import same
 from tests.unit.tiny_models import make_model
 
@@ -58,23 +57,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "own.py"
 
 
-def make_collector(*transforms: UserTransforms, **options) -> PromptGroupCollector:
-    env, options["sampling"] = make_env(), Sampling(max_tokens=128)
-    return PromptGroupCollector(env, make_scripted(env), graded_transforms=list(transforms), **options)
-
-
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_they_change_rewards_before_the_refill_and_the_advantage(path: Path, concurrent: bool) -> None:
     transforms = UserTransforms(load_instances("env.transforms", [f"{path}:First", f"{path}:tripled"], Transform))
-    options = {"postproc": GroupAdvantage(scale="none")}
-    if concurrent:
-        options = {"replay_buffer": GroupReplayBuffer(4, 4, transform=GroupAdvantage(scale="none"))}
-    collector = make_collector(transforms, dialog_turns_per_batch=16, refill=True, **options)
+    advantage = GroupAdvantage(scale="none")
+    buffer = GroupReplayBuffer(4, 4, transform=advantage) if concurrent else None
+    options = {"replay_buffer": buffer} if concurrent else {"postproc": advantage}
+    collector = make_collector(graded_transforms=[transforms], refill=True, **options)
     if concurrent:
         collector.start()
-        batch = next(iter(options["replay_buffer"]))
-    else:
-        batch = next(iter(collector))
+    batch = next(iter(buffer if concurrent else collector))
     collector.shutdown()
     rows = batch.unbind(0)
     assert [int(row[keys.GROUP_ID]) for row in rows] == [group for group in range(4) for _ in range(4)]  # 0, 3: alike
@@ -103,13 +95,14 @@ def test_tokens_that_they_leave_out_have_no_support(path: Path) -> None:
     assert scores.isfinite().all()
 
 
-def changed(change: Callable[[TensorDictBase], object]) -> type[Transform]:
-    class Changing(Transform):
-        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-            result = change(tensordict)
-            return tensordict if result is None else result
+class Changing(Transform):
+    def __init__(self, change: Callable[[TensorDictBase], object]) -> None:
+        super().__init__()
+        self.change = change
 
-    return Changing
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = self.change(tensordict)
+        return tensordict if result is None else result
 
 
 def written(_: object) -> None:
@@ -131,25 +124,24 @@ def raised(rows: TensorDictBase) -> None:
         (ExcludeTransform(keys.SUCCESS).forward, "removed.*success"),
         (lambda rows: written(rows[0][keys.REWARD].fill_(torch.nan)), "finite float"),
         (lambda rows: written(rows[2].set(keys.REWARD, torch.ones(2))), "finite float"),
+        (lambda rows: written(rows[2].set(keys.REWARD, torch.ones(1).double())), "finite float"),
+        (lambda rows: written(rows[2].set(keys.ASSISTANT_MASK, rows[2][keys.ASSISTANT_MASK].long())), "its dtype"),
         (raised, "failed: RuntimeError: what the user's program says"),
     ],
-    ids=["tokens", "log-probs", "group", "mask", "rows", "entry", "nan", "shape", "raises"],
+    ids=["tokens", "log-probs", "group", "mask", "rows", "entry", "nan", "shape", "dtype", "mask's dtype", "raises"],
 )
 def test_what_they_may_not_change(change: Callable[[TensorDictBase], object], message: str) -> None:
-    transforms = UserTransforms([("env.transforms=own.py:Own", changed(change)())])
-    collector = make_collector(transforms, dialog_turns_per_batch=4)
+    transforms = UserTransforms([("env.transforms=own.py:Own", Changing(change))])
+    collector = make_collector(graded_transforms=[transforms], dialog_turns_per_batch=4)
     with pytest.raises(RunFailed, match=f"env.transforms=own.py:Own .*{message}"):
         collector.next_batch()
     collector.shutdown(raise_on_error=False)
 
 
 def test_a_transform_that_does_nothing_leaves_the_rows_as_they_are() -> None:
-    nothing = UserTransforms([("a.py:A", changed(written)())])
-    plain, passed = (
-        make_collector(*transforms, dialog_turns_per_batch=16, as_table=True).next_batch()
-        for transforms in ([], [nothing])
-    )
-    same(passed, plain)
+    nothing = UserTransforms([("a.py:A", Changing(written))])
+    plain, passed = (make_collector(graded_transforms=given, as_table=True) for given in ([], [nothing]))
+    same(passed.next_batch(), plain.next_batch())
 
 
 def test_what_is_no_transform_is_refused_with_its_option(path: Path) -> None:
