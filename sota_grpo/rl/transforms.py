@@ -459,7 +459,6 @@ class GroupAdvantage(RowTransform):
         rows.set(self.out_keys[0], advantage.reshape(-1, 1, 1))
 
     def _names(self, rows: RowTable) -> list[Any]:
-        """Return the group identifier of each row."""
         for key in self.in_keys:
             if key not in rows.columns:
                 raise KeyError(f"the rows have no {key}; set in_keys=(reward, group) to entries of the rows.")

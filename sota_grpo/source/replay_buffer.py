@@ -45,7 +45,6 @@ class GroupStorage(ListStorage):
         return rows if self.as_table else rows.stack()
 
     def __len__(self) -> int:
-        """Return the number of groups in the storage."""
         return sum(group is not None for group in self._storage)
 
     def state_dict(self) -> dict[str, Any]:

@@ -125,11 +125,10 @@ class EngineWeightSync(WeightSyncScheme):
                 logger.warning("%s Use machines of the same type for all engines.", one_line(fault, None))
                 self._has_logged = True
         if not self._has_logged and (compared.unread or not self._reports):
-            what = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
-            logger.info(
-                "Engine %s: the checksums of %s cannot be compared, so wrong values after a push are not detected.",
-                *(self.engine.name, one_line(what, None) if self._reports else "its weights"),
-            )
+            unread = ", ".join(sorted(compared.unread)[:3]) + f" ({len(compared.unread)} in all)"
+            what = one_line(unread, None) if self._reports else "its weights"
+            fault = "Engine %s: the checksums of %s cannot be compared, so wrong values after a push are not detected."
+            logger.info(fault, self.engine.name, what)
             self._has_logged = True
 
     def compared(self, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> Compared:

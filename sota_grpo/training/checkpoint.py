@@ -209,7 +209,6 @@ class CheckpointStore:
 
 
 def _inode(path: Path) -> int | None:
-    """Return the inode of a file; None if there is none or it cannot be read."""
     try:
         return path.stat().st_ino
     except OSError:

@@ -277,11 +277,10 @@ def the_objective_raises_better_responses(run: TrainingComponents) -> Check:
     slopes = run.learner.coefficients(rows).split(rows.lengths(keys.FULL_TOKENS))
     values = torch.cat([slope * sign for slope, sign in zip(slopes, signs)])[rows.flat(keys.ASSISTANT_MASK)]
     right, none = int((values > 0).sum()), int((values == 0).sum())
+    wrong = len(values) - right - none
     sentence = f"{right} of {len(values)} sampled tokens move in the direction of their advantage"
-    if none:
-        sentence += f"; {none} have no gradient"
-    if right + none < len(values):
-        sentence += f"; {len(values) - right - none} move the other way: negate the loss of algorithm.objective"
+    sentence += f"; {none} have no gradient" if none else ""
+    sentence += f"; {wrong} move the other way: negate the loss of algorithm.objective" if wrong else ""
     return Check("the objective raises better responses", right == len(values), sentence)
 
 
@@ -351,10 +350,8 @@ def prompts_are_computed_once(run: TrainingComponents) -> Check:
     packed = bool(run.diagnosis["packed"])
     sentence = "rows are packed, each prompt once" if packed else "rows are padded, and each contains its prompt"
     if run.packs and not packed:
-        sentence += (
-            ", though this model can be packed (the log has the reason); to pad all the same, set "
-            "model.attn_implementation=sdpa"
-        )
+        sentence += ", though this model can be packed (the log has the reason); to pad all the same, set "
+        sentence += "model.attn_implementation=sdpa"
     return Check("prompts are computed once", packed or not run.packs, sentence)
 
 
@@ -368,9 +365,8 @@ def gradient_does_not_depend_on_the_split(run: TrainingComponents) -> Check:
     rows = run.rows[:NUM_COMPARED]
     together = max(run.learner.settings.micro_batch_tokens, 2 * max(rows.lengths(keys.FULL_TOKENS)))
     norm, gap, single = run.learner.gradient_gap(rows, (together, 1))
-    passed = norm > 0 and gap <= SPLIT[single]
-    sentence = f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {SPLIT[single]:g}"
-    sentence += f"{', both in float32' if single else ''})"
+    passed, within = norm > 0 and gap <= SPLIT[single], f"{SPLIT[single]:g}{', both in float32' if single else ''}"
+    sentence = f"relative gap {gap:.2g} at gradient norm {norm:.3g} (allowed {within})"
     if not passed and norm > 0:
         sentence += (
             "; the usual cause is an algorithm.objective that mixes the rows of a micro-batch, by a mean, a norm or a "
@@ -539,13 +535,13 @@ def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
 
 def no_held_out_question_is_trained_on(run: TrainingComponents) -> Check:
     """Check that no normalised question is in both the training and the held-out split."""
+    name = "no held-out question is trained on"
     if not run.task.heldout:
-        return Check("no held-out question is trained on", None, "there are no held-out problems")
-    shared = {normalised(e.query) for e in run.task.heldout} & {normalised(e.query) for e in run.task.train}
-    sentence = f"{len(shared)} held-out questions are in the training split"
-    if shared:
-        sentence += f", for example {min(shared)[:80]!r}; remove them from one of the two splits"
-    return Check("no held-out question is trained on", not shared, sentence)
+        return Check(name, None, "there are no held-out problems")
+    heldout, trained = ({normalised(e.query) for e in split} for split in (run.task.heldout, run.task.train))
+    shared = heldout & trained
+    example = f", for example {min(shared)[:80]!r}; remove them from one of the two splits" if shared else ""
+    return Check(name, not shared, f"{len(shared)} held-out questions are in the training split{example}")
 
 
 def responses_end_and_are_graded(run: TrainingComponents) -> Check:
@@ -678,7 +674,6 @@ def _equal(value: float, other: float) -> bool:
 
 
 def _positions(names: Iterable[Hashable]) -> dict[Any, list[int]]:
-    """Return {name: its indices in ``names``}."""
     positions: dict[Any, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)

@@ -115,7 +115,7 @@ def test_another_temperature_in_the_engine_is_found_and_named(tmp_path: Path) ->
     assert not gate.first_ratio_is_one(components).passed
 
 
-def test_an_engine_that_leaves_tokens_out_is_found(tmp_path: Path) -> None:
+def test_an_engine_that_leaves_tokens_out_is_found_by_the_mean_ratio(tmp_path: Path) -> None:
     """Under top-p it samples where the trainer has less than all of its mass, so that the mean ratio is below 1."""
     components = make_components(tmp_path, temperature=4.0, max_tokens=96, **HALF["bf16 both"])
     components.rows = components.sample()
@@ -416,14 +416,7 @@ def without(components: Components, *stale: str) -> Components:
 PROJECTION = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_a_single_tensor_that_was_not_applied_is_named_by_its_checksum(tmp_path: Path) -> None:
-    """In half precision, where its effect is within the rounding."""
-    check = pushed_weights_landed(without(make_components(tmp_path, **HALF["bf16 both"]), PROJECTION))
-    assert check.passed is False
-    assert check.sentence.endswith(f"; the engine did not load {PROJECTION}")
-
-
-def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path) -> None:
+def test_what_half_precision_hides_is_named_by_checksums_and_so_is_what_no_engine_reports(tmp_path: Path) -> None:
     """Of a tensor that the engine holds in another order, as of an engine without checksums."""
     components = make_components(tmp_path, **HALF["bf16 both"])
     components.rows = graded_rows(components)
@@ -442,6 +435,10 @@ def test_what_half_precision_hides_and_no_engine_reports_is_named(tmp_path: Path
         check = pushed_weights_landed(components)
         assert check.passed
         assert check.sentence.endswith(sentence)
+    engine.weight_sums = own
+    check = pushed_weights_landed(without(components, PROJECTION))
+    assert check.passed is False
+    assert check.sentence.endswith(f"; the engine did not load {PROJECTION}")
 
 
 def test_in_float32_what_was_not_applied_is_named_without_checksums(components: Components) -> None:

@@ -317,6 +317,22 @@ def test_corrections_by_hand_and_how_many_are_bounded(log_weights, options, obje
     assert out.correction_fraction.item() == pytest.approx(fraction)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_of_a_batch_that_is_used_once_a_correction_changes_the_gradient_of_clipped_tokens_alone(advantage) -> None:
+    """Ratios to the engine of 0.7, 0.9, 1.1 and 1.5, clip 0.2, cap 2: the clip cuts the last, or the first."""
+    ratios = torch.tensor([0.7, 0.9, 1.1, 1.5])
+    batch = hand_batch(behaviour=[0.0, *(-ratios.log()).tolist()], advantage=advantage)
+    gradients = []
+    for correction in (None, "token"):
+        actor = Constant([0.0] * 5)
+        batch.set(keys.PROXIMAL_LOG_PROBS, torch.zeros(1, 5)) if correction else None
+        GRPOLoss(actor, correction=correction, entropy_bonus=False, clip_epsilon=0.2)(batch).loss_objective.backward()
+        gradients.append(actor.log_probs.grad[0, 1:] * 4)
+    clipped = ratios > 1.2 if advantage > 0 else ratios < 0.8
+    torch.testing.assert_close(gradients[0], torch.where(clipped, 0.0, -advantage * ratios))
+    torch.testing.assert_close(gradients[1], -advantage * ratios)
+
+
 def test_tokens_of_weight_zero_take_no_part() -> None:
     """A dropped row changes neither loss nor diagnostics, however bad its numbers."""
     stream = generator()
