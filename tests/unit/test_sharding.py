@@ -259,9 +259,9 @@ def test_ranks_that_live_are_left_alone_however_rarely_they_are_polled(monkeypat
     ranks.poll(5609.0)
     assert [len(pings) for pings in ranks.pings] == [4, 3]
     ranks.pings[0][3].set_result(0.0)
-    ranks.poll(6209.0)  # rank 1 has owed an answer since 5609: 600 s, no longer
+    ranks.poll(6202.0)  # rank 1 has owed an answer since 5602: 600 s, no longer
     with pytest.raises(LearnerDied, match=r"rank 1 .*does not answer for 600 s"):
-        ranks.poll(6209.1)
+        ranks.poll(6202.1)
 
 
 @pytest.mark.parametrize("first", ["checkpoint", "samples", "none"])
