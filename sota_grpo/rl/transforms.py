@@ -284,10 +284,10 @@ class OverlongPenalty(RowTransform):
         _require_ends(rows, whole=True)
         penalty = self._penalty(rows.sums(keys.ASSISTANT_MASK)).unsqueeze(-1)
         rows.set(self.written_key, penalty)
-        for key in (keys.REWARD, keys.GRADED_REWARD):  # the second if ReferenceKL came before
-            if rows.has(key):
-                reward = _reward(rows, key)
-                rows.set(key, reward + self.weight * penalty.reshape(reward.shape))
+        graded = [keys.GRADED_REWARD] if rows.has(keys.GRADED_REWARD) else []  # ReferenceKL came before
+        for key in (keys.REWARD, *graded):
+            reward = _reward(rows, key)
+            rows.set(key, reward + self.weight * penalty.reshape(reward.shape))
 
 
 def _weighed_terms(rows: RowTable, weights: Mapping[str, float] | None, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -329,7 +329,7 @@ class Learner:
         return GradientGap(norm, self._norm(gaps) / max(norm, 1e-30), self.single and precision == "fp32")
 
     def _gradients(self, rows: Sequence[Row], token_budget: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient) of a dry run over ``rows``, which are cleared at the end."""
+        """Yield (name, gradient) of a dry run over ``rows``; clear ``.grad`` at the end."""
         self._dry_run(rows, token_budget)
         scale = self.scaler.get_scale()
         for name, parameter in self.trainable.items():
