@@ -78,12 +78,6 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
     return hidden
 
 
-def starts_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the ``starts`` in ``record``, the content of ``run.json``; entries that are not objects are left out."""
-    starts = (record or {}).get("starts")
-    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
-
-
 def in_words(start: Mapping[str, Any]) -> str:
     """Return a result of :func:`this_start`, possibly of another program version, as one line of text.
 

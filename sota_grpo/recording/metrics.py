@@ -45,11 +45,7 @@ _DECLARED = (
     Metric("reward/std", "mean", "Standard deviation (ddof=0) of the batch's rewards."),
     Metric("reward/<term>", "mean", "Mean of one reward term before its weight."),
     Metric("success", "mean", "Fraction of responses with the right answer.", "fraction"),
-    Metric(
-        "grader/<name>",
-        "mean",
-        "Mean of a number that the grader returned besides the terms, over the responses that have it.",
-    ),
+    Metric("grader/<name>", "mean", "Mean of a further number of the grader, over the responses that have it."),
     Metric("grader/tool_calls", "mean", "Mean number of tool calls in a dialog.", "calls"),
     Metric("grader/tool_errors", "mean", "Mean number of failed or invalid tool calls in a dialog.", "calls"),
     Metric("grader/ended_by_turns", "mean", "Fraction of dialogs ended by env.max_steps at a tool call.", "fraction"),
@@ -68,12 +64,7 @@ _DECLARED = (
     Metric("judge/completion_tokens", "sum", "Generated tokens, as the judge's server counts them.", "tokens"),
     Metric("advantage", "mean", "Mean absolute advantage of the batch's responses."),
     Metric("kl", "mean", "KL(policy, reference) per token, by the estimator algorithm.kl_estimator.", "nats"),
-    Metric(
-        "distill/reverse_kl",
-        "mean",
-        "KL(sampling policy, teacher) per token, k1 estimator: unbiased, but one step's value may be negative.",
-        "nats",
-    ),
+    Metric("distill/reverse_kl", "mean", "KL(sampling policy, teacher) per token, k1: noisy, may be negative.", "nats"),
     Metric("entropy", "mean", "Entropy of the policy's next-token distribution, per token.", "nats"),
     Metric("entropy_coef", "mean", "Coefficient of the entropy bonus, if algorithm.entropy_target adapts it."),
     Metric("entropy_threshold", "mean", "Smallest token entropy that algorithm.top_entropy_quantile keeps.", "nats"),
@@ -82,12 +73,7 @@ _DECLARED = (
     Metric("correction_fraction", "mean", "Fraction of tokens with a correction weight out of bounds.", "fraction"),
     Metric("off_policy_fraction", "mean", "Fraction of tokens excluded by algorithm.off_policy_threshold.", "fraction"),
     Metric("kl_approx", "mean", "Mean of logp_behaviour - logp of the sampled tokens.", "nats"),
-    Metric(
-        "gradient_share/max_token",
-        "max",
-        "Largest fraction of one token in the sum over tokens of (d loss / d log-prob) squared.",
-        "fraction",
-    ),
+    Metric("gradient_share/max_token", "max", "One token's share of the sum of (d loss / d logp)^2.", "fraction"),
     Metric("grad_norm", "mean", "Global gradient norm before clipping."),
     Metric("lr", "last", "Learning rate that the last optimizer step used."),
     Metric("loss/objective", "mean", "Policy term of the loss."),
@@ -105,37 +91,20 @@ _DECLARED = (
     Metric("groups/zero_advantage", "sum", "Groups whose rewards are all equal.", "groups"),
     Metric("groups/refilled", "sum", "Zero-advantage groups that dynamic sampling replaced.", "groups"),
     Metric("groups/trained", "sum", "Groups in the batch.", "groups"),
-    Metric(
-        "groups/in_flight", "last", "Groups in sampling, grading or reference scoring when a batch was taken.", "groups"
-    ),
+    Metric("groups/in_flight", "last", "Groups being sampled, graded or scored when a batch was taken.", "groups"),
     Metric("groups/ready", "last", "Finished groups left in the buffer when a batch was taken.", "groups"),
     Metric("workers/restarts", "last", "Worker processes that were replaced since the run began.", "processes"),
     Metric("workers/requeued", "last", "Tasks moved to another worker because their worker was lost.", "tasks"),
-    Metric(
-        "mismatch_kl",
-        "mean",
-        "KL(engine, trainer) per token, k3 estimator, no dropout; with policy_age > 0 it includes the policy's change.",
-        "nats",
-    ),
+    Metric("mismatch_kl", "mean", "KL(engine, trainer) per token, k3, no dropout; policy_age > 0 adds to it.", "nats"),
     Metric("eval/accuracy", "last", "Accuracy of the greedy responses to held-out problems.", "fraction"),
-    Metric(
-        "eval/first_turn_accuracy",
-        "last",
-        "Greedy accuracy if answers that were right only after another turn (env.reasoning) count as wrong.",
-        "fraction",
-    ),
+    Metric("eval/first_turn_accuracy", "last", "Greedy accuracy of the first turns alone (env.reasoning).", "fraction"),
     Metric("eval/stderr", "last", "Standard error of eval/accuracy over problems.", "fraction"),
     Metric("eval/avg_at_k", "last", "Held-out accuracy, mean of k responses at temperature 1.", "fraction"),
     Metric("eval/avg_at_k_stderr", "last", "Standard error of eval/avg_at_k over problems.", "fraction"),
     Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
     Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
     Metric("eval/reward/<term>", "last", "Mean of one reward term of the greedy responses, before its weight."),
-    Metric(
-        "eval/task/<name>",
-        "last",
-        "Another greedy accuracy: of the task's benchmark (ifeval: 4), or of one task of a mixture.",
-        "fraction",
-    ),
+    Metric("eval/task/<name>", "last", "Another greedy accuracy: of a benchmark, or a mixture's task.", "fraction"),
     Metric("eval/task_stderr/<name>", "last", "Standard error of eval/task/<name> over problems.", "fraction"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Number of held-out problems that were evaluated.", "problems"),
@@ -170,38 +139,28 @@ _REDUCE: dict[Reduction, Callable[[Sequence[float]], float]] = {
 }
 
 
-def declared(name: str) -> Metric:
-    """Return the metric ``name``, or its family, such as ``reward/<term>``.
+def known(name: str) -> Metric | None:
+    """Return the metric ``name``, or its family, such as ``reward/<term>``; None for a family, or if neither is listed.
 
-    ValueError if neither is listed here, or ``name`` is a family.
-
-    >>> declared("kl").reduction, declared("reward/format").name
-    ('mean', 'reward/<term>')
+    >>> known("kl").reduction, known("reward/format").name, known("eval/acuracy")
+    ('mean', 'reward/<term>', None)
     """
-    if name not in _PATTERNS and name in METRICS:
-        return METRICS[name]
-    for family, pattern in _PATTERNS.items():
-        if pattern.fullmatch(name):
-            without_task = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}"
-            return METRICS.get(without_task if family == "grader/<name>" else family, METRICS[family])
+    if name in METRICS:
+        return None if name in _PATTERNS else METRICS[name]
+    family = next((family for family, pattern in _PATTERNS.items() if pattern.fullmatch(name)), "")
+    without_task = f"{name.partition('/')[0]}/{name.rpartition('/')[2]}" if family == "grader/<name>" else family
+    return METRICS.get(without_task, METRICS.get(family))
+
+
+def declared(name: str) -> Metric:
+    """Return the metric ``name`` or its family (:func:`known`); ValueError if there is none."""
+    if (metric := known(name)) is not None:
+        return metric
     if name in _PATTERNS:
         raise ValueError(f"The metric {name!r} is a family, which has no values; log one with a name for <..>.")
     near = difflib.get_close_matches(name, METRICS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"The metric {name!r} is not declared in sota_grpo/recording/metrics.py.{hint}")
-
-
-def is_declared(name: str) -> bool:
-    """Return whether ``name`` is a metric that can be logged (:func:`declared`).
-
-    >>> is_declared("eval/accuracy"), is_declared("eval/task/chain_sum"), is_declared("eval/acuracy")
-    (True, True, False)
-    """
-    try:
-        declared(name)
-    except ValueError:
-        return False
-    return True
 
 
 def term_metric(term: str) -> str:

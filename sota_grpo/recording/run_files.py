@@ -221,6 +221,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
+def dicts(values: Any) -> list[dict[str, Any]]:
+    """Return the dicts in ``values``, which may be no list, as in a file of another program."""
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
 def save_replay(run_dir: Path, step: int, question: Sequence[str], replay: Mapping[str, Any]) -> Path:
     """Save and return a replay's file, in place of one of equal step and options ``question``; UserError on failure."""
     folder = run_dir / REPLAYS

@@ -22,9 +22,9 @@ from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError, writing
 from sota_grpo.files import write_text
 from sota_grpo.recording.machine import SECRET
-from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, find_runs, read_replays
+from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, dicts, find_runs, read_replays
 from sota_grpo.report.data import RunData, charts, curves, phases, read_runs, safe_json, shown, stride_for
-from sota_grpo.report.groups import Groups, choose_groups
+from sota_grpo.report.groups import choose_groups
 from sota_grpo.text import os_reason, sentence
 from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
 
@@ -113,15 +113,14 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     for run, name, plot in zip(runs, run_names(runs), plots):
         replays, sentences = read_replays(run.path)
         left_out += sentences
-        written = f"{datetime.fromtimestamp(run.written, UTC):%Y-%m-%d %H:%M} UTC"
         about = {
             **{"name": name, "path": str(run.path), "done": run.steps, "asked": run.num_steps, "state": run.state},
-            **{"note": run.note, "starts": list(run.starts), "written": written, "phases": phases(run)},
+            **{"note": run.note, "starts": list(run.starts), "written": _minute(run.written), "phases": phases(run)},
             **{"concurrent": run.config.get("mode") == "async", "gate": _gate(run.gate), "replays": replays},
         }
         shown_runs.append(about | plot)
     page = {
-        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "made": _minute(time.time()),
         "stride": stride,
         "charts": charts([plot["columns"] for plot in plots]),
         "options": options(runs),
@@ -132,12 +131,10 @@ def report_json(runs: Sequence[RunData], left_out: list[str], budget: int) -> st
     share = max(0, budget - len(safe_json(page))) // len(runs)
     for run, shown_run in zip(runs, shown_runs):
         try:
-            groups = choose_groups(run, share)
+            shown_run |= choose_groups(run, share)
         except UserError as error:  # a damaged line; the curves are shown without groups
-            groups = Groups([], 0, [], [])
+            shown_run |= {"record": {"total": 0, "stored": [], "ages": []}, "groups": []}
             left_out.append(f"The groups of {run.path}: {error}")
-        shown_run["record"] = {"total": groups.total, "stored": groups.stored, "ages": groups.ages}
-        shown_run["groups"] = groups.shown
     return safe_json(page)
 
 
@@ -201,21 +198,19 @@ def run_names(runs: Sequence[RunData]) -> list[str]:
     return [os.path.relpath(path, common) for path in paths]
 
 
+def _minute(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
 def _gate(record: dict[str, Any] | None) -> dict[str, Any] | None:
     if record is None:
         return None
-    listed = record.get("checks")
-    checks = [
-        {
-            "name": str(check.get("name")),
-            "passed": None if check.get("passed", False) is None else bool(check.get("passed")),
-            "sentence": str(check.get("sentence")),
-            "seconds": shown(check.get("seconds")),
-        }
-        for check in (listed if isinstance(listed, list) else [])
-        if isinstance(check, dict)
-    ]
-    return {"mode": str(record.get("mode")), "checks": checks}
+    checks = []
+    for check in dicts(record.get("checks")):
+        passed = check.get("passed", False)
+        texts = {name: shown(check.get(name)) for name in ("name", "sentence", "seconds")}
+        checks.append(texts | {"passed": None if passed is None else bool(passed)})
+    return {"mode": shown(record.get("mode")), "checks": checks}
 
 
 def report_of(run_dir: Path) -> float:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.machine import in_words, starts_of
-from sota_grpo.recording.metrics import METRICS, Metric, declared
+from sota_grpo.recording.machine import in_words
+from sota_grpo.recording.metrics import METRICS, known
 from sota_grpo.recording.run_files import (
     GATE_FILE,
     METRICS_FILE,
+    dicts,
     read_config,
     read_json,
     read_record,
@@ -28,45 +29,37 @@ from sota_grpo.text import json_line, one_line
 Row = Mapping[str, Any]
 NUMBERS = 250_000  # most numbers in all curves of a page (2 MB); beyond it, steps are left out
 #: Sections of the page: title, and metric names or (ending in a slash) prefixes of names.
-FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("What it learned", ("eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward")),
-    ("Tasks", ("task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/")),
-    (
-        "Policy",
-        (
-            *("kl", "distill/", "entropy", "clip_fraction", "ess", "gradient_share/max_token", "mismatch_kl"),
-            "kl_approx",
-            *("correction_fraction", "off_policy_fraction", "entropy_coef", "entropy_threshold", "kept_tokens"),
-        ),
-    ),
-    ("Responses", ("response_tokens/", "truncated", "prompt_tokens/mean")),
-    (
-        "Dialogs and tools",
-        ("turns/mean", "turn_tokens/mean", "grader/tool_calls", "grader/tool_errors", "grader/ended_by_turns"),
-    ),
-    ("Rewards and advantages", ("reward/", "grader/", "advantage", "reward_errors", "reward_timeouts")),
-    ("Judge", ("judge/",)),
-    ("Groups, policy age and workers", ("groups/", "policy_age/", "workers/")),
-    ("Optimisation", ("loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed")),
-    ("Further evaluation metrics", ("eval/",)),
-    ("Speed", ("tokens_per_s", "time/")),
-    ("Machine", ("system/",)),
-)
-_NO_CURVE = frozenset(
-    ("step", "version", "dialog_turns", "optimizer_steps", "eval/stderr", "eval/avg_at_k_stderr", "eval/reward_stderr")
-)
+FAMILIES = {
+    "What it learned": ["eval/accuracy", "reward", "success", "eval/avg_at_k", "eval/reward"],
+    "Tasks": ["task/*/reward", "task/*/success", "eval/task/*", "task/", "eval/task/"],
+    "Policy": [
+        *("kl", "distill/", "entropy", "clip_fraction", "ess", "gradient_share/max_token", "mismatch_kl", "kl_approx"),
+        *("correction_fraction", "off_policy_fraction", "entropy_coef", "entropy_threshold", "kept_tokens"),
+    ],
+    "Responses": ["response_tokens/", "truncated", "prompt_tokens/mean"],
+    "Dialogs and tools": [
+        *("turns/mean", "turn_tokens/mean", "grader/tool_calls", "grader/tool_errors", "grader/ended_by_turns"),
+    ],
+    "Rewards and advantages": ["reward/", "grader/", "advantage", "reward_errors", "reward_timeouts"],
+    "Judge": ["judge/"],
+    "Groups, policy age and workers": ["groups/", "policy_age/", "workers/"],
+    "Optimisation": ["loss/", "grad_norm", "lr", "loss_scale", "skipped_steps", "packed"],
+    "Further evaluation metrics": ["eval/"],
+    "Speed": ["tokens_per_s", "time/"],
+    "Machine": ["system/"],
+}
 #: {beginning of metric names: metric whose chart shows them too if they are equal in all runs}.
 REPEATS = {"success": "reward", "reward/": "reward", "eval/reward": "eval/accuracy", "turn_": "response_tokens/mean"}
 EVAL_TASK, EVAL_TASK_ERROR = "eval/task/", "eval/task_stderr/"
-#: The standard error of a metric: a description, and a function of the step's row and number of responses.
-BANDS: dict[str, tuple[str, Callable[[Row, float], float | None]]] = {
-    "reward": ("reward/std over the root of the number of responses", lambda row, n: _stderr(row.get("reward/std"), n)),
-    "success": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("success"), n)),
-    "truncated": ("of a fraction of independent responses", lambda row, n: _of_share(row.get("truncated"), n)),
-    "eval/accuracy": ("eval/stderr, over problems", lambda row, _: row.get("eval/stderr")),
-    "eval/reward": ("eval/reward_stderr, over problems", lambda row, _: row.get("eval/reward_stderr")),
-    "eval/avg_at_k": ("eval/avg_at_k_stderr, over problems", lambda row, _: row.get("eval/avg_at_k_stderr")),
+#: {metric of evaluations: metric that is its standard error}.
+STDERRS = {name: f"{name}_stderr" for name in ("eval/avg_at_k", "eval/reward")} | {"eval/accuracy": "eval/stderr"}
+#: {metric with a standard error: where that comes from, see _error}; beside them those of EVAL_TASK.
+BANDS = {
+    "reward": "reward/std over the root of the number of responses",
+    **dict.fromkeys(("success", "truncated"), "of a fraction of independent responses"),
+    **{name: f"{error}, over problems" for name, error in STDERRS.items()},
 }
+_NO_CURVE = frozenset(("step", "version", "dialog_turns", "optimizer_steps", *STDERRS.values()))
 #: Titles of charts whose metric name is not clear enough.
 TITLES = {
     "turns/mean": "Turns per dialog",
@@ -81,8 +74,6 @@ TITLES = {
     "task/*/responses": "Responses in the batch",
     "eval/task/*": "Held-out accuracies",
 }
-_OF_A_TASK = "*"  # placeholder in the key of a chart for the task names of its lines
-_BAND_OF_TASK = f"{EVAL_TASK_ERROR}.., over problems"
 _LAST = ("reward/", "eval/reward/", "grader/")  # in a mixture, the task's name precedes the rest
 _HEAD, _TAIL = 16_000, 4_000  # characters shown of a longer text
 
@@ -141,7 +132,7 @@ def read_run(path: Path) -> RunData:
         note=note,
         gate=read_json(path / GATE_FILE),
         written=(path / METRICS_FILE).stat().st_mtime,
-        starts=tuple(one_line(in_words(start), limit=2000) for start in starts_of(record)),
+        starts=tuple(one_line(in_words(start), limit=2000) for start in dicts(record.get("starts"))),
         passed=record.get("passed"),
     )
 
@@ -207,9 +198,8 @@ def curves(run: RunData, stride: int = 1) -> dict[str, Any]:
             points.append((row, seconds, responses, responses - before))
     rows = [row for row, *_ in points]
     columns = {name: _column([row.get(name) for row in rows]) for name in names(rows)}
-    tasks = {name: name.replace(EVAL_TASK, EVAL_TASK_ERROR) for name in columns if name.startswith(EVAL_TASK)}
-    errors = {name: _column([row.get(error) for row in rows]) for name, error in tasks.items()}
-    errors |= {name: _column([error(row, n) for row, _, _, n in points]) for name, (_, error) in BANDS.items()}
+    with_error = [name for name in columns if name in BANDS or name.startswith(EVAL_TASK)]
+    errors = {name: _column([_error(name, row, count) for row, _, _, count in points]) for name in with_error}
     return {
         "steps": [row["step"] for row in rows],
         "responses": [number(count) for _, _, count, _ in points],
@@ -243,7 +233,7 @@ def family(name: str) -> str:
     >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
     ('What it learned', 'Rewards and advantages', 'Further evaluation metrics', 'Other')
     """
-    return [*(title for title, _ in FAMILIES), "Other"][position_of(name)[0]]
+    return [*FAMILIES, "Other"][position_of(name)[0]]
 
 
 def position_of(name: str) -> tuple[int, int]:
@@ -252,18 +242,13 @@ def position_of(name: str) -> tuple[int, int]:
     The section is the first that lists the name, else the first that lists a prefix of it. Names found by a prefix come
     after the names that the section lists.
     """
-    for index, (_, members) in enumerate(FAMILIES):
+    for index, members in enumerate(FAMILIES.values()):
         if name in members:
             return index, members.index(name)
-    for index, (_, members) in enumerate(FAMILIES):
+    for index, members in enumerate(FAMILIES.values()):
         if any(member.endswith("/") and name.startswith(member) for member in members):
             return index, len(members)
     return len(FAMILIES), 0
-
-
-def _repeats(name: str, columns: Sequence[Mapping[str, Any]]) -> bool:
-    other = next((other for start, other in REPEATS.items() if name.startswith(start)), name)
-    return name != other and all(run.get(name) == run.get(other) for run in columns)
 
 
 def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -283,74 +268,58 @@ def charts(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     kl [('', 'kl')]
     lr [('', 'lr')]
     """
-    lines: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name in sorted((one for one in dict.fromkeys(chain(*columns)) if not _repeats(one, columns)), key=position_of):
-        key, within, label = _split(name)
-        lines.setdefault((key, within), []).append((label, name))
+    lines: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for name in sorted(dict.fromkeys(chain(*columns)), key=position_of):
+        other = next((other for start, other in REPEATS.items() if name.startswith(start)), name)
+        if name == other or any(run.get(name) != run.get(other) for run in columns):
+            plain, key, within, label = _split(name)
+            lines.setdefault((plain, key, within), []).append((label, name))
 
-    def position(chart: tuple[str, str]) -> tuple[int, str, int]:
-        key, within = chart
-        index, member = position_of(_plain(key))
+    def position(chart: tuple[str, str, str]) -> tuple[int, str, int]:
+        plain, _, within = chart
+        index, member = position_of(plain)
         return index, within, member
 
-    return [_chart(key, within, sorted(lines[key, within])) for key, within in sorted(lines, key=position)]
+    return [_chart(*chart, sorted(lines[chart])) for chart in sorted(lines, key=position)]
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    """Return (key of the chart, entry of a mixture or "", label of the line) for a metric.
+def _split(name: str) -> tuple[str, str, str, str]:
+    """Return (metric without a mixture's task, key of the chart, entry of a mixture or "", label of the line).
 
-    >>> [_split(name) for name in ("kl", "task/b/x/reward", "eval/task/b/x", "reward/b/correct", "reward/correct")][1:4]
+    >>> [_split(name)[1:] for name in ("kl", "task/b/x/reward", "eval/task/b/x", "reward/b/correct")][1:]
     [('task/*/reward', 'b', 'x'), ('eval/task/*', 'b', 'x'), ('reward/*/correct', '', 'b')]
     """
-    metric = _declared(name)
+    metric = known(name)
     for prefix in _LAST if metric else ():
         if name.startswith(prefix):
             task, _, last = name.removeprefix(prefix).rpartition("/")
-            return (f"{prefix}{_OF_A_TASK}/{last}", "", task) if task else (name, "", "")
+            return f"{prefix}{last}", f"{prefix}*/{last}" if task else name, "", task
     before, is_family, suffix = (metric.name if metric else name).partition("<")
     if metric is None or not is_family or metric.name == name:
-        return name, "", ""
+        return name, name, "", ""
     after = suffix.partition(">")[2]
     within, _, label = name[len(before) : len(name) - len(after)].rpartition("/")
-    return f"{before}{_OF_A_TASK}{after}", within, label
+    return f"{before}*{after}", f"{before}*{after}", within, label
 
 
-def _plain(key: str) -> str:
-    """Return the key of a chart without the placeholder of a mixture's task.
-
-    >>> _plain("grader/*/tool_calls"), _plain("task/*/reward"), _plain("eval/task/*")
-    ('grader/tool_calls', 'task/*/reward', 'eval/task/*')
-    """
-    return key.replace(f"{_OF_A_TASK}/", "") if key.startswith(_LAST) else key
-
-
-def _chart(key: str, within: str, lines: list[tuple[str, str]]) -> dict[str, Any]:
-    metric, plain = _declared(lines[0][1]), _plain(key)
-    title = TITLES.get(plain, "")
+def _chart(plain: str, key: str, within: str, lines: list[tuple[str, str]]) -> dict[str, Any]:
+    metric, name, title = known(lines[0][1]), lines[0][1], TITLES.get(plain, "")
     if len(lines) == 1:
-        name, lines = lines[0][1], [("", lines[0][1])]
+        lines = [("", name)]
     else:
-        name = key.replace(_OF_A_TASK, f"{within}/{_OF_A_TASK}") if within else key
-        placeholder = metric.name.partition("<")[2].partition(">")[0] if metric else ""
-        what = "task" if key.startswith(_LAST) else placeholder
+        name = key.replace("*", f"{within}/*") if within else key
+        what = "task" if plain != key else metric.name.partition("<")[2].partition(">")[0] if metric else ""
         title = (title or plain) + (f" by {what}" if what != "name" else "") + (f" of {within}" if within else "")
-    chart: dict[str, Any] = {
+    band = f"{EVAL_TASK_ERROR}.., over problems" if key.startswith(EVAL_TASK) else BANDS.get(key)
+    return {
         "name": name,
         "title": title,
         "family": family(plain),
         "sentence": metric.sentence if metric else "",
         "unit": metric.unit if metric else "",
         "members": lines,
+        **({"band": band} if band else {}),
     }
-    band = _BAND_OF_TASK if key.startswith(EVAL_TASK) else BANDS[key][0] if key in BANDS else None
-    return chart | ({} if band is None else {"band": band})
-
-
-def _declared(name: str) -> Metric | None:
-    try:
-        return declared(name)
-    except ValueError:  # written by another version or by hand
-        return None
 
 
 def phases(run: RunData) -> dict[str, Any]:
@@ -379,11 +348,11 @@ def _number(row: Row, name: str) -> float:
     return number(row.get(name), digits=15) or 0.0
 
 
-def _stderr(std: Any, count: float) -> float | None:
-    spread = number(std, digits=15)
-    return None if spread is None or count <= 0 else spread / math.sqrt(count)
-
-
-def _of_share(share: Any, count: float) -> float | None:
-    mean = number(share, digits=15)
-    return None if mean is None or not 0 <= mean <= 1 else _stderr(math.sqrt(mean * (1 - mean)), count)
+def _error(name: str, row: Row, count: float) -> Any:
+    """Return the standard error of a metric in a step of ``count`` responses; None if it is unknown."""
+    if name in STDERRS or name.startswith(EVAL_TASK):
+        return row.get(STDERRS.get(name) or name.replace(EVAL_TASK, EVAL_TASK_ERROR))
+    mean, std = (number(row.get(one), digits=15) for one in (name, "reward/std"))
+    if name != "reward":  # a fraction
+        std = None if mean is None or not 0 <= mean <= 1 else math.sqrt(mean * (1 - mean))
+    return None if std is None or count <= 0 else std / math.sqrt(count)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import ROLLOUTS_FILE, json_line, whole_lines
+from sota_grpo.recording.run_files import ROLLOUTS_FILE, dicts, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
 from sota_grpo.untrusted import open_file
 
@@ -68,36 +68,22 @@ def _ends(column: Sequence[Any]) -> list[Any]:
     return list(column) if len(column) <= _FIRST + _LAST else [*column[:_FIRST], *column[-_LAST:]]
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The prompt groups of a run that the report page shows, and counts of all of the run's groups."""
-
-    shown: list[Group]
-    total: int  # number of groups in the run's files, shown or not
-    stored: list[int]  # steps of the groups from stored steps
-    ages: list[tuple[int, int]]  # (age of the policy in versions, number of responses)
-
-
-def choose_groups(run: RunData, budget: int) -> Groups:
+def choose_groups(run: RunData, budget: int) -> dict[str, Any]:
     """Choose groups of at most ``budget`` bytes of JSON in all, from the last step, the first, then steps between them.
 
     Groups of stored steps, with tokens, come first; unreadable stored steps are skipped. UserError as of :func:`scan`.
+    Returned are the ``groups`` and a ``record`` of all of the run: ``total``, their number in its files, shown or not;
+    ``stored``, the steps of groups from stored steps; ``ages``, pairs (policy age in versions, number of responses).
     """
     path = run.path / ROLLOUTS_FILE
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3")).removesuffix("_unbiased")
     weight = sum(size for rows in lines.values() for *_, size in rows)
-    most = max(budget // 2, budget - weight)
-    stored, used = _stored(run.path, estimator, most)
-    rest = [key for key in _in_order(lines) if key not in stored]
-    extremes, _ = _fitting(_extremes(path, {key: lines[key] for key in rest}), budget - used)
-    chosen = stored | extremes
-    return Groups(
-        shown=[chosen[key] for key in sorted(chosen)],
-        total=len(lines.keys() | chosen.keys()),
-        stored=sorted({step for step, _ in stored}),
-        ages=sorted(ages.items()),
-    )
+    stored, used = _stored(run.path, estimator, max(budget // 2, budget - weight))
+    rest = {key: lines[key] for key in _in_order(lines) if key not in stored}
+    chosen = stored | _fitting(_extremes(path, rest), budget - used)[0]
+    record = {"total": len(lines.keys() | chosen.keys()), "stored": sorted({step for step, _ in stored})}
+    return {"groups": [chosen[key] for key in sorted(chosen)], "record": record | {"ages": sorted(ages.items())}}
 
 
 def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
@@ -109,13 +95,10 @@ def scan(path: Path) -> tuple[dict[GroupKey, list[Line]], Counter[int]]:
     ages: Counter[int] = Counter()
     for line_number, offset, line in whole_lines(path):
         row = json_line(line, path, line_number)
-        step = row["step"]
-        group, version = (
-            row[name] if isinstance(row.get(name), int) else default
-            for name, default in (("group_id", 0), ("policy_version", step))
-        )
-        lines.setdefault((step, group), []).append((line_number, offset, len(line)))
-        ages[step - version] += 1
+        defaults = {"group_id": 0, "policy_version": row["step"]}
+        group, version = (row[name] if isinstance(row.get(name), int) else defaults[name] for name in defaults)
+        lines.setdefault((row["step"], group), []).append((line_number, offset, len(line)))
+        ages[row["step"] - version] += 1
     return lines, ages
 
 
@@ -143,12 +126,12 @@ def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: st
     ``whole``: the rows are the whole group, not only its best and worst response; ``estimator``: KL estimator.
     """
     first = rows[0]
-    prompt = first["dialog"].get("prompt") if isinstance(first.get("dialog"), dict) else None
+    turns = prompt_turns(first["dialog"].get("prompt")) if isinstance(first.get("dialog"), dict) else []
     return {
         "step": first["step"],
         "id": first.get("group_id"),
         **({"task": clipped_name(first["task"])} if isinstance(first.get("task"), str) else {}),
-        **({"turns": turns} if (turns := prompt_turns(prompt)) else {}),
+        **({"turns": turns} if turns else {}),
         "prompt": clipped(str(first.get("prompt") or first.get("query") or "")),
         "answer": clipped(str(first.get("answer") or "")),
         "whole": whole,
@@ -178,12 +161,10 @@ def _sample(row: Mapping[str, Any], estimator: str) -> dict[str, Any]:
 
 def _in_order(keys: Iterable[GroupKey]) -> Iterator[GroupKey]:
     """Yield all groups of a step, then of the next; the steps are in the order of :func:`spread`."""
-    groups: dict[int, list[int]] = {}
-    for step, group in keys:
-        groups.setdefault(step, []).append(group)
-    steps = sorted(groups)
-    for at in spread(len(steps)):
-        yield from ((steps[at], group) for group in groups[steps[at]])
+    steps: dict[int, list[GroupKey]] = {}
+    for key in keys:
+        steps.setdefault(key[0], []).append(key)
+    yield from chain.from_iterable(steps[sorted(steps)[at]] for at in spread(len(steps)))
 
 
 def _fitting(groups: Iterable[tuple[GroupKey, Group]], budget: int) -> tuple[dict[GroupKey, Group], int]:
@@ -266,8 +247,8 @@ def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:
         }
 
     turns = []
-    for turn in _dicts(dialog.get("turns"))[:_MOST_TURNS]:
-        calls = [call(record) for record in _dicts(turn.get("calls"))[:_MOST_CALLS]]
+    for turn in dicts(dialog.get("turns"))[:_MOST_TURNS]:
+        calls = [call(record) for record in dicts(turn.get("calls"))[:_MOST_CALLS]]
         turns.append(
             {
                 "role": clipped_name(turn.get("role")),
@@ -286,7 +267,7 @@ def prompt_turns(prompt: Any) -> list[dict[str, Any]]:
     """Return ``role`` and ``text`` of the first 200 turns of a chat prompt; empty if ``prompt`` is no list of turns."""
     return [
         {"role": clipped_name(turn.get("role")), "text": clipped(shown(turn.get("content") or ""))}
-        for turn in _dicts(prompt)[:_MOST_TURNS]
+        for turn in dicts(prompt)[:_MOST_TURNS]
     ]
 
 
@@ -298,7 +279,3 @@ def clipped_name(name: Any, most: int = _MOST_NAME) -> str:
     """
     text = "" if name is None else shown(name)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _dicts(values: Any) -> Sequence[Mapping[str, Any]]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []

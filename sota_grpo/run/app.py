@@ -28,7 +28,7 @@ from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, witho
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
-from sota_grpo.recording.metrics import METRICS, is_declared, is_number
+from sota_grpo.recording.metrics import METRICS, is_number, known
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
 from sota_grpo.recording.run_files import (
     BEST_FILE,
@@ -282,8 +282,8 @@ class Run:
         Without ``train.keep_best`` the best checkpoint of before stays, and no other becomes it.
         """
         path, name = self.run_dir / BEST_FILE, self.config.train.keep_best
-        if name is not None and not is_declared(name):
-            logged = ", ".join(one for one in METRICS if one.startswith("eval/") and is_declared(one))
+        if name is not None and known(name) is None:
+            logged = ", ".join(one for one in METRICS if one.startswith("eval/") and known(one))
             raise UserError(f"train.keep_best={name} is no metric of evaluations; use one of {logged}.")
         best = read_json(path) or {}
         there = [saved for saved, _ in self.checkpoints.paths() if saved <= step]

@@ -21,8 +21,8 @@ from sota_grpo.config.spelling import flat, walk
 from sota_grpo.errors import UserError, writing
 from sota_grpo.files import drop_leftovers, file_reference, write_text
 from sota_grpo.recording import run_files
-from sota_grpo.recording.machine import starts_of, this_start
-from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, is_held, read_config, read_record
+from sota_grpo.recording.machine import this_start
+from sota_grpo.recording.run_files import CHECKPOINTS, CONFIG_FILE, RUN_FILE, dicts, is_held, read_config, read_record
 from sota_grpo.text import os_reason
 from sota_grpo.untrusted import require_plain
 
@@ -140,7 +140,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             "num_steps": num_steps,
             **({"passed": passed} if passed else {}),
         }
-        self._starts = starts_of(found)
+        self._starts = dicts(record.get("starts"))
 
     def require_models(self, digests: Mapping[str, str | None]) -> None:
         """Raise RunRefused if the model files differ from those of the run's last start; :meth:`start` records them.
