@@ -30,8 +30,8 @@ from sota_grpo.recording.run_files import (
     METRICS_FILE,
     OVERRIDES_FILE,
     find_runs,
+    has_begun,
     is_held,
-    is_run,
     read_json,
     read_record,
     read_rows,
@@ -145,7 +145,7 @@ def read_sweep(path: Path, metric: str | None = None, *, ascending: bool = False
 
     ``metric``: to sort by; None: held-out accuracy if any run has it, else reward. UserError if there is no sweep.
     """
-    if path.is_dir() and is_run(path):
+    if path.is_dir() and has_begun(path, OVERRIDES_FILE):
         raise UserError(f"{path} is one run, not a folder of runs; give {path.parent}.")
     runs = [_read_run(folder, path) for folder in find_runs([path])]
     names = dict.fromkeys(name for run in runs for name in run.overrides if not _FREE.match(name))

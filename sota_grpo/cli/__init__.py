@@ -149,7 +149,12 @@ def config_of(options: argparse.Namespace) -> Config:
     """Compose and return the config of the arguments of :func:`add_config`, not validated; UserError if it fails."""
     from sota_grpo.assembly.compose import compose
 
+    return compose(options.config_name, overrides_of(options))
+
+
+def overrides_of(options: argparse.Namespace) -> Sequence[str]:
+    """Return the arguments OPTION=VALUE; UserError if one has another form."""
     for override in options.overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r} is not OPTION=VALUE; if it is a preset, use --config-name {override}.")
-    return compose(options.config_name, options.overrides)
+    return options.overrides

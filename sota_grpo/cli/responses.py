@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from sota_grpo.cli import above_zero, add_parser, add_trust, print_trust, step, whole
+from sota_grpo.cli import above_zero, add_parser, add_trust, overrides_of, print_trust, step, whole
 from sota_grpo.config.mixture import tasks_named
 from sota_grpo.errors import RunFailed, UserError, writing
 from sota_grpo.rewards.extract import ANSWER_FORMATS
@@ -117,13 +117,11 @@ def evaluate(options: argparse.Namespace) -> int:
             None if name is None else opened.enter_context(row_writer(name, option=option))
             for option, name in (("--out", options.out), ("--responses", options.responses))
         ]
-        heading, measured = _evaluated(target, options, before, write_row)
-        result = heading | measured | {"seconds": round(time.perf_counter() - began, 3)}
+        result = _evaluated(target, options, before, write_row) | {"seconds": round(time.perf_counter() - began, 3)}
         if before is not None:
-            summary = {name: before[name] for name in ("model", "steps", "greedy")}
-            counts = {name: (now, before["counts"].get(name)) for name, now in measured["counts"].items()}
-            gain = {name: accuracy(now, then) for name, (now, then) in counts.items() if then is not None}
-            result["against"] = {**summary, "gain": gain}
+            both = [name for name in result["counts"] if name in before["counts"]]
+            gain = {name: accuracy(result["counts"][name], before["counts"][name]) for name in both}
+            result["against"] = {name: before[name] for name in ("model", "steps", "greedy")} | {"gain": gain}
         show(result, before, sys.stderr if STANDARD in (options.out, options.responses) else sys.stdout)
         if write_result is not None:
             write_result(result)
@@ -132,7 +130,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def _evaluated(
     target: Target, options: argparse.Namespace, before: dict[str, Any] | None, write_row: RowWriter | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> dict[str, Any]:
     """Evaluate ``target``; return the header of the result, and what was measured."""
     from sota_grpo.assembly.evaluation import open_evaluator
     from sota_grpo.recording.progress import Heartbeat, Progress, starting
@@ -142,7 +140,15 @@ def _evaluated(
         with Heartbeat():
             starting(f"Loading {target.name} and starting the engine")
             evaluator = opened.enter_context(open_evaluator(target))
-        heading = _heading(target, evaluator)
+        problems = json.dumps(
+            [(e.query, e.answer, dict(e.extra)) for e in evaluator.examples], sort_keys=True, default=str
+        )
+        heading = {
+            **{"model": target.name, "steps": target.steps, "task": tasks_named(target.config)},
+            **{"engine": evaluator.rollouts.engine.name, "max_tokens": evaluator.max_tokens, "seed": evaluator.seed},
+            # of the problems in their order: evaluations with the same one are paired
+            "problems": hashlib.sha256(problems.encode()).hexdigest(),
+        }
         if before is not None:
             _require_same_problems(options.against, before, heading)
         total = len(evaluator.examples) * (2 if evaluator.avg_at_k else 1)
@@ -156,33 +162,14 @@ def _evaluated(
                 for row in _rows(evaluator, greedy, problem, responses):
                     write_row(row)
 
-        return heading, evaluator.evaluate(temperature=options.temperature, on_graded=graded)
+        return heading | evaluator.evaluate(temperature=options.temperature, on_graded=graded)
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
     """Return the overrides for the config: from options of this command (--k: eval.avg_at_k), then OPTION=VALUE."""
     known = {"engine": options.engine, "eval.avg_at_k": options.k, "eval.num_samples": options.num_samples}
     known["seed"] = options.seed
-    odd = [argument for argument in options.overrides if "=" not in argument]
-    if odd:
-        raise UserError(f"{odd[0]!r} is not OPTION=VALUE; correct it.")
-    return [*(f"{name}={value}" for name, value in known.items() if value is not None), *options.overrides]
-
-
-def _heading(target: Target, evaluator: Evaluator) -> dict[str, Any]:
-    """Return the header of the result: model, steps, task, engine, max_tokens, seed, digest of the problems."""
-    problems = [[example.query, example.answer, dict(example.extra)] for example in evaluator.examples]
-    text = json.dumps(problems, sort_keys=True, default=str)
-    return {
-        "model": target.name,
-        "steps": target.steps,
-        "task": tasks_named(target.config),
-        "engine": evaluator.rollouts.engine.name,
-        "max_tokens": evaluator.max_tokens,
-        "seed": evaluator.seed,
-        # of the problems in their order: evaluations with the same one are paired
-        "problems": hashlib.sha256(text.encode()).hexdigest(),
-    }
+    return [*(f"{name}={value}" for name, value in known.items() if value is not None), *overrides_of(options)]
 
 
 def _read_result(name: str) -> dict[str, Any]:

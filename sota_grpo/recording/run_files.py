@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,8 @@ _REPLAY_BYTES = 64 << 10  # largest file of a replay; two tables of 23 algorithm
 _MOST_REPLAYS = 16  # only the newest are read
 
 
-def is_run(path: Path) -> bool:
-    """Return whether an existing folder has a run, begun or not; True also without permission to read the folder."""
-    return has_begun(path, OVERRIDES_FILE)
-
-
 def has_begun(path: Path, *others: str) -> bool:
-    """Return whether an existing folder has a run that has begun to train, or one of the files ``others``.
-
-    True also without permission to read the folder.
-    """
+    """Return whether a folder has a run that has begun, or one of the files ``others``; True also if it is locked."""
     try:
         os.listdir(path)
         return any((path / name).is_file() for name in (RUN_FILE, METRICS_FILE, *others))
@@ -93,7 +86,7 @@ def _below(path: Path, depth: int) -> list[Path]:
     entries = path.iterdir() if depth else ()
     folders = [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     below = [run for folder in sorted(folders, key=natural) for run in _below(folder, depth - 1)]
-    return below or ([path] if is_run(path) else [])
+    return below or ([path] if has_begun(path, OVERRIDES_FILE) else [])
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -249,25 +242,16 @@ def read_replays(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
         try:
             with open_file(path, most_bytes=_REPLAY_BYTES, levels=2) as file:
                 record = json.loads(file.read())
-            if not _is_replay(record):
+            tables = [[[*row] for row in rows] for rows in record["tables"]]
+            replay = {"title": record["title"], "tables": tables, "notes": [*record["notes"]]}
+            are_texts = all(
+                isinstance(text, str) for text in (replay["title"], *replay["notes"], *chain(*chain(*tables)))
+            )
+            are_tables = all(len({*map(len, rows)}) == 1 and rows[0] for rows in tables)
+            if not (are_texts and are_tables and replay.items() <= record.items()):
                 raise ValueError(path)
-            replays.append({name: record[name] for name in ("title", "tables", "notes")})
-        except (OSError, ValueError, RecursionError) as error:
+            replays.append(replay)
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             problem = getattr(error, "strerror", None) or "it was not written by sota-grpo replay"
             sentences.append(readable(f"{path} cannot be shown ({problem}); remove it, or replay again.", keep=""))
     return replays, sentences
-
-
-def _is_replay(record: Any) -> bool:
-    """Return whether a record has a title, notes and tables of text, with rows as long as the table's header."""
-
-    def texts(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-    if not (isinstance(record, dict) and texts([record.get("title")]) and texts(record.get("notes"))):
-        return False
-    tables = record.get("tables")
-    return isinstance(tables, list) and all(
-        isinstance(rows, list) and rows and all(texts(row) and row and len(row) == len(rows[0]) for row in rows)
-        for rows in tables
-    )

@@ -99,14 +99,13 @@ class RunLog:
         None means that the quantity could not be measured. NaN, infinity and undeclared names raise ValueError, a
         failed write RunFailed.
         """
-        row: dict[str, float | int | None] = {}
+        row: dict[str, float | int | None] = dict(metrics)
         for name, value in metrics.items():
             declared(name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"The metric {name} at step {step} is {value}: pass None if it was not measured.")
             if value is not None:
-                value = int(value) if isinstance(value, numbers.Integral) else float(value)
-            row[name] = value
+                row[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         self._append(self._run_dir / METRICS_FILE, as_json({"step": step, **row}) + "\n")
         for sink in self._sinks:
             sink.log(step, row)
@@ -123,8 +122,7 @@ class RunLog:
             groups.setdefault(row["group_id"], []).append(row)
         picked = []
         for siblings in groups.values():
-            best = min(siblings, key=lambda row: (-row["reward"], row["sample_id"]))
-            worst = min(siblings, key=lambda row: (row["reward"], row["sample_id"]))
+            best, worst = (min(siblings, key=lambda row: (sign * row["reward"], row["sample_id"])) for sign in (-1, 1))
             picked += [best] if best is worst else [best, worst]
         lines, samples = (
             [{"step": step} | {name: row[name] for name in names if name in row} for row in picked]
@@ -151,17 +149,11 @@ class RunLog:
         """
         dropped = 0
         for path in (self._run_dir / METRICS_FILE, self._run_dir / ROLLOUTS_FILE):
-            with writing(path, _FIX, RunFailed):
-                with path.open("rb") as lines:
-                    is_kept = [
-                        json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)
-                    ]
+            with writing(path, _FIX, RunFailed), path.open("rb") as lines:
+                is_kept = [json_line(line, path, number)["step"] < first_step for number, line in enumerate(lines, 1)]
                 if not all(is_kept):
-                    with (
-                        atomic_file(path, durable=True) as temporary,
-                        path.open("rb") as lines,
-                        temporary.open("wb") as file,
-                    ):
+                    lines.seek(0)
+                    with atomic_file(path, durable=True) as temporary, temporary.open("wb") as file:
                         file.writelines(itertools.compress(lines, is_kept))
             dropped += is_kept.count(False)
         for sink in self._sinks:
@@ -199,9 +191,8 @@ class _TrainingLog(logging.FileHandler):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
-            reason = os_reason(error)
-            message = "%s cannot be written (%s); records are missing there."
-            logging.getLogger("sota_grpo").warning(message, self.baseFilename, reason)
+            message = f"{self.baseFilename} cannot be written ({os_reason(error)}); records are missing there."
+            logging.getLogger("sota_grpo").warning("%s", message)
 
     def close(self) -> None:
         with suppress(OSError):  # of what is still buffered
@@ -383,14 +374,12 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
     for name in sorted(batch.names(keys.REWARD_TERMS)):
         terms = batch.columns[*keys.REWARD_TERMS, name].cells()  # of the responses to which the term applies
         means[term_metric(name)] = statistics.fmean(map(float, terms))
-    rows, read = batch.rows(keys.EXTRA, keys.REWARD_INFO), lru_cache(maxsize=1)(json.loads)  # siblings' are equal
-    extras = [read(row[keys.EXTRA]) if keys.EXTRA in row else {} for row in rows]
+    rows = batch.rows(keys.EXTRA, keys.REWARD_INFO)
+    extras = [_extra(row) for row in rows]
     infos: dict[str, list[float]] = {}
     named: dict[str, str] = {}  # the grader's name of each metric
     for row, extra in zip(rows, extras, strict=True):
-        for name, value in json.loads(row[keys.REWARD_INFO], parse_constant=str).items():
-            if not is_number(value):
-                continue
+        for name, value in filter(lambda item: is_number(item[1]), _info(row).items()):
             metric = info_metric(name, extra.get(TASK))
             if (first := named.setdefault(metric, name)) == name:
                 infos.setdefault(metric, []).append(float(value))
@@ -404,6 +393,17 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         means |= {f"task/{task}/{name}": float(column[mask].mean()) for name, column in columns.items()}
         means[f"task/{task}/responses"] = float(mask.sum())
     return means
+
+
+_parsed = lru_cache(maxsize=1)(json.loads)  # siblings have equal texts
+
+
+def _extra(row: Row) -> dict[str, Any]:
+    return _parsed(row[keys.EXTRA]) if keys.EXTRA in row else {}
+
+
+def _info(row: Row) -> dict[str, Any]:
+    return json.loads(row[keys.REWARD_INFO], parse_constant=str)  # without NaN: the logs are JSON
 
 
 @lru_cache
@@ -424,9 +424,8 @@ def rollout_rows(
     """Return a row of ``rollouts.jsonl`` per response; ``messages`` (``Task.messages``): of each dialog's prompt."""
     prompts: dict[int, str] = {}
     plain: list[dict[str, Any]] = []
-    read = lru_cache(maxsize=1)(json.loads)  # siblings have equal texts
     for row in batch.rows():
-        group_id, extra = int(row[keys.GROUP_ID]), read(row[keys.EXTRA]) if keys.EXTRA in row else {}
+        group_id, extra = int(row[keys.GROUP_ID]), _extra(row)
         if group_id not in prompts:
             prompts[group_id] = tokenizer.decode(row[keys.PROMPT_TOKENS])
         response = row[keys.RESPONSE_TOKENS]
@@ -444,7 +443,7 @@ def rollout_rows(
                 "success": bool(row[keys.SUCCESS]),
                 "reward": float(row[keys.REWARD]),
                 "reward_terms": {key[-1]: float(term) for key, term in row.items() if key[:-1] == keys.REWARD_TERMS},
-                "reward_info": json.loads(row[keys.REWARD_INFO], parse_constant=str),  # without NaN: the logs are JSON
+                "reward_info": _info(row),
                 "advantage": float(row[keys.ADVANTAGE]),
                 "truncated": bool(row[keys.TRUNCATED]),
                 "policy_version": int(row[keys.POLICY_VERSION]),

@@ -204,7 +204,7 @@ class TensorBoardSink(CopySink):
         super().__init__()
         self._dir = Path(run_dir) / FOLDER
         self._first_step: int | None = None
-        self._open: Any = None
+        self._writer: Any = None  # of this process's event file, from the first write on
 
     @classmethod
     def from_config(cls, config: Config, run_dir: Path) -> TensorBoardSink:
@@ -215,22 +215,17 @@ class TensorBoardSink(CopySink):
         self._first_step = first_step  # first step of the next event file
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def _finish(self, exit_code: int) -> None:
-        writer, self._open = self._open, None
+        writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    @property
-    def _writer(self) -> Any:
-        """The writer of this process's event file, created on first use."""
-        if self._open is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._open = SummaryWriter(str(self._dir), purge_step=self._first_step, flush_secs=_FLUSH_S)
-        return self._open
 
 
 #: The sinks by their name in ``logging.sinks``; ``wandb`` is chosen by ``logging.wandb`` instead.
