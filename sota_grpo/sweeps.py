@@ -11,9 +11,10 @@ import math
 import os
 import re
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ SWEEP_FILE = "sweep.json"
 SUMMARY = "summary.json"  # in the sweep's directory
 
 _UNKNOWN = "-"
+_NOTHING = {"mean": None, "stderr": None}
 _WIDTH = 400  # characters per line if the output is no terminal, so that no cell is wrapped
 # Arguments that may differ when a sweep is resumed: they do not change the results of its runs.
 _FREE = re.compile(r"\+*(train\.resume|logging\.|hydra\.(sweep\.dir|callbacks\.|output_subdir=)|hydra[./]launcher\b)")
@@ -72,16 +74,6 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The runs of one setting, which differ only in their seed: how many, and the metrics' means over finished ones."""
-
-    overrides: Mapping[str, str]  # {option: value} of options that differ between settings; not the seed
-    runs: int
-    finished: int  # runs that the means include
-    means: Mapping[str, tuple[float, float | None]]  # {metric: (mean, standard error over seeds; None for one seed)}
-
-
-@dataclass(frozen=True)
 class Sweep:
     """All runs in a sweep's directory, and how to sort them."""
 
@@ -97,39 +89,30 @@ class Sweep:
         return sorted(self.runs, key=lambda run: self._rank(run.metrics.get(self.metric)))
 
     @property
-    def settings(self) -> list[Setting]:
-        """The settings, sorted by the mean of ``metric`` as runs are in ``ranked``; empty if none has several seeds."""
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings, whose runs differ only in their seed, sorted by the mean of ``metric``, like ``ranked``.
+
+        Each has ``overrides`` (those that differ between settings, without the seed), the number of ``runs``, how many
+        of them are ``finished``, and of those the ``means``: {metric: {"mean": .., "stderr": .. over seeds, None for
+        one}}. The list is empty if no setting has several seeds.
+        """
         names = [name for name in self.varied if name != SEED]
         groups: dict[tuple[str | None, ...], list[RunRow]] = {}
         for run in self.runs:
             groups.setdefault(tuple(run.overrides.get(name) for name in names), []).append(run)
         if SEED not in self.varied or all(len(group) == 1 for group in groups.values()):
             return []
-        settings = []
+        settings: list[dict[str, Any]] = []
         for group in groups.values():
-            done = [run for run in group if run.state == "finished"]
-            means: dict[str, tuple[float, float | None]] = {}
-            for name in dict.fromkeys(name for run in done for name in run.metrics):
-                values = [run.metrics[name] for run in done if name in run.metrics]
+            done = [run.metrics for run in group if run.state == "finished"]
+            means: dict[str, dict[str, float | None]] = {}
+            for name in dict.fromkeys(chain(*done)):
+                values = [metrics[name] for metrics in done if name in metrics]
                 error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-                means[name] = statistics.fmean(values), error
+                means[name] = {"mean": statistics.fmean(values), "stderr": error}
             overrides = {name: group[0].overrides[name] for name in names if name in group[0].overrides}
-            settings.append(Setting(overrides, len(group), len(done), means))
-        return sorted(settings, key=lambda row: self._rank(row.means.get(self.metric, (None, None))[0]))
-
-    @property
-    def headline(self) -> str:
-        """A sentence with the directory, the number of runs in each state and the metric."""
-        states = [run.state for run in self.runs]
-        ended = [f"{states.count(state)} {state}" for state in ("finished", "running", "stopped", "failed")]
-        number = f"{len(states)} run" + ("s" if len(states) > 1 else "")
-        ended = [count for count in ended if not count.startswith("0 ")]
-        return f"{self.path}: {number}, {', '.join(ended)}; sorted by {self.metric}."
-
-    @property
-    def notes(self) -> list[str]:
-        """One sentence per run that has a note."""
-        return [f"run {run.name} {run.state}: {run.note}" for run in self.runs if run.note]
+            settings.append({"overrides": overrides, "runs": len(group), "finished": len(done), "means": means})
+        return sorted(settings, key=lambda row: self._rank(row["means"].get(self.metric, _NOTHING)["mean"]))
 
     def _rank(self, value: float | None) -> tuple[bool, float]:
         return value is None, (value or 0.0) * (1 if self.ascending else -1)
@@ -170,11 +153,11 @@ def read_metrics(path: Path) -> tuple[dict[str, float], int, float]:
         steps += REWARD in row
         for name, value in numbers.items():
             recent.setdefault(name, deque(maxlen=LAST_STEPS)).append(value)
-    metrics = {}
-    for name, values in recent.items():
-        known = METRICS.get(name)
-        is_last = name.startswith("eval/") or (known is not None and known.reduction == "last")
-        metrics[name] = values[-1] if is_last else statistics.fmean(values)
+    counters = {name for name, metric in METRICS.items() if metric.reduction == "last"}
+    metrics = {
+        name: values[-1] if name in counters or name.startswith("eval/") else statistics.fmean(values)
+        for name, values in recent.items()
+    }
     return metrics, steps, seconds
 
 
@@ -228,32 +211,32 @@ def _overrides(path: Path) -> dict[str, str]:
 
 
 def as_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the sweep's headline, tables and notes as plain text; ``width``: characters of a table (None: 400)."""
+    """Return a headline, tables and notes on runs as plain text; ``width``: characters of a table (None: 400)."""
     console = Console(file=io.StringIO(), width=width or _WIDTH, force_terminal=False, color_system=None)
+    states = Counter(run.state for run in sweep.runs)
+    counts = [f"{states[state]} {state}" for state in ("finished", "running", "stopped", "failed") if states[state]]
+    number = f"{len(sweep.runs)} run" + ("s" if len(sweep.runs) > 1 else "")
     with console.capture() as capture:
-        console.print(Text(sweep.headline), soft_wrap=True)
+        headline = f"{sweep.path}: {number}, {', '.join(counts)}; sorted by {sweep.metric}."
+        console.print(Text(headline), soft_wrap=True)
         for header, *rows in _tables(sweep):
             table = Table(*(Column(Text(name), overflow="fold") for name in header), box=box.ASCII)
             for row in rows:
                 table.add_row(*map(Text, row))  # not as markup: [0,1] is a value
             console.print(table)
-        for note in sweep.notes:
-            console.print(Text(note), soft_wrap=True)
+        for run in sweep.runs:
+            if run.note:
+                console.print(Text(f"run {run.name} {run.state}: {run.note}"), soft_wrap=True)
     return capture.get()
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """Return the runs and settings as values for strict JSON."""
-    runs = []
-    for run in sweep.ranked:
-        columns = vars(run) | {"path": str(run.path)}
-        runs.append({"run": columns.pop("name"), **columns})
-    settings = [
-        vars(row) | {"means": {name: {"mean": mean, "stderr": error} for name, (mean, error) in row.means.items()}}
-        for row in sweep.settings
-    ]
+    runs = [{"run": run.name} | vars(run) | {"path": str(run.path)} for run in sweep.ranked]
+    for run in runs:
+        del run["name"]
     about = {"directory": str(sweep.path), "sorted_by": sweep.metric, "last_steps": LAST_STEPS, "varied": sweep.varied}
-    return about | {"runs": runs, "settings": settings}
+    return about | {"runs": runs, "settings": sweep.settings}
 
 
 def write_summary(path: Path) -> Sweep:
@@ -267,28 +250,28 @@ def _tables(sweep: Sweep) -> list[list[list[str]]]:
     """Return the table of runs, and if there are several seeds that of settings, each with a header line."""
     extra = [] if sweep.metric in (ACCURACY, REWARD) else [sweep.metric]
 
-    def shown(value: float | None, error: float | None = None) -> str:
-        return _UNKNOWN if value is None else f"{value:.4g}" + ("" if error is None else f" +/- {error:.2g}")
+    def shown(mean: float | None, stderr: float | None) -> str:
+        return _UNKNOWN if mean is None else f"{mean:.4g}" + ("" if stderr is None else f" +/- {stderr:.2g}")
 
     def count(done: int, total: int | None) -> str:
         return f"{done}" if total in (None, done) else f"{done} of {total}"
 
     def cells(overrides: Mapping[str, str], names: Sequence[str], means: Mapping[str, Any]) -> list[str]:
-        values = [shown(*means.get(name, (None,))) for name in (REWARD, *extra)]
-        values.insert(1, percent(*means.get(ACCURACY, (None,))))
-        return [*(overrides.get(name, _UNKNOWN) for name in names), *values]
+        reward, accuracy, *others = (means.get(name, _NOTHING) for name in (REWARD, ACCURACY, *extra))
+        figures = [shown(**reward), percent(*accuracy.values()), *(shown(**other) for other in others)]
+        return [*(overrides.get(name, _UNKNOWN) for name in names), *figures]
 
     runs = [["run", *sweep.varied, REWARD, "accuracy", *extra, "steps", "state", "time"]]
     for run in sweep.ranked:
-        means: dict[str, tuple[float | None, ...]] = {name: (value,) for name, value in run.metrics.items()}
-        if ACCURACY in run.metrics:
-            means[ACCURACY] = run.metrics[ACCURACY], run.metrics.get(ACCURACY_ERROR)
+        means = {name: {"mean": value, "stderr": None} for name, value in run.metrics.items()}
+        if ACCURACY in means:
+            means[ACCURACY]["stderr"] = run.metrics.get(ACCURACY_ERROR)
         measured = cells(run.overrides, sweep.varied, means)
         runs.append([run.name, *measured, count(run.steps, run.num_steps), run.state, duration(run.seconds)])
     names = [name for name in sweep.varied if name != SEED]
     settings = [["seeds", *names, REWARD, "accuracy", *extra]]
     for row in sweep.settings:
-        settings.append([count(row.finished, row.runs), *cells(row.overrides, names, row.means)])
+        settings.append([count(row["finished"], row["runs"]), *cells(row["overrides"], names, row["means"])])
     return [table for table in (runs, settings) if len(table) > 1]
 
 

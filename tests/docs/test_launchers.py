@@ -62,7 +62,7 @@ def pins(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", RUNS, ids=str)
 def test_runs_fit_as_they_are_written(command: Command, workshop: Workshop) -> None:
-    workshop.estimate(command, RUNS).require(f"{command}: sota-grpo estimate")
+    workshop.estimate(command).require(f"{command}: sota-grpo estimate")
 
 
 @pytest.mark.parametrize("command", RUNS, ids=str)

@@ -91,4 +91,4 @@ def test_options_reach_the_run(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("command", WITH_OPTIONS, ids=lambda command: command.text[:50])
 def test_options_of_the_text_are_known_and_fit(command: Command, workshop: Workshop) -> None:
-    workshop.estimate(command, WITH_OPTIONS).require(command.text)
+    workshop.estimate(command).require(command.text)

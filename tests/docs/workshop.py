@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
+import pytest
+
+from sota_grpo.cli import main
 from tests.docs.desk import lay, write_program
 from tests.docs.markdown import ROOT, Block, Command, blocks, commands
 from tests.docs.rules import estimated, is_async, is_of_the_shell, is_tool, is_training, small, small_block, small_tool
@@ -33,15 +37,17 @@ class Workshop:
     def __init__(self, folder: Path):
         self._folder, self._desks = folder, dict[str, Path]()
         self._done: dict[Command, Done] = {}
-        self._estimates: dict[tuple[str, ...], Done] = {}
         self._program = write_program(folder / "bin", sys.executable)
         path = f"{self._program.parent}{os.pathsep}{os.environ['PATH']}"
         caches = {"HF_HOME": str(folder / "hf"), "HF_DATASETS_CACHE": str(folder / "datasets")}
         self._environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
         self._server = ForkServer(folder, self._environment)
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr("datasets.config.HF_DATASETS_CACHE", caches["HF_DATASETS_CACHE"])  # for estimates
 
     def close(self) -> None:
         """End the fork server."""
+        self._patch.undo()
         self._server.close()
 
     def desk(self, name: str) -> Path:
@@ -90,23 +96,19 @@ class Workshop:
         script.write_text(small_block(block.text))
         return self._server.run([str(script)], cwd=desk)
 
-    def estimate(self, command: Command, others: list[Command]) -> Done:
-        """Whether the run would fit on the GPUs of its block, as it is written; ``others`` at the same desk are asked
-        about in the same process."""
-        desk = _desk_of_estimates(command)
-        for before in _foundations(command.block.document):
-            if is_of_the_shell(before) and before not in self._done:
+    def estimate(self, command: Command) -> Done:
+        """Whether the run would fit on the GPUs of its block, as it is written."""
+        foundations = [before for before in _foundations(command.block.document) if is_of_the_shell(before)]
+        for before in foundations:
+            if before not in self._done:
                 self._done[before] = self._run(before)
-        if (desk, *_question(command)) not in self._estimates:
-            every = sorted({_question(other) for other in (command, *others) if _desk_of_estimates(other) == desk})
-            questions = self._folder / f"{desk}.questions.json"
-            questions.write_text(json.dumps(every))
-            arguments = [str(ROOT / "tests" / "docs" / "estimates.py"), str(questions)]
-            done = self._server.run(arguments, cwd=self.desk(desk), environment=[("PYTHONPATH", str(ROOT))])
-            done.require(f"{desk}: the estimates")
-            answers = json.loads(done.stdout.splitlines()[-1])
-            self._estimates |= {(desk, *each): Done(*actual) for each, actual in zip(every, answers)}
-        return self._estimates[desk, *_question(command)]
+        desk, code = self.desk(command.block.document.name if foundations else "estimates"), 0
+        with chdir(desk), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            try:
+                main(_question(command))
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+        return Done(code, out.getvalue(), err.getvalue())
 
     def _put_runs(self, desk: Path, text: str) -> None:
         """Finished runs and sweeps under the names that ``text`` calls them by."""
@@ -132,24 +134,18 @@ class Workshop:
         return folder
 
 
-def _question(command: Command) -> tuple[str, ...]:
+def _question(command: Command) -> list[str]:
     """As it is written, without options that no estimate depends on, and of a part of its data: thousands of prompts
     take seconds to tokenize, and show no more."""
     overrides = [word for word in estimated(command) if not word.startswith(_NO_MEMORY)]
     part = [] if any(word.startswith("env.max_samples=") for word in overrides) else ["env.max_samples=256"]
     gpus = [] if command.block.gpus is None else ["--gpus", command.block.gpus]
-    return ("estimate", *overrides, *part, "--memory-gb", command.block.gpu_gib, *gpus)
+    return ["estimate", *overrides, *part, "--memory-gb", command.block.gpu_gib, *gpus]
 
 
 def typed(text: str, name: str = "typed") -> Command:
     """A command that is in no document; ``name`` is that of its desk."""
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
-
-
-def _desk_of_estimates(command: Command) -> str:
-    """That of its document where commands of the shell write files for it, else one for all."""
-    document = command.block.document
-    return document.name if any(map(is_of_the_shell, _foundations(document))) else "estimates"
 
 
 def _run_dir(command: Command) -> str:

@@ -104,7 +104,7 @@ def series(leak: float, noise: float, num: int = 300) -> tuple[np.ndarray, np.nd
     return steps, 8e8 + 2e8 * (1 - np.exp(-steps / 150)) + wander + leak * steps
 
 
-def test_a_leak_of_1_mb_a_step_grows_and_noise_does_not() -> None:
+def test_a_leak_grows_and_noise_does_not() -> None:
     flat, leaking = (
         [slope(*series(leak, noise=1e7)).verdict(*ALLOWED["memory"]) for _ in range(50)] for leak in (0.0, 1e6)
     )
@@ -112,11 +112,6 @@ def test_a_leak_of_1_mb_a_step_grows_and_noise_does_not() -> None:
     assert flat.count("grows") <= 3  # 99.9 % of the time at a rate of 0.005 or less: the allowance comes on top
     assert flat.count("flat") >= 47
     assert slope(*series(0.0, noise=5e9)).verdict(*ALLOWED["memory"]) == "too noisy"  # which hides such a leak
-
-
-def test_one_handle_in_ten_steps_grows() -> None:
-    steps = np.arange(300)
+    steps = np.arange(300)  # handles: one in ten steps
     assert slope(steps, 40 + steps // 10).verdict(*ALLOWED["handles"]) == "grows"
     assert slope(steps, 40 + (steps % 50 == 0)).verdict(*ALLOWED["handles"]) == "flat"
-    with pytest.raises(ValueError, match="10 moments are too few"):
-        slope(range(10), range(10))

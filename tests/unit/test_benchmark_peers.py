@@ -11,7 +11,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers import floor
-from benchmarks.peers.__main__ import main
 from benchmarks.peers.history import compare_and_store, ratios
 from benchmarks.peers.host import LEARN, STEP, SystemFailed
 from benchmarks.peers.report import history_line
@@ -72,10 +71,6 @@ def test_the_floor_of_a_step_shares_prompts_and_learns_in_three_passes(monkeypat
 class FakeHost:
     """Answers at once with its own seconds; records each request."""
 
-    asked: list[tuple[str, str]]
-    ended: list[str]
-    seconds: dict[str, float]
-
     def __init__(self, name, folder, log):
         self.name = name
 
@@ -88,21 +83,16 @@ class FakeHost:
         seconds = self.seconds[self.name]
         if seconds == -2 and self.asked.count((self.name, STEP)) == 2:
             raise SystemFailed("out of memory")
-        if seconds == -3 and len(self.asked) > 3:
-            raise KeyboardInterrupt
         return {"seconds": abs(seconds), "whole": 2 * abs(seconds), "bytes": 5 if options["memory"] else None}
 
     def close(self) -> None:
         self.ended.append(self.name)
 
-    kill = close
-
 
 def runner_of(tmp_path, monkeypatch, seconds: dict[str, float], **plan) -> Runner:
     monkeypatch.setattr("benchmarks.peers.run.missing_packages", lambda name: ["trl"] if name == TRL else [])
-    monkeypatch.setattr(FakeHost, "asked", [], raising=False)
-    monkeypatch.setattr(FakeHost, "ended", [], raising=False)
-    monkeypatch.setattr(FakeHost, "seconds", seconds, raising=False)
+    for name, value in {"asked": [], "ended": [], "seconds": seconds}.items():
+        monkeypatch.setattr(FakeHost, name, value, raising=False)
     monkeypatch.setattr(floor, "matmul_seconds", lambda rows, inner, columns: 1e-3)
     questions = dict.fromkeys(seconds, (LEARN, STEP))
     return Runner(Plan(TINY, questions, **plan), tmp_path / "case", lambda line: None, FakeHost)
@@ -140,17 +130,6 @@ def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch) -> Non
     assert len(actual.systems[OURS].steps) == 2, "the others go on"
 
 
-def test_an_interrupted_case_has_what_there_is_and_leaves_no_process(tmp_path, monkeypatch) -> None:
-    runner = runner_of(tmp_path, monkeypatch, {OURS: 1.0, TORCHRL: -3.0})
-    with pytest.raises(KeyboardInterrupt):
-        runner.run()
-    assert sorted(FakeHost.ended) == sorted([OURS, TORCHRL])
-    assert runner.result.systems[OURS].learn_bytes == 5
-    text = case_tables(runner.result)
-    assert text.count("0: interrupted") == 4
-    assert "- / - GFLOP/s" not in text, "the floor is measured first"
-
-
 def result(case: Case, learn: dict[str, float], whole: dict[str, float], **memory: int) -> CaseResult:
     systems = {name: Measured(learn=[seconds]) for name, seconds in learn.items()}
     for name, seconds in whole.items():
@@ -180,20 +159,6 @@ def test_promises_are_distinguished_from_measurements() -> None:
     assert "OTHER WORK" in promises([base])
     base = result(BASE, {OURS: 1.0, TRL: 4.0, TRL_DEFAULT_BATCH: 3.0}, {})  # the faster setting of a peer counts
     assert "| 3.5x | 3.00x | FALLS SHORT |" in promises([base])
-
-
-def test_the_command_writes_what_it_prints_even_when_interrupted(tmp_path, monkeypatch, capsys) -> None:
-    def interrupted(runner: Runner) -> None:
-        runner.result.systems[OURS].learn = [1.0]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Runner, "run", interrupted)
-    assert main(["--quick", "--out", str(tmp_path)]) == 130
-    printed = capsys.readouterr().out
-    assert (tmp_path / "table.md").read_text() in printed
-    assert json.loads((tmp_path / "results.json").read_text())["cases"][0]["systems"][OURS]["learn"] == [1.0]
-    with pytest.raises(SystemExit, match="no case 'bas' in this plan"):
-        main(["--cases", "bas"])
 
 
 def test_a_ratio_that_falls_is_compared_with_lines_of_the_same_cpu_and_stored(tmp_path) -> None:

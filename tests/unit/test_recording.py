@@ -26,10 +26,20 @@ from sota_grpo.recording.sinks import CopySink
 from sota_grpo.text import ConsoleHandler
 
 
-def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict:
+def rollout(group_id: int, sample_id: int, reward: float, text: str = "text") -> dict[str, Any]:
     texts, graded = [text] * 4, [9, reward > 0.5, reward, {"correct": reward}, {}]
     values = [group_id, sample_id, *texts, *graded, 0.5, False, 3]
     return dict(zip(ROLLOUT_FIELDS, values, strict=True))
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    texts = {
+        "query": "9 x 2?",
+        "answer": "9*2=18\n#### 18",
+        "response": "<think>Twice.</think>\n<answer>18</answer>",
+    }
+    terms = {"reward_terms": {"answer": 1.0, "format": 1.0, "thinking": -0.25}, "reward_info": {"think_words": 1}}
+    return rollout(4, 1, 1.15) | texts | terms | {"advantage": 0.75, "policy_version": 11} | changes
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -70,19 +80,15 @@ def test_updates_are_reduced_as_declared():
     assert reduce_updates(updates) == reduced
 
 
-def test_a_row_reads_back_as_written_and_is_on_disk_at_once(tmp_path):
-    log = RunLog(tmp_path)
-    log.write_step(3, {"reward": 0.1 + 0.2, "kl": None, "version": np.int64(4), "lr": np.float32(0.5)})
-    (row,) = rows_of(tmp_path / "metrics.jsonl")
-    assert row == {"step": 3, "reward": 0.1 + 0.2, "kl": None, "version": 4, "lr": 0.5}
-    log.close()
-
-
 @pytest.mark.parametrize("value", [-math.inf, np.float32("nan")])
-def test_a_number_that_is_not_finite_is_refused_and_nothing_is_written(value, tmp_path):
-    with RunLog(tmp_path) as log, pytest.raises(ValueError, match=r"grad_norm at step 2"):
-        log.write_step(2, {"reward": 1.0, "grad_norm": value})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+def test_a_row_is_on_disk_at_once_as_written_and_one_that_is_not_finite_is_refused(value, tmp_path):
+    with RunLog(tmp_path) as log:
+        log.write_step(3, {"reward": 0.1 + 0.2, "kl": None, "version": np.int64(4), "lr": np.float32(0.5)})
+        written = {"step": 3, "reward": 0.1 + 0.2, "kl": None, "version": 4, "lr": 0.5}
+        assert rows_of(tmp_path / "metrics.jsonl") == [written]
+        with pytest.raises(ValueError, match=r"grad_norm at step 4"):
+            log.write_step(4, {"reward": 1.0, "grad_norm": value})
+    assert rows_of(tmp_path / "metrics.jsonl") == [written]
 
 
 def write_run(log: RunLog, steps: range) -> None:
@@ -199,57 +205,30 @@ def test_a_full_disk_is_a_sentence_and_closing_says_nothing_more(tmp_path, monke
             log.write_step(2, {"reward": 0.5})
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    plain = {
-        "group_id": 4,
-        "sample_id": 1,
-        "query": "9 times 2?",
-        "answer": "9*2=18\n#### 18",
-        "prompt": "<|user|>9 times 2?",
-        "response": "<think>Twice.</think>\n<answer>18</answer>",
-        "reward": 1.15,
-        "reward_terms": {"answer": 1.0, "format": 1.0, "thinking": -0.25},
-        "reward_info": {"think_words": 1},
-        "advantage": 0.75,
-        "truncated": False,
-        "policy_version": 11,
-        "success": True,
-        "response_tokens": 12,
-    }
-    return plain | changes
-
-
 WEIGHTS = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
 
 
 def test_every_requirement_is_in_the_text() -> None:
-    text = described(12, row(), "best of 8", WEIGHTS)
-    for line in (
-        "step 12, group 4, sample 1: best of 8",
-        "question\n  | 9 times 2?",
-        "gold answer\n  | 9*2=18\n  | #### 18",
-        "completion, 12 tokens\n  | <think>Twice.</think>\n  | <answer>18</answer>",
-        "answer                  1.0000 x   1.0000 =   1.0000",
-        "format                  1.0000 x   0.2000 =   0.2000",
-        "thinking               -0.2500 x   0.2000 =  -0.0500",
-        "total                                         1.1500",
-        "advantage 0.7500",
-        "success yes",
-        "policy version 11",
-        "grader: think_words = 1",
-    ):
-        assert line in text, line
-    assert "error" not in text
-
-
-def test_failures_cuts_and_penalties_are_reported() -> None:
-    failed = row(reward=0.0, success=False, reward_info={"error": "TimeoutError: 5 s"})
-    text = described(0, failed, "", WEIGHTS)
-    assert "grader: error = TimeoutError: 5 s" in text
-    assert "success no" in text
-    assert "completion, 12 tokens, cut for length\n" in described(0, row(truncated=True), "", WEIGHTS)
+    failed = row(success=False, truncated=True, reward_info={"error": "TimeoutError: 5 s"})
     penalised = row(reward_terms={"answer": 1.0, "kl": -0.5}, reward=0.5)
-    assert "kl                     -0.5000 x   1.0000 =  -0.5000" in described(0, penalised, "", {"answer": 1.0})
+    first, second, third = (described(12, one, "best of 8", WEIGHTS) for one in (row(), failed, penalised))
+    for text, lines in (
+        (first, "step 12, group 4, sample 1: best of 8"),
+        (first, "question\n  | 9 x 2?"),
+        (first, "gold answer\n  | 9*2=18\n  | #### 18"),
+        (first, "completion, 9 tokens\n  | <think>Twice.</think>\n  | <answer>18</answer>"),
+        (first, "answer                  1.0000 x   1.0000 =   1.0000"),
+        (first, "format                  1.0000 x   0.2000 =   0.2000"),
+        (first, "thinking               -0.2500 x   0.2000 =  -0.0500"),
+        (first, "total                                         1.1500"),
+        (first, "advantage 0.7500\nsuccess yes\npolicy version 11\ngrader: think_words = 1"),
+        (second, "completion, 9 tokens, cut for length\n"),
+        (second, "success no"),
+        (second, "grader: error = TimeoutError: 5 s"),
+        (third, "kl                     -0.5000 x   1.0000 =  -0.5000"),
+    ):
+        assert lines in text, lines
+    assert "error" not in first
 
 
 def test_text_of_a_model_cannot_pass_for_the_log_or_drive_a_terminal() -> None:

@@ -34,9 +34,7 @@ def test_the_line_reads_as_promised_with_the_time_left_by_the_mean_step():
     assert line == "step 13/60  reward 0.61  success 57 %  kl 0.002  4,210 tok/s  ETA 2:28"
     assert progress.update(60, {}) == "step 60/60"
     assert Progress(9, stream=io.StringIO(), unit="graded").update(1, {}) == "graded 1/9"
-
-
-def test_a_success_that_is_a_reward_above_a_limit_is_not_shown() -> None:
+    # a success that is a reward above a limit is not shown
     progress = Progress(60, stream=io.StringIO(), by_reward=True, clock=lambda: 0.0)
     assert progress.update(1, {"reward": 0.61, "success": 1.0, "grader/words": 3.0}) == "step 1/60  reward 0.61"
     assert "success 57 %" in progress.update(2, {"reward": 0.61, "success": 0.57, "grader/f/acc": 0.57})
@@ -191,7 +189,7 @@ def test_a_stage_on_a_terminal_is_one_line(monkeypatch: Any, caplog: pytest.LogC
     assert plain.getvalue() == "Loading the policy: 1 s so far\n"
 
 
-def test_the_closing_lines_show_the_gain_and_the_shares():
+def test_the_closing_lines_show_what_was_measured():
     before = {"eval/accuracy": 0.412, "eval/stderr": 0.016, "eval/avg_at_k": 0.38, "eval/avg_at_k_stderr": 0.011}
     after = {"eval/accuracy": 0.97, "eval/stderr": 0.005, "eval/avg_at_k": 0.96, "eval/avg_at_k_stderr": 0.004}
     before, after = before | {"eval/task/a": 0.25}, after | {"eval/task/a": 0.5, "eval/task_stderr/a": 0.1}
@@ -200,16 +198,12 @@ def test_the_closing_lines_show_the_gain_and_the_shares():
         "avg@4 38.0 +/- 1.1 % -> 96.0 +/- 0.4 % (+58.0 points)",
         "Time: 1:00, of which generate 50 %, learn 25 %, other 25 %",
     ]
-
-
-def test_the_closing_lines_show_held_out_rewards_where_accuracy_is_not_all():
+    # held-out rewards where accuracy is not all
     before = {"eval/accuracy": 0.0, "eval/reward": -3.2, "eval/reward_stderr": 0.25, "eval/reward/near": -3.2}
     after = {**before, "eval/reward": -1.1, "eval/reward/near": -1.1}
     line, _ = closing_lines(before, after, {}, avg_at_k=0, wall_s=1.0)
     assert line == "Held out: greedy 0.0 % -> 0.0 % (+0.0 points), reward -3.2 +/- 0.25 -> -1.1 +/- 0.25 (+2.1)"
 
-
-def test_the_closing_lines_show_only_what_was_measured():
     assert closing_lines({}, {}, {"learn": 2.0}, avg_at_k=0, wall_s=2.0) == ["Time: 0:02, of which learn 100 %"]
     half = closing_lines({}, {"eval/accuracy": 0.5, "eval/reward": 0.5}, {}, avg_at_k=0, wall_s=1.0)
     assert half == ["Held out: greedy 50.0 %", "Time: 0:01, of which other 100 %"]

@@ -178,28 +178,19 @@ def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, 
     assert "details" not in caplog.text
 
 
-def test_tensorboard_shows_the_curves(tmp_path):
-    pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path)
-    with RunLog(tmp_path, sinks=[sink]) as log:
-        for step in range(3):
-            log.write_step(step, {"reward": 0.25 + step, "kl": None, "eval/accuracy": 0.5})
-    actual = event_files(tmp_path / FOLDER)
-    assert set(actual.Tags()["scalars"]) == {"reward", "eval/accuracy"}
-    assert [(event.step, event.value) for event in actual.Scalars("reward")] == [(0, 0.25), (1, 1.25), (2, 2.25)]
-
-
-def test_what_a_resumed_run_writes_again_replaces_what_tensorboard_had(tmp_path, monkeypatch):
+def test_tensorboard_has_the_curves_and_what_a_resumed_run_writes_again_replaces_them(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.summary.writer import event_file_writer
 
     # files of one second are read in the order of the process's writers as text, in which the tenth precedes the ninth
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
-    for first, values in ((0, [0.0, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
+    for first, values in ((0, [0.25, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
         with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
             log.rewind(first)
             for step, value in enumerate(values, first):
-                log.write_step(step, {"reward": value})
+                log.write_step(step, {"reward": value, "kl": None, "eval/accuracy": 0.5})
     assert len(list((tmp_path / FOLDER).iterdir())) == 2
-    events = event_files(tmp_path / FOLDER).Scalars("reward")
-    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+    actual = event_files(tmp_path / FOLDER)
+    assert set(actual.Tags()["scalars"]) == {"reward", "eval/accuracy"}
+    curve = [(event.step, event.value) for event in actual.Scalars("reward")]
+    assert curve == [(0, 0.25), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]

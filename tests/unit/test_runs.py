@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,9 +69,6 @@ def with_option(section: str, option: str, value: object, config: dict = CONFIG)
     return {**config, section: {**config.get(section, {}), option: value}}
 
 
-# --- what makes two runs the same -------------------------------------------------------------------------------------
-
-
 def test_an_option_that_changes_nothing_that_is_computed_is_free() -> None:
     for name in (*FREE_OPTIONS, "logging.level"):
         section, _, option = name.partition(".")
@@ -77,9 +76,7 @@ def test_an_option_that_changes_nothing_that_is_computed_is_free() -> None:
 
     for section, option in (("train", "epochs"), ("eval", "every"), ("train", "optim_batch_size")):
         assert signature(with_option(section, option, 1)) != signature(with_option(section, option, 2)), option
-
-
-def test_the_length_is_signed_where_the_learning_rate_depends_on_it() -> None:
+    # the length is signed where the learning rate depends on it
     for schedule, same in (("constant", True), ("linear", False), ("cosine", False)):
         config = with_option("optimizer", "schedule", schedule)
         longer = with_option("train", "total_dialog_turns", 128, config)
@@ -96,17 +93,34 @@ def test_the_engine_is_resolved_for_the_device_of_the_run(monkeypatch: pytest.Mo
         assert auto == named, device
 
 
-# --- a directory of one's own -----------------------------------------------------------------------------------------
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return run_at(tmp_path, "2026-01-01", "10-00-00")
 
 
-def test_a_fresh_command_starts_in_its_own_directory(tmp_path: Path) -> None:
-    run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
-    with opened(run_dir, None) as place:
-        assert (place.path, place.resumed, place.finished) == (run_dir, False, False)
-        place.start("seed: 1\n")
-    assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
-    with pytest.raises(UserError, match="already holds a run"):
-        opened(run_dir, None)
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    return run_at(tmp_path, "2026-01-02", "09-00-00")
+
+
+def taken(own: Path, resume: str | None, config: dict = CONFIG, num_steps: int = STEPS) -> tuple[Path, bool, bool]:
+    """Which directory a command takes, and whether its run is resumed, and finished."""
+    with opened(own, resume, config, num_steps) as place:
+        return place.path, place.resumed, place.finished
+
+
+def refused(match: str, own: Path, resume: str | None, *more: Any) -> None:
+    with pytest.raises(UserError, match=match):
+        opened(own, resume, *more)
+
+
+def test_a_fresh_command_starts_in_its_own_directory_and_one_that_fails_leaves_no_run(old: Path, fresh: Path) -> None:
+    assert taken(old, None) == (old, False, False)  # never started: the assembly or the gate failed
+    assert not (old / RUN_FILE).exists()
+    assert not taken(old, None, OTHER)[1]
+    assert taken(fresh, "auto")[0] == fresh
+    assert (started(old) / "config.yaml").read_text() == "seed: 1\n"
+    refused("already holds a run", old, None)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -116,134 +130,93 @@ def test_a_directory_with_files_of_another_program_is_refused(name: str, resume:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"step": 7, "loss": 0.5}\n')
-    with pytest.raises(RunRefused, match=rf"has {name}, but no run\.json.*choose another hydra\.run\.dir"):
-        opened(tmp_path, resume)
+    refused(rf"has {name}, but no run\.json.*choose another hydra\.run\.dir", tmp_path, resume)
     path.write_text("")  # left by a start that failed
     if name.endswith(".jsonl"):
-        opened(tmp_path, resume).close()
+        taken(tmp_path, resume)
 
 
-def test_a_failure_file_that_cannot_be_deleted_is_a_sentence(tmp_path: Path) -> None:
-    run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
-    (run_dir / "failure.json").mkdir(parents=True)
-    with opened(run_dir, None) as place, pytest.raises(UserError, match="2026-01-01"):
+def test_a_failure_file_that_cannot_be_deleted_is_a_sentence(old: Path) -> None:
+    (old / "failure.json").mkdir(parents=True)
+    with opened(old, None) as place, pytest.raises(UserError, match="2026-01-01"):
         place.start("seed: 1\n")
 
 
-def test_a_first_start_that_fails_leaves_no_run(tmp_path: Path) -> None:
-    run_dir = run_at(tmp_path, "2026-01-01", "10-00-00")
-    opened(run_dir, None).close()  # never started: the assembly or the gate failed
-    assert not (run_dir / RUN_FILE).exists()
-    with opened(run_dir, None, OTHER) as corrected:
-        assert not corrected.resumed
-    with opened(run_at(tmp_path, "2026-01-02", "10-00-00"), "auto") as place:
-        assert place.path != run_dir
-
-
-# --- auto -------------------------------------------------------------------------------------------------------------
-
-
-def test_auto_takes_the_newest_unfinished_run_of_the_same_config(tmp_path: Path) -> None:
-    runs = [run_at(tmp_path, "2026-01-01", f"1{n}-00-00") for n in range(4)]
-    for age, run_dir in enumerate(runs):
-        config = OTHER if run_dir == runs[3] else CONFIG
-        started(run_dir, config, at=1000 + age, finished=run_dir == runs[2])
-    fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
+@pytest.mark.parametrize(
+    "runs",  # the second is to be resumed
+    [
+        [{"at": 1}, {"at": 2}, {"at": 3, "finished": True}, {"at": 4, "config": OTHER}],
+        [{"at": 1, "saved_at": 10}, {"at": 2, "saved_at": 12}, {"at": 3, "saved_at": 11}, {"at": 4}],
+    ],
+    ids=["the newest unfinished run of the same config", "the run that saved last, not newer ones without progress"],
+)
+def test_auto_takes(runs: list[dict[str, Any]], tmp_path: Path, fresh: Path) -> None:
+    paths = [run_at(tmp_path, "2026-01-01", f"1{n}-00-00") for n in range(4)]
+    for path, options in zip(paths, runs, strict=True):
+        started(path, **options)
     (fresh / ".hydra").mkdir(parents=True)
-    with opened(fresh, "auto") as place:
-        assert (place.path, place.resumed, place.finished) == (runs[1], True, False)
+    assert taken(fresh, "auto") == (paths[1], True, False)
     assert not fresh.exists()
 
 
-def test_auto_prefers_the_run_that_saved_last_to_newer_ones_without_progress(tmp_path: Path) -> None:
-    day = "2026-01-01"
-    started(run_at(tmp_path, day, "10-00-00"), at=1, saved_at=10)
-    best = started(run_at(tmp_path, day, "11-00-00"), at=2, saved_at=12)
-    started(run_at(tmp_path, day, "12-00-00"), at=3, saved_at=11)
-    started(run_at(tmp_path, day, "13-00-00"), at=4)
-    with opened(run_at(tmp_path, "2026-01-02", "09-00-00"), "auto") as place:
-        assert place.path == best
-
-
-def test_auto_leaves_a_run_that_is_alive_alone(tmp_path: Path) -> None:
-    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
+def test_auto_leaves_a_run_that_is_alive_alone(tmp_path: Path, old: Path, fresh: Path) -> None:
+    started(old, saved_at=1)
     alive = started(run_at(tmp_path, "2026-01-01", "11-00-00"), saved_at=2)
-    fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
     with opened(alive, "auto"), opened(fresh, "auto") as place:
         assert place.path == old
-        with opened(fresh, "auto") as third:
-            assert (third.path, third.resumed) == (fresh, False)
-    with opened(fresh, "auto") as place:
-        assert place.path == alive
+        assert taken(fresh, "auto") == (fresh, False, False)
+    assert taken(fresh, "auto")[0] == alive
 
 
 @pytest.mark.parametrize("resume", ["auto", "its name", "its own directory"])
-def test_a_run_is_continued_without_leftovers_and_not_through_links(resume: str, tmp_path: Path) -> None:
-    run_dir, fresh = started(run_at(tmp_path, "2026-01-01", "10-00-00")), run_at(tmp_path, "2026-01-02", "09-00-00")
-    own = run_dir if resume == "its own directory" else fresh
-    said = str(run_dir) if resume == "its name" else "auto"
-    (run_dir / ".metrics.jsonl.0123abcd.tmp").write_text("half")
-    with opened(own, said) as place:
-        assert place.path == run_dir
-    assert not [*run_dir.glob("*.tmp")]
+def test_a_run_is_continued_without_leftovers_and_not_through_links(
+    resume: str, tmp_path: Path, old: Path, fresh: Path
+) -> None:
+    started(old)
+    command = (old if resume == "its own directory" else fresh, str(old) if resume == "its name" else "auto")
+    (old / ".metrics.jsonl.0123abcd.tmp").write_text("half")
+    assert taken(*command)[0] == old
+    assert not [*old.glob("*.tmp")]
     (tmp_path / "victim").write_text("mine")
     for name in ("rollouts.jsonl", ".lock"):
-        (run_dir / name).unlink(missing_ok=True)
-        (run_dir / name).symlink_to(tmp_path / "victim")
-        with pytest.raises(UserError, match=rf"{name}: it is a link that leaves the run directory"):
-            opened(own, said)
-        (run_dir / name).unlink()
+        (old / name).unlink(missing_ok=True)
+        (old / name).symlink_to(tmp_path / "victim")
+        refused(rf"{name}: it is a link that leaves the run directory", *command)
+        (old / name).unlink()
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_auto_passes_over_a_run_file_of_another_program(tmp_path: Path) -> None:
-    foreign, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "09-00-00")
-    foreign.mkdir(parents=True)
+def test_auto_passes_over_a_run_file_of_another_program(old: Path, fresh: Path) -> None:
+    old.mkdir(parents=True)
     for text in ("{}", "[]", "null", "not json", '{"signature": 3}'):
-        (foreign / RUN_FILE).write_text(text)
-        with opened(fresh, "auto") as place:
-            assert (place.path, place.resumed) == (fresh, False)
-        with pytest.raises(UserError, match="another config"):
-            opened(foreign, "auto")
+        (old / RUN_FILE).write_text(text)
+        assert taken(fresh, "auto") == (fresh, False, False)
+        refused("another config", old, "auto")
 
 
-def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path) -> None:
+def test_auto_looks_only_beside_directories_named_by_the_clock(tmp_path: Path, old: Path, fresh: Path) -> None:
     started(tmp_path / "a" / "x", saved_at=1)
     started(tmp_path / "outputs" / "archive" / "old", saved_at=9)
-    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with opened(run_at(tmp_path, "2026-01-02", "10-00-00"), "auto") as place:
-        assert place.path == old
+    started(old, saved_at=1)
+    assert taken(fresh, "auto")[0] == old
     for mine in (tmp_path / "a" / "y", tmp_path / "b" / "y", run_at(tmp_path, "2026-01-01", "mine")):
-        with opened(mine, "auto") as place:
-            assert (place.path, place.resumed) == (mine, False)
-
-
-# --- a run by its name ------------------------------------------------------------------------------------------------
+        assert taken(mine, "auto") == (mine, False, False)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lustre mounted without `flock`."""
-
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(runs.fcntl, "flock", flock)
-    with pytest.raises(
-        UserError, match=r"locks no files \(Function not implemented\).*mount it with flock, or set hydra"
-    ):
-        opened(tmp_path / "run", None)
+    lacking = Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)))
+    monkeypatch.setattr(runs.fcntl, "flock", lacking)
+    refused(r"locks no files \(Function not implemented\).*mount it with flock, or set hydra", tmp_path / "run", None)
 
 
-def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path) -> None:
-    fresh = run_at(tmp_path, "2026-01-02", "09-00-00")
-    with pytest.raises(UserError, match=r"there is no run in .*, or start a run there with hydra\.run\.dir="):
-        opened(fresh, str(tmp_path / "nowhere"))
-    assert not (tmp_path / "nowhere").exists()
-    old = started(run_at(tmp_path, "2026-01-01", "10-00-00"))
-    with pytest.raises(UserError, match="another config"):
-        opened(fresh, str(old), OTHER)
-    with opened(fresh, str(old)) as place:
-        assert (place.path, place.resumed) == (old, True)
+def test_a_named_run_must_be_there_and_of_the_same_config(tmp_path: Path, old: Path, fresh: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    refused(r"there is no run in .*, or start a run there with hydra\.run\.dir=", fresh, str(nowhere))
+    assert not nowhere.exists()
+    started(old)
+    refused("another config", fresh, str(old), OTHER)
+    assert taken(fresh, str(old)) == (old, True, False)
 
 
 def test_a_run_may_be_named_below_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +224,15 @@ def test_a_run_may_be_named_below_the_home_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     started(tmp_path / "runs" / "a")
     require_free(tmp_path / "fresh", "~/runs/a")
-    with opened(tmp_path / "fresh", "~/runs/a") as place:
-        assert place.path == tmp_path / "runs" / "a"
+    assert taken(tmp_path / "fresh", "~/runs/a")[0] == tmp_path / "runs" / "a"
 
 
-def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(tmp_path: Path) -> None:
-    run_dir = started(tmp_path / "run")
-    with opened(run_dir, "auto"):
-        for own, resume in ((run_dir, "auto"), (run_dir, None), (tmp_path / "fresh", str(run_dir))):
-            with pytest.raises(UserError, match="Another process uses"):
-                opened(own, resume)
-    opened(run_dir, "auto").close()
+def test_a_run_that_is_alive_is_refused_by_name_and_in_its_own_directory(old: Path, fresh: Path) -> None:
+    started(old)
+    with opened(old, "auto"):
+        for own, resume in ((old, "auto"), (old, None), (fresh, str(old))):
+            refused("Another process uses", own, resume)
+    taken(old, "auto")
 
 
 def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) -> None:
@@ -276,50 +247,44 @@ def test_a_killed_process_frees_its_run_whatever_it_left_behind(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         worker = int(process.stdout.readline())
-        with pytest.raises(UserError, match="Another process uses"):
-            opened(tmp_path / "run", "auto")
+        refused("Another process uses", tmp_path / "run", "auto")
         process.kill()
         process.wait()
         try:
-            with opened(tmp_path / "run", "auto") as place:
-                assert place.resumed
+            assert taken(tmp_path / "run", "auto")[1]
         finally:
             os.kill(worker, 9)
 
 
-# --- finished runs ----------------------------------------------------------------------------------------------------
-
-
-def test_a_finished_run_is_finished_until_more_turns_are_requested(tmp_path: Path) -> None:
-    run_dir = started(tmp_path / "run", finished=True)
-    fresh = tmp_path / "fresh"
-    for own, resume in ((run_dir, "auto"), (fresh, str(run_dir))):
-        with opened(own, resume) as place:
-            assert place.finished
-        with opened(own, resume, num_steps=STEPS + 1) as place:
-            assert place.resumed
-            assert not place.finished
-    with opened(fresh, str(run_dir), num_steps=STEPS + 1) as place:
+def test_a_finished_run_is_finished_until_more_turns_are_requested_and_none_becomes_shorter(
+    old: Path, fresh: Path
+) -> None:
+    started(old, finished=True)
+    for command in ((old, "auto"), (fresh, str(old))):
+        assert taken(*command) == (old, True, True)
+        assert taken(*command, num_steps=STEPS + 1) == (old, True, False)
+    with opened(fresh, str(old), num_steps=STEPS + 1) as place:
         place.start("")
-        record = read_record(run_dir)
-        assert record is not None
-        assert (record["num_steps"], record["finished"]) == (STEPS + 1, False)
+    record = read_record(old)
+    assert record is not None
+    assert (record["num_steps"], record["finished"]) == (STEPS + 1, False)
+    refused("started for 5 steps, but this command sets 3", fresh, str(old), CONFIG, STEPS - 1)
+    assert taken(fresh, "auto", num_steps=STEPS - 1)[0] == fresh
 
 
-def test_a_run_under_a_schedule_becomes_longer_where_it_is_named(tmp_path: Path) -> None:
+def test_a_run_under_a_schedule_becomes_longer_where_it_is_named(old: Path, fresh: Path) -> None:
     config = with_option("optimizer", "schedule", "linear")
-    run_dir, fresh = run_at(tmp_path, "2026-01-01", "10-00-00"), run_at(tmp_path, "2026-01-02", "10-00-00")
-    with opened(run_dir, None, config) as place:
+    with opened(old, None, config) as place:
         place.start(json.dumps(config))
         place.finish()
     longer = with_option("train", "total_dialog_turns", 128, config)
-    for own, resume in ((fresh, str(run_dir)), (run_dir, "auto")):
+    for own, resume in ((fresh, str(old)), (old, "auto")):
         with opened(own, resume, longer, 2 * STEPS) as place:
-            assert (place.path, place.finished, place.shorter) == (run_dir, False, STEPS)
+            assert (place.path, place.finished, place.shorter) == (old, False, STEPS)
     with opened(fresh, "auto", longer, 2 * STEPS) as place:
         assert (place.path, place.shorter) == (fresh, None)  # it is no run of this config
-    with pytest.raises(RunRefused, match=r"another config\. Different: train\.epochs"):
-        opened(fresh, str(run_dir), with_option("train", "epochs", 2, longer), 2 * STEPS)
+    two_epochs = with_option("train", "epochs", 2, longer)
+    refused(r"another config\. Different: train\.epochs", fresh, str(old), two_epochs, 2 * STEPS)
 
 
 def test_a_longer_run_that_a_full_disk_stops_between_its_files_is_started_by_the_same_command(
@@ -334,31 +299,17 @@ def test_a_longer_run_that_a_full_disk_stops_between_its_files_is_started_by_the
         patch.setattr(runs, "write_text", lambda path, text: left.pop()(path, text) if left else os.read(-1, 1))
         with pytest.raises(UserError, match="cannot be written"):
             place.start(json.dumps(longer))
-    with opened(tmp_path, "auto", longer, 2 * STEPS) as place:
-        assert place.resumed
+    assert taken(tmp_path, "auto", longer, 2 * STEPS)[1]
 
 
-def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path: Path) -> None:
-    fresh, other = run_at(tmp_path, "2026-01-02", "10-00-00"), run_at(tmp_path, "2026-01-01", "10-00-00")
-    for folder in (fresh, other):
+def test_what_was_made_for_a_command_is_gone_and_what_was_there_is_not(tmp_path: Path, old: Path, fresh: Path) -> None:
+    for folder in (fresh, old):
         (folder / ".hydra").mkdir(parents=True)
-    (other / "training.log").touch()
-    drop_empty(other)
+    (old / "training.log").touch()
+    drop_empty(old)
     drop_empty(fresh)
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["2026-01-01"]
-    assert (other / ".hydra").is_dir()
-
-
-def test_a_run_does_not_become_shorter(tmp_path: Path) -> None:
-    run_dir = started(run_at(tmp_path, "2026-01-01", "10-00-00"), saved_at=1)
-    with pytest.raises(UserError, match="started for 4 steps, but this command sets 3"):
-        opened(tmp_path / "fresh", str(run_dir), num_steps=STEPS - 1)
-    fresh = run_at(tmp_path, "2026-01-02", "10-00-00")
-    with opened(fresh, "auto", num_steps=STEPS - 1) as place:
-        assert place.path == fresh
-
-
-# --- files and differences --------------------------------------------------------------------------------------------
+    assert (old / ".hydra").is_dir()
 
 
 def test_a_file_counts_by_what_it_holds(tmp_path: Path) -> None:
@@ -371,27 +322,27 @@ def test_a_file_counts_by_what_it_holds(tmp_path: Path) -> None:
 
 
 def test_a_refusal_names_what_differs(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with opened(run_dir, None) as place:
+    with opened(tmp_path, None) as place:
         place.start("seed: 1\ntrain: {epochs: 1, total_dialog_turns: 64}\nlogging: {level: warning}\n")
-    with pytest.raises(RunRefused, match=r"another config\. Different: seed, train\.epochs\. Give the options of"):
-        opened(run_dir, "auto", with_option("train", "epochs", 2, OTHER))
-    with pytest.raises(RunRefused, match="Different: the content of a file, a Python input or the engine"):
-        opened(run_dir, "auto", {**CONFIG, "passed": {"train": "0"}})
-    mixture = with_option("env", "mixture", {"a": {"weight": 1}})
-    with pytest.raises(RunRefused, match=r"Different: env\.mixture\.a\.weight\. Give"):
-        opened(run_dir, "auto", mixture)
-    (run_dir / "config.yaml").unlink()
-    with pytest.raises(RunRefused, match=r"another config, and its config\.yaml is missing or empty; choose another"):
-        opened(run_dir, "auto", OTHER)
+    for match, config in (
+        (
+            r"another config\. Different: seed, train\.epochs\. Give the options of",
+            with_option("train", "epochs", 2, OTHER),
+        ),
+        ("Different: the content of a file, a Python input or the engine", {**CONFIG, "passed": {"train": "0"}}),
+        (r"Different: env\.mixture\.a\.weight\. Give", with_option("env", "mixture", {"a": {"weight": 1}})),
+    ):
+        refused(match, tmp_path, "auto", config)
+    (tmp_path / "config.yaml").unlink()
+    refused(r"another config, and its config\.yaml is missing or empty; choose another", tmp_path, "auto", OTHER)
 
 
 def test_a_run_continues_with_the_models_that_it_was_started_with(tmp_path: Path) -> None:
-    run_dir, models = tmp_path / "run", {"model.name": "aa", "ref_model.name": None}
-    with opened(run_dir, None) as place:
+    models = {"model.name": "aa", "ref_model.name": None}
+    with opened(tmp_path, None) as place:
         place.require_models(models)
         place.start("seed: 1\n")
-    with opened(run_dir, "auto") as place:
+    with opened(tmp_path, "auto") as place:
         place.require_models(models | {"ref_model.name": "bb"})  # was not known
         with pytest.raises(RunRefused, match=r"other files of model.name .digest aa, now cc.; restore"):
             place.require_models({"model.name": "cc"})

@@ -12,8 +12,6 @@ from sota_grpo.rl.records import GroupOutput, GroupRequest, Sampling
 from tests.training_rigs import make_env
 
 SCRIPT = torch.tensor([5, 6, 2])
-
-
 SAMPLING = Sampling(max_tokens=1)
 
 

@@ -90,10 +90,10 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
         overrides = [f"optimizer.lr={lr}", f"seed={seed}"]
         make_run(tmp_path / f"{lr}{seed}", overrides, accuracy=accuracy, finished=seed != 2)
     two, one = read_sweep(tmp_path).settings
-    assert (one.overrides, one.runs, one.finished) == ({"optimizer.lr": "1"}, 2, 2)
-    assert one.means["eval/accuracy"] == pytest.approx((0.5, 0.1))
-    assert (two.overrides, two.runs, two.finished) == ({"optimizer.lr": "2"}, 3, 2)
-    assert two.means["eval/accuracy"] == pytest.approx((0.75, 0.05))
+    assert (one["overrides"], one["runs"], one["finished"]) == ({"optimizer.lr": "1"}, 2, 2)
+    assert one["means"]["eval/accuracy"] == pytest.approx({"mean": 0.5, "stderr": 0.1})
+    assert (two["overrides"], two["runs"], two["finished"]) == ({"optimizer.lr": "2"}, 3, 2)
+    assert two["means"]["eval/accuracy"] == pytest.approx({"mean": 0.75, "stderr": 0.05})
     make_run(tmp_path / "few" / "0", ["optimizer.lr=1", "seed=0"])
     make_run(tmp_path / "few" / "1", ["optimizer.lr=2", "seed=1"])
     assert read_sweep(tmp_path / "few").settings == []
@@ -102,7 +102,7 @@ def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_pat
         make_run(tmp_path / "resumed" / str(seed), [f"seed={seed}", *resumed], rewards=[seed])
     sweep = read_sweep(tmp_path / "resumed")
     assert sweep.varied == ["seed"]
-    assert [(one.runs, one.means["reward"][0]) for one in sweep.settings] == [(3, 1.0)]
+    assert [(one["runs"], one["means"]["reward"]["mean"]) for one in sweep.settings] == [(3, 1.0)]
 
 
 def test_the_table_says_it_all_and_takes_no_value_for_markup(tmp_path: Path) -> None:

@@ -26,25 +26,28 @@ def run(folder: Path, *arguments: str, **environment: str) -> Done:
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> None:
-    tests = [f"test_{name}.py::test_{number}" for name in "bca" for number in (2, 1)]  # as seed 1 has it
     for name in "abc":
         (tmp_path / f"test_{name}.py").write_text("def test_2(): pass\ndef test_1(): pass\n")
-    for minutes, outcome in ((5, "PASSED"), (0, "SKIPPED (not reached within 0 minutes)")):
+    marked = "@pytest.mark.longest({})\ndef test_{}(): pass\n"
+    (tmp_path / "test_d.py").write_text("import pytest\n" + marked.format(4, 2) + marked.format(6, 1))
+    tests = [f"test_{name}.py::test_{number}" for name in "dbac" for number in (2, 1)]  # as seed 1 has it
+    long = {"test_d.py::test_1": "SKIPPED (may take 6 minutes, of which fewer are left within 5 minutes)"}
+    for minutes, outcome, other in ((5, "PASSED", long), (0, "SKIPPED (not reached within 0 minutes)", {})):
         done = run(tmp_path, f"--minutes={minutes}", "--files-by=1")
         outcomes = [line.partition(" [")[0].rstrip() for line in done.stdout.splitlines() if line.startswith("test_")]
-        assert outcomes == [f"{test} {outcome}" for test in tests]
-    (tmp_path / "test_d.py").write_text("import pytest\n@pytest.mark.longest(6)\ndef test_long(): pass\n")
-    assert "1 skipped" in run(tmp_path, "--minutes=5", "test_d.py").stdout
-    assert "1 passed" in run(tmp_path, "--minutes=9", "test_d.py").stdout
+        assert outcomes == [f"{test} {other.get(test, outcome)}" for test in tests]
 
 
 def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> None:
+    """And no test sees at which level the one before it has logged."""
     (tmp_path / "test_a.py").write_text(
-        "import json, random\nfrom hypothesis import given, settings, strategies as st\n"
+        "import json, logging, random\nfrom hypothesis import given, settings, strategies as st\n"
         "HERE, SEEN = random.random(), []\n"
         "@given(st.integers())\ndef test_h(x): SEEN.append(x)\n"
         "def test_database(): assert settings().database is None\n"
         "def test_r(): open('drawn', 'w').write(json.dumps([HERE, random.random(), SEEN]))\n"
+        "def test_1(): logging.getLogger('sota_grpo').setLevel(logging.ERROR)\n"
+        "def test_2(caplog):\n    logging.getLogger('sota_grpo').warning('2')\n    assert caplog.messages == ['2']\n"
     )
 
     def drawn(**environment: str) -> list:
@@ -58,20 +61,6 @@ def test_draws_follow_from_the_tests_own_name_and_no_file(tmp_path: Path) -> Non
     (tmp_path / "test_0.py").write_text("import random\ndef test_0(): random.random()\n")
     assert drawn() == first  # Hypothesis's too
     assert all(other != one for other, one in zip(drawn(TEST_SEED="1"), first))
-
-
-def test_no_test_sees_at_which_level_the_one_before_it_has_logged(tmp_path: Path) -> None:
-    """As a run in this process does, and as one does whose level is ERROR."""
-    (tmp_path / "test_a.py").write_text("""
-import logging
-LOGGER = logging.getLogger("sota_grpo")
-def test_1(): LOGGER.setLevel(logging.ERROR)
-def test_2(caplog):
-    LOGGER.warning("two")
-    assert caplog.messages == ["two"]
-""")
-    done = run(tmp_path)
-    assert done.code == 0, done.stdout
 
 
 def test_a_failed_test_of_processes_has_a_second_try_that_is_reported(tmp_path: Path) -> None:
