@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -136,14 +134,13 @@ def run_python(path: Path) -> ModuleType:
     The file's folder is appended to ``sys.path``. The module stays in ``sys.modules``, unless the file raises.
     """
     name = f"user_file_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
-    loader = SourceFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
-    sys.modules[name] = module  # dataclasses look their module up by its name
+    module = sys.modules[name] = ModuleType(name)  # dataclasses look their module up by its name
+    module.__file__ = str(path)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: a file next to it must not shadow a package
     try:
-        # Not loader.exec_module: it would write compiled files next to the user's own, and trust stale ones.
-        exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
+        # Not by a loader: it would write compiled files next to the user's own, and trust stale ones.
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

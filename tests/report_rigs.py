@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -156,3 +157,15 @@ def replay_record(names: Sequence[str] = ("grpo", "gspo"), **changes: Any) -> di
     figures = [["", "stored", *names], ["grad_norm", "0.5", *("0.25" for _ in names)]]
     cosines = [["cosine of gradients", *names], *([name, *("0.75" for _ in names)] for name in names)]
     return {"title": "Step 0, 8 samples", "tables": [figures, cosines], "notes": ["A note."], **changes}
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e300, "", "x" * 100_000, [], [1, [None, 5]], {}, {"turns": 7})
+
+
+def damaged(value: Any, share: float) -> Any:
+    """The value with about this share of what is in it, itself included, replaced by something odd."""
+    if random.random() < share:
+        return random.choice(ODD)
+    if isinstance(value, dict):
+        return {name: damaged(each, share) for name, each in value.items()}
+    return [damaged(each, share) for each in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from typing import Any
 
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
+_IN_MAPPING = re.compile(r"([{,]\s*['\"]?\w*(?:token|key|secret|password)['\"]?\s*:\s*)[^,}]+", re.IGNORECASE)
 _GIT_S = 5.0  # time limit of git, for slow disks
 _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CUDA to read them
 
@@ -64,8 +65,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 def without_secrets(arguments: Sequence[str]) -> list[str]:
     """Return ``arguments`` with ``***`` for values (not null) of options that end in token, key, secret or password.
 
-    >>> without_secrets(["train.py", "engine.api_key=abc", "--hub-token", "def", "inference_model.max_tokens=9"])
-    ['train.py', 'engine.api_key=***', '--hub-token', '***', 'inference_model.max_tokens=9']
+    >>> without_secrets(["a.py", "engine.api_key=abc", "--hub-token", "def", "extra={my_token: ghi, max_tokens: 9}"])
+    ['a.py', 'engine.api_key=***', '--hub-token', '***', 'extra={my_token: ***, max_tokens: 9}']
     """
     hidden = []
     for before, argument in zip(["", *arguments], arguments):
@@ -74,7 +75,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
             argument = "***"
         elif is_pair and SECRET.search(name) and value not in ("", "null"):
             argument = f"{name}=***"
-        hidden.append(argument)
+        hidden.append(_IN_MAPPING.sub(r"\1***", argument))
     return hidden
 
 

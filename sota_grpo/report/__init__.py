@@ -26,7 +26,7 @@ from sota_grpo.recording.run_files import INPUTS, METRICS_FILE, dicts, find_runs
 from sota_grpo.report.data import RunData, charts, curves, phases, read_runs, safe_json, shown, stride_for
 from sota_grpo.report.groups import choose_groups
 from sota_grpo.text import os_reason, sentence
-from sota_grpo.training.runs import FREE_OPTIONS, FREE_SECTIONS
+from sota_grpo.training.runs import counted
 
 __all__ = ["report_of", "write_report"]
 
@@ -166,19 +166,13 @@ def options(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 def seeds_of_one_config(runs: Sequence[RunData]) -> list[list[int]]:
     """Group runs that differ only in seed and options without effect on results; return a list of indices per group."""
-    free = {*FREE_OPTIONS, "seed"}
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
-        # Python inputs are compared by their digest, not their path
-        inputs = PATH_OPTIONS if run.passed else ()
-        signed = frozenset(
-            (name, shown(value))
-            for name, value in flat(run.config).items()
-            if name not in free
-            and name.partition(".")[0] not in FREE_SECTIONS
-            and not (name in inputs and Path(str(value)).parent.name == INPUTS)
-        )
-        key = (signed, shown(run.passed)) if signed else index  # a run without a config is a group of its own
+        values = {name: shown(value) for name, value in counted(run.config).items() if name != "seed"}
+        for name in PATH_OPTIONS if run.passed else ():  # Python inputs are compared by their digest, not their path
+            if Path(values.get(name, "")).parent.name == INPUTS:
+                del values[name]
+        key = (frozenset(values.items()), shown(run.passed)) if values else index  # without a config: its own group
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 

@@ -66,7 +66,7 @@ def signature(config: Mapping[str, Any]) -> str:
     Files count by their content, ``engine.name=auto`` as the engine chosen on this machine, and the length of the run
     only if the learning-rate schedule depends on it. UserError if the engine cannot be used on this machine.
     """
-    contents = {name: _content(name, value) for name, value in _counted(config).items()}
+    contents = {name: _content(name, value) for name, value in counted(config).items()}
     if contents.get("optimizer.schedule") == "constant":
         contents.pop("train.total_dialog_turns", None)
     if "engine.name" in contents:
@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
+def counted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted name: value} of the options that a resumed run may not change."""
     free = {*FREE_SECTIONS, *FREE_OPTIONS}
     return {name: value for name, value in flat(config).items() if free.isdisjoint((name, name.partition(".")[0]))}
@@ -255,7 +255,7 @@ def _refusal(path: Path, config: Mapping[str, Any], digest: str, num_steps: int,
     length = {"total_dialog_turns": before.get("train", {}).get("total_dialog_turns")}
     as_long = {**config, "train": {**config.get("train", {}), **length}}
     if record.get("signature") != digest and record.get("signature") != signature(as_long):
-        old, new = map(_counted, (before, config))
+        old, new = map(counted, (before, config))
         names = [name for name in {**new, **old} if old.get(name) != new.get(name)]
         mappings = tuple(f"{name}." for name, _, _ in walk())  # of other options, an older run may lack some
         names = [name for name in names if (name in old and name in new) or name.startswith(mappings)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 
@@ -75,11 +73,3 @@ def test_a_step_is_the_same_prompts_and_as_many_tokens(folder) -> None:
     assert metrics["frac_reward_zero_std"] == [0.0]
     theirs.close()
     ours.close()
-
-
-def test_the_examples_in_the_docstrings_hold() -> None:
-    from benchmarks.peers import trl as peer
-
-    actual = doctest.testmod(peer)
-    assert actual.attempted
-    assert not actual.failed

@@ -85,7 +85,7 @@ def test_each_cluster_runs_one_command_that_takes_every_gpu_that_is_requested() 
         assert sum(int(value) for name, value in options(command).items() if name.endswith(".num_devices")) == gpus
 
 
-def test_versions_are_those_of_the_project() -> None:
+def test_versions_and_extras_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = {r.name: r for r in map(Requirement, [*PROJECT["dependencies"], *extras["vllm"], *extras["ray"]])}
     pinned = pins(DOCKERFILE)
@@ -97,6 +97,9 @@ def test_versions_are_those_of_the_project() -> None:
     image = f"sota-grpo:{PROJECT['version']}"
     assert {container(pod)["image"] for pod in PODS.values()} == {image}
     assert set(re.findall(r"sota-grpo:[\d.]+", DOCKERFILE)) == {image}
+    for text in (DOCKERFILE, SKY["setup"]):
+        (named,) = re.findall(r'-e "\.\[(.*)\]"', text)
+        assert set(named.split(",")) <= extras.keys()
 
 
 def test_a_release_trains_with_options_that_fit() -> None:
@@ -104,12 +107,6 @@ def test_a_release_trains_with_options_that_fit() -> None:
     (words,) = [shlex.split(step["run"]) for step in steps if "sota-grpo" in step.get("run", "")]
     name = words[words.index("--config-name") + 1]
     validate(composed(name, *(word for word in words if "=" in word)))
-
-
-@pytest.mark.parametrize("text", [DOCKERFILE, SKY["setup"]], ids=["Dockerfile", "sky.yaml"])
-def test_extras_exist(text: str) -> None:
-    (extras,) = re.findall(r'-e "\.\[(.*)\]"', text)
-    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
 
 
 def test_no_secret_is_written_down() -> None:
@@ -121,9 +118,7 @@ def test_no_secret_is_written_down() -> None:
     assert SKY["secrets"] == {"RAY_AUTH_TOKEN": None}
     assert not [name for name in SKY["envs"] if SECRET.search(name)]
     assert not [line for line in DOCKERFILE.splitlines() if line.startswith(("ARG", "ENV")) and SECRET.search(line)]
-
-
-def test_the_user_of_the_image_is_the_user_of_the_pods() -> None:
+    # the user of the image is the user of the pods
     (user,) = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
     assert f"--uid {user} " in DOCKERFILE
     for pod in PODS.values():

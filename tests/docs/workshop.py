@@ -10,6 +10,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,16 @@ from tests.docs.markdown import ROOT, Block, Command, blocks, commands
 from tests.docs.rules import estimated, is_async, is_of_the_shell, is_tool, is_training, small, small_block, small_tool
 from tests.forked import Done, ForkServer
 
-#: How the documents call a finished run, and a finished sweep.
-RUNS = {name: name for name in ("RUN", "outputs/2026-01-31/10-00-00")} | {"outputs": "outputs/2026-01-31/10-00-00"}
-SWEEPS = {name: name for name in ("multirun/2026-01-31/10-00-00",)}
-_FINISHED = ("train.total_dialog_turns=16", "train.checkpoint_frequency=1")
+_RUN = ("python grpo.py", "hydra.run.dir")
+_SWEEP = ("python grpo.py --multirun optimizer.lr=1e-4,1e-5", "hydra.sweep.dir")
+_DATED = "2026-01-31/10-00-00"
+#: How the documents call finished runs and sweeps: the command that makes each, and where it is put.
+FINISHED = {
+    **{name: (*_RUN, name) for name in ("RUN", f"outputs/{_DATED}")},
+    "outputs": (*_RUN, f"outputs/{_DATED}"),
+    f"multirun/{_DATED}": (*_SWEEP, f"multirun/{_DATED}"),
+}
+_ENDED = ("train.total_dialog_turns=16", "train.checkpoint_frequency=1")
 _LONG_S = 600
 _NO_MEMORY = ("optimizer.lr=", "optimizer.weight_decay=", "seed=", "logging.")
 
@@ -61,8 +68,11 @@ class Workshop:
     def run(self, command: Command) -> Done:
         """Run a command at the desk of its document, after those above it whose files it may need."""
         for before in _foundations(command.block.document):
-            if before.line < command.line and before not in self._done:
-                self._done[before] = self._run(before)
+            if before.line < command.line:
+                self._once(before)
+        return self._once(command)
+
+    def _once(self, command: Command) -> Done:
         if command not in self._done:
             self._done[command] = self._run(command)
         return self._done[command]
@@ -71,15 +81,9 @@ class Workshop:
         desk = self.desk(command.block.document.name)
         self._put_runs(desk, command.text)
         if is_of_the_shell(command):
-            done = subprocess.run(
-                ["bash", "-e", "-c", command.text],
-                cwd=desk,
-                env=self._environment,
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                timeout=_LONG_S,
-            )
+            kwargs: dict[str, Any] = {"cwd": desk, "env": self._environment, "stdin": subprocess.DEVNULL}
+            shell = ["bash", "-e", "-c", command.text]
+            done = subprocess.run(shell, capture_output=True, text=True, timeout=_LONG_S, **kwargs)
             return Done(done.returncode, done.stdout, done.stderr)
         if is_tool(command):
             arguments = [str(self._program), *small_tool(command)]
@@ -100,8 +104,7 @@ class Workshop:
         """Whether the run would fit on the GPUs of its block, as it is written."""
         foundations = [before for before in _foundations(command.block.document) if is_of_the_shell(before)]
         for before in foundations:
-            if before not in self._done:
-                self._done[before] = self._run(before)
+            self._once(before)
         desk, code = self.desk(command.block.document.name if foundations else "estimates"), 0
         with chdir(desk), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
             try:
@@ -111,27 +114,16 @@ class Workshop:
         return Done(code, out.getvalue(), err.getvalue())
 
     def _put_runs(self, desk: Path, text: str) -> None:
-        """Finished runs and sweeps under the names that ``text`` calls them by."""
-        for names, maker in ((RUNS, self._finished_run), (SWEEPS, self._finished_sweep)):
-            for name, place in names.items():
-                if name in text.replace("=", " ").split() and not (desk / place).exists():
-                    shutil.copytree(maker(), desk / place)
-
-    def _finished_run(self) -> Path:
-        """One step of the default preset."""
-        folder = self._folder / "finished_run"
-        if not folder.exists():
-            options = [*small(typed("python grpo.py")), *_FINISHED, f"hydra.run.dir={folder}"]
-            self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the finished run")
-        return folder
-
-    def _finished_sweep(self) -> Path:
-        folder = self._folder / "finished_sweep"
-        if not folder.exists():
-            sweep = typed("python grpo.py --multirun optimizer.lr=1e-4,1e-5")
-            options = [*small(sweep), f"hydra.sweep.dir={folder}"]
-            self._server.run([str(ROOT / "grpo.py"), *options], cwd=self.desk("finished")).require("the sweep")
-        return folder
+        """Finished runs and sweeps, of one step each, under the names that ``text`` calls them by."""
+        for name in FINISHED.keys() & set(text.replace("=", " ").split()):
+            line, option, place = FINISHED[name]
+            made = self._folder / line.replace(" ", "_")
+            if not made.exists():
+                command = typed(line)
+                arguments = [str(ROOT / "grpo.py"), *small(command), *_ENDED, f"{option}={made}"]
+                self._server.run(arguments, cwd=self.desk("finished")).require(line)
+            if not (desk / place).exists():
+                shutil.copytree(made, desk / place)
 
 
 def _question(command: Command) -> list[str]:

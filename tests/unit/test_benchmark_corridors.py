@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-import benchmarks.corridors
-import benchmarks.soak
 from benchmarks.corridors import ALARM, METRICS, corridors, departures, left_out
 from benchmarks.corridors.__main__ import FOLDER, values_of
 from benchmarks.corridors.runs import RUNS
 from benchmarks.soak import ALLOWED, slope
 
 STORED = sorted(path.stem for path in FOLDER.glob("*.json"))
-
-
-@pytest.mark.parametrize("module", [benchmarks.corridors, benchmarks.soak])
-def test_examples(module) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def drawn(seeds: int, steps: int, correlation: float) -> dict[str, np.ndarray]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import math
 from pathlib import Path
 
@@ -26,13 +24,6 @@ SMALL = (
 def fresh(*overrides: str) -> list[str]:
     quick = ("engine=transformers", "env.max_samples=64", "env.num_heldout=32", "env.reward_workers=0")
     return [*quick, f"seed={generator().initial_seed() % 2**31}", *overrides]
-
-
-@pytest.mark.parametrize("module", ["learning", "learning_trl", "presets", "simulation", "trainer_trl", "trainer_work"])
-def test_examples_are_true(module: str) -> None:
-    actual = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
-    assert actual.attempted
-    assert not actual.failed
 
 
 @pytest.mark.slow
@@ -58,24 +49,6 @@ def test_both_are_asked_the_same_and_measured_alike(tmp_path: Path) -> None:
         assert curve.accuracy[32] <= 1 / 32 < curve.accuracy[0], "one of 32 answers may be right by chance"
     assert min(ours.train_s, theirs.train_s) > 0
     assert asked(tmp_path / "ours") == [example.query for example in drawn_examples(config, task_of(config))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "deadline", "evaluated"),
-    [
-        ([], 0.0, {0, 8}),
-        (["eval.mode=after"], 0.0, {8}),
-        (["eval.target=0.01"], math.inf, {0, 16}),
-        (["eval.target=0.99", "eval.every=0"], math.inf, {0, 32}),
-    ],
-    ids=["deadline", "none before training", "target", "last step"],
-)
-def test_trl_ends_with_the_deadline_the_target_or_the_last_step(tmp_path, capsys, options, deadline, evaluated) -> None:
-    config = composed(*fresh(*SMALL, "optimizer.lr=1e-6", "train.optim_batch_size=8", *options))
-    assert train_trl(config, tmp_path, deadline=deadline).accuracy.keys() == evaluated
-    measured = [line for line in capsys.readouterr().out.splitlines() if line.startswith("TRL after")]
-    assert measured[-1].endswith(" of 32 problems"), "the last evaluation is not ended by the target"
 
 
 def test_the_error_of_the_difference_is_that_of_the_pairs() -> None:

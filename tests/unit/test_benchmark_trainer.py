@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers.models.auto import CONFIG_MAPPING
 
-from benchmarks.trainer import Ours, measure, run
+from benchmarks.trainer import Ours, measure
 from benchmarks.trainer_work import SHAPES, Case, make_model, make_rows, padded_load, shared_loads
 from sota_grpo import keys
 from sota_grpo.functional.flops import Load
@@ -79,11 +78,3 @@ def test_a_library_replaces_layers_for_its_own_steps_only() -> None:
         assert (module.apply_rotary_pos_emb, module.Qwen2MLP) == ("theirs", "theirs")
     assert dict(vars(module)) == before
     assert set(kernels.replaced) == {"apply_rotary_pos_emb", "Qwen2MLP"}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_reports_its_memory() -> None:
-    case = Case(tokens=140, prompt=20, response=10, group=4, precision="bf16", device="cuda")
-    (actual,) = run(case, measure_peak=True, repeat=1, profiled=False)
-    assert actual["peak_gib"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,6 @@ from sota_grpo.config import Config, num_steps
 from sota_grpo.run import entry
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Config]]:
-    """Run ``sota-grpo`` in this process with a fake training; returns the configs that it was given."""
-    monkeypatch.setattr(entry, "quiet_console", lambda: None)
-
-    def run(*arguments: str) -> list[Config]:
-        actual: list[Config] = []
-
-        def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
-            actual.append(config)
-            return num_steps(config)
-
-        monkeypatch.setattr(sota_grpo.run.app, "train", train)
-        monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-        return actual
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("arguments", "mode"),
     [
@@ -44,6 +21,19 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         (("train", "seed=3", "--config-name=grpo_cpu", "--async"), "async"),
     ],
 )
-def test_the_mode_is_the_commands_and_the_rest_is_hydras(command, arguments: tuple, mode: str) -> None:
-    (config,) = command(*arguments)
+def test_the_mode_is_the_commands_and_the_rest_is_hydras(
+    arguments: tuple[str, ...], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actual: list[Config] = []
+
+    def train(config: Config, run_dir: Path, passed: object = None, **_: object) -> int:
+        actual.append(config)
+        return num_steps(config)
+
+    monkeypatch.setattr(entry, "quiet_console", lambda: None)
+    monkeypatch.setattr(sota_grpo.run.app, "train", train)
+    monkeypatch.setattr(sys, "argv", ["/bin/sota-grpo", *arguments, f"hydra.run.dir={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    (config,) = actual
     assert (config.mode, config.seed, config.model.name) == (mode, 3, "tiny")

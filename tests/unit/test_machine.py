@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 from sota_grpo.recording import machine, run_log
 from sota_grpo.recording.metrics import declared
 from sota_grpo.report import data
-from sota_grpo.training.runs import open_run
 from tests.report_rigs import write_run
 
 
@@ -40,20 +38,6 @@ def test_a_start_has_the_commit_of_the_tree_that_it_is_in(tmp_path: Path, monkey
     assert start["command"] == "python 'my run.py' 'engine.api_key=***' seed=1"
     (tmp_path / "code.py").write_text("22")
     assert machine.this_start.__wrapped__()["working_tree"] == f"{commit}-dirty"
-
-
-def test_every_start_of_a_run_is_kept_and_shown(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    for resume in (None, "auto"):
-        with open_run(run_dir, {"train": {}}, resume, num_steps=1) as place:
-            place.start("{}")
-    place.finish()
-    shutil.copy(write_run(tmp_path / "other", steps=1) / "metrics.jsonl", run_dir)
-    starts = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert starts == [machine.this_start()] * 2
-    shown = data.read_run(run_dir).starts
-    assert len(shown) == 2
-    assert f"torch {torch.__version__}" in shown[0]
 
 
 def test_starts_of_another_program_are_no_failure(tmp_path: Path) -> None:

@@ -15,17 +15,13 @@ from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.sinks import (
-    FOLDER,
     RUN_ID_FILE,
-    SINKS,
-    CopySink,
-    TensorBoardSink,
     WandbSink,
     has_api_key,
     make_sinks,
     require_sinks,
 )
-from tests.sink_files import event_files, wandb_config, wandb_history
+from tests.sink_files import wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
 
 HOSTILE = "π 🎲 \ud800 | **bold** <script>alert(1)</script>"
@@ -105,27 +101,6 @@ def test_a_package_that_is_missing_is_one_sentence_unless_it_may_be(options, giv
     assert caplog.text.count("which is not installed") == 1
 
 
-def test_a_sink_is_built_of_its_class_by_its_name(tmp_path, monkeypatch):
-    class Json(CopySink):
-        @classmethod
-        def from_config(cls, config, run_dir):
-            sink = cls()
-            sink.path = run_dir / f"{config.logging.wandb}.txt"
-            return sink
-
-        def _write(self, step, values):
-            self.path.write_text(f"{step} {values}")
-
-        def _finish(self, exit_code):
-            pass
-
-    monkeypatch.setitem(SINKS._own, "json", Json)
-    config = Config(logging=LoggingConfig(wandb="disabled", sinks=["json"]))
-    with RunLog(tmp_path, sinks=make_sinks(config, tmp_path)) as log:
-        log.write_step(3, {"reward": 1.0})
-    assert (tmp_path / "disabled.txt").read_text() == "3 {'reward': 1.0}"
-
-
 class FailingWandb(SimpleNamespace):
     """W&B whose server refuses, and whose run breaks at ``broken``."""
 
@@ -176,21 +151,3 @@ def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, 
     assert len(caplog.records) == 1
     assert "no route to host" in caplog.text
     assert "details" not in caplog.text
-
-
-def test_tensorboard_has_the_curves_and_what_a_resumed_run_writes_again_replaces_them(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.summary.writer import event_file_writer
-
-    # files of one second are read in the order of the process's writers as text, in which the tenth precedes the ninth
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
-    for first, values in ((0, [0.25, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
-        with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
-            log.rewind(first)
-            for step, value in enumerate(values, first):
-                log.write_step(step, {"reward": value, "kl": None, "eval/accuracy": 0.5})
-    assert len(list((tmp_path / FOLDER).iterdir())) == 2
-    actual = event_files(tmp_path / FOLDER)
-    assert set(actual.Tags()["scalars"]) == {"reward", "eval/accuracy"}
-    curve = [(event.step, event.value) for event in actual.Scalars("reward")]
-    assert curve == [(0, 0.25), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from sota_grpo import cli, keys
 from sota_grpo.assembly.compose import compose
@@ -234,60 +234,48 @@ def test_overrides_may_be_anywhere_and_nothing_else_may(monkeypatch, capsys) -> 
         assert odd in capsys.readouterr().err
 
 
-def kl_step(*, graded: float | None) -> Step:
-    """Two siblings; log-probs of the behaviour policy above the reference's by 0.5 and by 1 + 1."""
-    rows = []
-    for sample, (reward, gaps) in enumerate([(1.0, [0.5]), (0.0, [1.0, 1.0])]):
-        length = 1 + len(gaps)
-        mask = torch.arange(length) >= 1
-        ref = torch.where(mask, -3.0, 0.0)
-        following = {"reward": torch.tensor([reward]), "ref_log_probs": {"full": ref}}
-        if graded is not None:
-            penalty = torch.tensor([-graded * sum(gaps)])
-            following["graded_reward"] = torch.tensor([reward])
-            following["reward_terms"] = {"kl": penalty}
-            following["reward"] = following["reward"] + penalty
-        rows.append(
-            TensorDict(
-                {
-                    "group_id": torch.tensor(0),
-                    "sample_id": torch.tensor(sample),
-                    "masks": {"all_assistant_mask": mask},
-                    "log_probs": {"full": ref + torch.tensor([0.0, *gaps])},
-                    "advantage": torch.tensor([[9.0]]),
-                    "next": following,
-                }
-            )
-        )
-    config = Config()
-    config.algorithm.scale = "none"
-    config.policy.kl_coef, config.train.kl_coef_in_loss = graded or 0.3, graded is None
-    origin = Origin("cpu", "fp32", 0, 1, torch.zeros(1, dtype=torch.uint8))
-    return Step(config, StoredStep(0, {}, RowTable.of(rows), [], [], None, origin))
-
-
-def asked(kl_coef: float, *, in_loss: bool) -> Config:
+def kl_config(kl_coef: float, *, in_loss: bool) -> Config:
     config = Config()
     config.algorithm.scale = "none"
     config.policy.kl_coef, config.train.kl_coef_in_loss = kl_coef, in_loss
     return config
 
 
+def kl_step(*, graded: float | None) -> Step:
+    """Two siblings; log-probs of the behaviour policy above the reference's by 0.5 and by 1 + 1."""
+    rows = []
+    for sample, (reward, gaps) in enumerate([(1.0, [0.5]), (0.0, [1.0, 1.0])]):
+        mask = torch.arange(1 + len(gaps)) >= 1
+        ref, rewards = torch.where(mask, -3.0, 0.0), torch.tensor([reward])
+        row: dict[Any, torch.Tensor] = {keys.GROUP_ID: torch.tensor(0), keys.SAMPLE_ID: torch.tensor(sample)}
+        row |= {keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: ref + torch.tensor([0.0, *gaps]), keys.REF_LOG_PROBS: ref}
+        row |= {keys.ADVANTAGE: torch.tensor([[9.0]]), keys.REWARD: rewards}
+        if graded is not None:
+            penalty = torch.tensor([-graded * sum(gaps)])
+            row |= {keys.GRADED_REWARD: rewards, (*keys.REWARD_TERMS, "kl"): penalty, keys.REWARD: rewards + penalty}
+        rows.append(row)
+    origin = Origin("cpu", "fp32", 0, 1, torch.zeros(1, dtype=torch.uint8))
+    stored = StoredStep(0, {}, RowTable.of(rows), [], [], None, origin)
+    return Step(kl_config(graded or 0.3, in_loss=graded is None), stored)
+
+
 @pytest.mark.parametrize(
-    ("graded", "config", "rewards"),
+    ("graded", "kl_coef", "in_loss", "rewards"),
     [
-        (None, asked(0.1, in_loss=True), [1.0, 0.0]),
-        (None, asked(0.1, in_loss=False), [0.95, -0.2]),  # 1 - 0.1 * 0.5, 0 - 0.1 * 2
-        (0.2, asked(0.2, in_loss=False), [0.9, -0.4]),
-        (0.2, asked(0.1, in_loss=False), [0.95, -0.2]),
-        (0.2, asked(0.2, in_loss=True), [1.0, 0.0]),
-        (0.2, asked(0.0, in_loss=False), [1.0, 0.0]),
+        (None, 0.1, True, [1.0, 0.0]),
+        (None, 0.1, False, [0.95, -0.2]),  # 1 - 0.1 * 0.5, 0 - 0.1 * 2
+        (0.2, 0.2, False, [0.9, -0.4]),
+        (0.2, 0.1, False, [0.95, -0.2]),
+        (0.2, 0.2, True, [1.0, 0.0]),
+        (0.2, 0.0, False, [1.0, 0.0]),
     ],
 )
-def test_the_kl_moves_between_reward_and_loss(graded: float | None, config: Config, rewards: list[float]) -> None:
+def test_the_kl_moves_between_reward_and_loss(
+    graded: float | None, kl_coef: float, in_loss: bool, rewards: list[float]
+) -> None:
     step = kl_step(graded=graded)
     stored = [float(row.get(keys.REWARD)) for row in step.stored.rows]
-    actual = scored_rows(step, config)
+    actual = scored_rows(step, kl_config(kl_coef, in_loss=in_loss))
     assert actual.get(keys.REWARD).flatten().tolist() == pytest.approx(rewards)
     half = (rewards[0] - rewards[1]) / 2
     assert actual.get(keys.ADVANTAGE).flatten().tolist() == pytest.approx([half, -half])

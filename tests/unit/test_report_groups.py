@@ -25,7 +25,7 @@ from sota_grpo.report.groups import (
     spread,
     token_columns,
 )
-from tests.report_rigs import WORDS, write_run
+from tests.report_rigs import ODD, WORDS, damaged, write_run
 
 OF_TASK = [name.rpartition("/")[2] for name in METRICS if name.startswith("task/")]
 
@@ -144,19 +144,10 @@ def test_a_group_of_dialogs_has_their_turns_and_its_prompts(tmp_path: Path) -> N
 
 
 def test_whatever_is_in_a_dialog_the_page_is_made_and_small() -> None:
-    odd: list[Any] = [None, True, -1, 1e300, "x" * 100_000, [], [None, 5], {}, {"turns": 7}, {"a": [1]}]
-
-    def damaged(value: Any) -> Any:
-        if random.random() < 0.2:
-            return random.choice(odd)
-        if isinstance(value, dict):
-            return {name: damaged(each) for name, each in value.items()}
-        return [damaged(each) for each in value] if isinstance(value, list) else value
-
     row = {"step": 0, "group_id": 0, "sample_id": 0, "reward": 0.5, "response": "hello"}
     for _ in range(300):
-        dialog = damaged(DIALOG)
-        group = plain_group([{**row, "dialog": dialog, "task": random.choice(odd)}], whole=False)
+        dialog = damaged(DIALOG, 0.2)
+        group = plain_group([{**row, "dialog": dialog, "task": random.choice(ODD)}], whole=False)
         text = json.dumps(group, allow_nan=False)
         assert len(text) < 300_000, dialog
         (sample,) = group["samples"]

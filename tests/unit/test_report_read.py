@@ -20,7 +20,7 @@ from sota_grpo.recording.run_files import METRICS_FILE, find_runs, note_failure,
 from sota_grpo.report import report_json, report_of
 from sota_grpo.report.data import read_run, read_runs
 from sota_grpo.sweeps import read_sweep
-from tests.report_rigs import write_run
+from tests.report_rigs import damaged, write_run
 from tests.unit.test_report_page import page_of
 
 
@@ -76,22 +76,13 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, name: str, sentence: str
 
 
 FILES = ("config.yaml", "gate.json", "run.json", "metrics.jsonl", "rollouts.jsonl", "failure.json")
-ODD: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "", "text", [], [1, [2]], {}, {"a": {"b": 1}})
 
 
 def damage(path: Path) -> None:
-    """Put something odd in the place of one value, somewhere in a file of a run."""
-    text = path.read_text()
-    actual = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [yaml.safe_load(text)]
-    places = [(actual, index) for index in range(len(actual))]
-    for value, key in places:
-        inside = value[key]
-        keys = inside if isinstance(inside, dict) else range(len(inside)) if isinstance(inside, list) else ()
-        places += [(inside, inner) for inner in keys]
-    value, key = random.choice(places)
-    value[key] = random.choice(ODD)
-    dump = yaml.safe_dump if path.suffix == ".yaml" else json.dumps
-    path.write_text("".join(dump(row) + "\n" for row in actual))
+    """Replace some values in a file of a run."""
+    text, is_yaml = path.read_text(), path.suffix == ".yaml"
+    rows = [yaml.safe_load(text)] if is_yaml else list(map(json.loads, text.splitlines()))
+    path.write_text("".join((yaml.safe_dump if is_yaml else json.dumps)(damaged(row, 0.05)) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("name", FILES)

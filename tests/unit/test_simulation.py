@@ -23,15 +23,6 @@ def simulation(**options) -> Simulation:
     return Simulation(make_env(num_envs=2, repeats=2, num_train=30), Scenario(**options))
 
 
-def test_the_clock_runs_actions_by_time_and_ties_in_the_order_given() -> None:
-    clock, seen = VirtualClock(), []
-    for when, name in ((3.0, "c"), (1.0, "a"), (3.0, "d"), (2.0, "b")):
-        clock.at(when, lambda name=name: seen.append((clock.now, name)))
-    while clock.next_time() < float("inf"):
-        clock.run_next()
-    assert seen == [(1.0, "a"), (2.0, "b"), (3.0, "c"), (3.0, "d")]
-
-
 def requests(count: int, samples: int = 2) -> list[GroupRequest]:
     return [GroupRequest(index, (1, 2), samples, random.getrandbits(60)) for index in range(count)]
 
