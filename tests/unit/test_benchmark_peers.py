@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_the_floor_of_a_step_shares_prompts_and_learns_in_three_passes(monkeypat
 class FakeHost:
     """Answers at once, with a second for ours and four for another; records each request."""
 
-    asked: list[tuple[str, str]] = []
+    asked: ClassVar[list[tuple[str, str]]] = []
 
     def __init__(self, name, folder, log):
         self.name = name
