@@ -54,11 +54,6 @@ ROLLOUT_FIELDS = (
 #: Fields that only some responses have: the task in a run of several tasks, the turns of a dialog.
 SOME_FIELDS = ("task", "dialog")
 Fields = Mapping[str, Any]  # a row of rollouts.jsonl
-_NUMBERS = (
-    *(keys.REWARD, keys.SUCCESS, keys.TRUNCATED, keys.REWARD_ERROR, keys.REWARD_TIMEOUT, keys.ADVANTAGE),
-    keys.POLICY_VERSION,
-)
-
 _RULE = "=" * 100
 _FIX = "free disk space, then continue from the last checkpoint with train.resume=auto"
 
@@ -348,17 +343,19 @@ def batch_metrics(batch: RowTable, version: int) -> dict[str, float]:
         begins = sampled[1:] & (~sampled[:-1] | jumps[1:])
     turns = begins.sum() / len(batch)
     prompts = torch.tensor(batch.lengths(keys.PROMPT_TOKENS)).float()
-    numbers = {key: batch.get(key).flatten().double() for key in _NUMBERS}  # a sum may be too large for float32
-    reward, success, truncated = numbers[keys.REWARD], numbers[keys.SUCCESS], numbers[keys.TRUNCATED]
-    versions = numbers[keys.POLICY_VERSION]
+
+    def column(key: Any) -> torch.Tensor:
+        return batch.get(key).flatten().double()  # a sum may be too large for float32
+
+    reward, success, truncated, versions = map(column, (keys.REWARD, keys.SUCCESS, keys.TRUNCATED, keys.POLICY_VERSION))
     age = version - versions.where(versions != -1, version)  # -1: an agent that made no request
     values = {
         "reward": reward.mean(),
         "reward/std": reward.std(correction=0),
         "success": success.mean(),
-        "reward_errors": numbers[keys.REWARD_ERROR].sum(),
-        "reward_timeouts": numbers[keys.REWARD_TIMEOUT].sum(),
-        "advantage": numbers[keys.ADVANTAGE].abs().mean(),
+        "reward_errors": column(keys.REWARD_ERROR).sum(),
+        "reward_timeouts": column(keys.REWARD_TIMEOUT).sum(),
+        "advantage": column(keys.ADVANTAGE).abs().mean(),
         "truncated": truncated.mean(),
         "response_tokens/mean": lengths.mean(),
         "response_tokens/max": lengths.max(),

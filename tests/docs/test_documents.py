@@ -27,7 +27,7 @@ from tests.docs.rules import (
     why_not_run,
 )
 from tests.docs.test_reference_commands import COMMANDS as REFERENCE
-from tests.docs.workshop import Workshop
+from tests.docs.workshop import MADE, Workshop, run_dir, without_dir
 
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 SHELL = [block for block in BLOCKS if block.language == "bash"]
@@ -61,9 +61,10 @@ def is_run(command: Command) -> bool:
 ESTIMATED = [
     c for c in COMMANDS if is_training(c) and "hub" not in c.block.needs and (c.block.needs or starts_workers(c))
 ]
-#: What another document or :mod:`tests.docs.test_reference_commands` runs as well is run once.
-REFERENCE_RUNS = {(c.words, c.environment) for c in REFERENCE.values()}
-FIRST = {key: c for c in reversed(COMMANDS) if (key := (c.words, c.environment)) not in REFERENCE_RUNS}
+#: What another document, :mod:`tests.docs.test_reference_commands` or the workshop runs as well, perhaps in another
+#: directory, is run once: in a directory that later commands name.
+ELSEWHERE_RUN = {without_dir(c) for c in (*REFERENCE.values(), *MADE)}
+ONCE = {key: c for c in sorted(COMMANDS, key=run_dir) if (key := without_dir(c)) not in ELSEWHERE_RUN}
 
 
 def test_every_block_says_its_language() -> None:
@@ -78,7 +79,7 @@ def test_blocks_are_valid_shell(block: Block) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in FIRST.values() if is_run(c)], ids=str)
+@pytest.mark.parametrize("command", [c for c in ONCE.values() if is_run(c)], ids=str)
 def test_commands_run(command: Command, workshop: Workshop) -> None:
     if "reasoning_gym" in command.text:
         pytest.importorskip("reasoning_gym")

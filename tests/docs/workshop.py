@@ -85,6 +85,8 @@ class Workshop:
             shell = ["bash", "-e", "-c", command.text]
             done = subprocess.run(shell, capture_output=True, text=True, timeout=_LONG_S, **kwargs)
             return Done(done.returncode, done.stdout, done.stderr)
+        if command.words[:2] == ("sota-grpo", "estimate"):
+            return _here(list(command.words[1:]), desk)
         if is_tool(command):
             arguments = [str(self._program), *small_tool(command)]
         elif command.words[0] == "sota-grpo":
@@ -105,13 +107,7 @@ class Workshop:
         foundations = [before for before in _foundations(command.block.document) if is_of_the_shell(before)]
         for before in foundations:
             self._once(before)
-        desk, code = self.desk(command.block.document.name if foundations else "estimates"), 0
-        with chdir(desk), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
-            try:
-                main(_question(command))
-            except SystemExit as ended:
-                code = int(ended.code or 0)
-        return Done(code, out.getvalue(), err.getvalue())
+        return _here(_question(command), self.desk(command.block.document.name if foundations else "estimates"))
 
     def _put_runs(self, desk: Path, text: str) -> None:
         """Finished runs and sweeps, of one step each, under the names that ``text`` calls them by."""
@@ -124,6 +120,17 @@ class Workshop:
                 self._server.run(arguments, cwd=self.desk("finished")).require(line)
             if not (desk / place).exists():
                 shutil.copytree(made, desk / place)
+
+
+def _here(arguments: list[str], desk: Path) -> Done:
+    """Run a command that needs no process of its own."""
+    code = 0
+    with chdir(desk), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def _question(command: Command) -> list[str]:
@@ -140,8 +147,18 @@ def typed(text: str, name: str = "typed") -> Command:
     return next(commands(Block(Path(name), "bash", text + "\n", 1)))
 
 
-def _run_dir(command: Command) -> str:
+def run_dir(command: Command) -> str:
+    """The directory that the command gives its run, or nothing."""
     return next((word.partition("=")[2] for word in command.words if word.startswith("hydra.run.dir=")), "")
+
+
+def without_dir(command: Command) -> tuple[Any, ...]:
+    """What commands have in common whose runs differ in their directory only."""
+    return (*(word for word in command.words if not word.startswith("hydra.run.dir=")), command.environment)
+
+
+#: What is run for the sake of others.
+MADE = [typed(line) for line, *_ in FINISHED.values()]
 
 
 @cache
@@ -150,6 +167,6 @@ def _foundations(document: Path) -> list[Command]:
     if not document.is_file():
         return []
     typed = [c for block in blocks(document) if block.language == "bash" for c in commands(block)]
-    named = [c for c in typed if is_training(c) and (name := _run_dir(c)) and document.read_text().count(name) > 1]
+    named = [c for c in typed if is_training(c) and (name := run_dir(c)) and document.read_text().count(name) > 1]
     written = [c for c in typed if is_tool(c) and "--out" in c.words]
     return [c for c in typed if is_of_the_shell(c) or c in named or c in written]
