@@ -501,14 +501,10 @@ def _calls(record: Mapping[str, Any]) -> Iterator[tuple[list[dict[str, Any]], li
     for replies in record.get("replies", ()):
         yield [], [reply["role"] for reply in replies]
     messages, failed = record.get("messages", ()), set(record.get("failed", ()))
-    at = 0
-    while at < len(messages):
-        end = next((i for i in range(at + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages))
+    begins = [at for at, message in enumerate(messages) if at == 0 or message["role"] == "assistant"]
+    for at, end in itertools.pairwise([*begins, len(messages)]):
         called = [call["function"] for call in messages[at].get("tool_calls", ())]
         answers = [(messages[i]["content"], i in failed) for i in range(at + 1, end)]
         answers += [(None, False)] * (len(called) - len(answers))
-        yield (
-            [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(called, answers)],
-            [message["role"] for message in messages[at + 1 : end]],
-        )
-        at = end
+        calls = [{**call, "reply": reply, "error": error} for call, (reply, error) in zip(called, answers)]
+        yield calls, [message["role"] for message in messages[at + 1 : end]]

@@ -227,20 +227,14 @@ def stride_for(runs: Sequence[RunData]) -> int:
     return max(1, math.ceil(total / NUMBERS))
 
 
-def family(name: str) -> str:
-    """Return the title of the page section for a metric.
-
-    >>> family("reward"), family("reward/format"), family("eval/num_samples"), family("zeal")
-    ('What it learned', 'Rewards and advantages', 'Further evaluation metrics', 'Other')
-    """
-    return [*FAMILIES, "Other"][position_of(name)[0]]
-
-
 def position_of(name: str) -> tuple[int, int]:
     """Return a metric's sort key: (index in FAMILIES of its section, index there); (``len(FAMILIES)``, 0) if in none.
 
     The section is the first that lists the name, else the first that lists a prefix of it. Names found by a prefix come
     after the names that the section lists.
+
+    >>> [position_of(name) for name in ("reward", "reward/format", "eval/num_samples", "zeal")]
+    [(0, 1), (5, 5), (9, 1), (12, 0)]
     """
     for index, members in enumerate(FAMILIES.values()):
         if name in members:
@@ -314,7 +308,7 @@ def _chart(plain: str, key: str, within: str, lines: list[tuple[str, str]]) -> d
     return {
         "name": name,
         "title": title,
-        "family": family(plain),
+        "family": [*FAMILIES, "Other"][position_of(plain)[0]],
         "sentence": metric.sentence if metric else "",
         "unit": metric.unit if metric else "",
         "members": lines,

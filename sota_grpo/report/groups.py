@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sota_grpo.errors import UserError
-from sota_grpo.recording.run_files import ROLLOUTS_FILE, dicts, json_line, whole_lines
+from sota_grpo.recording.run_files import ROLLOUTS_FILE, STEPS_FOLDER, dicts, json_line, whole_lines
 from sota_grpo.report.data import RunData, clipped, number, safe_json, shown
 from sota_grpo.untrusted import open_file
 
 _FIRST, _LAST = 2_500, 500  # tokens shown of a longer response: the first and the last
 _DIGITS = 3
 _OVERFLOW = 700.0  # largest argument of exp
-_MISFITS = 50  # successive groups over the budget, after which the rest is skipped
+_MISFITS = 50  # successive groups over the budget, after which the rest is skipped, and no more files are read
 _STEP_BYTES = 400_000  # of all groups of one stored step
 _MOST_TURNS, _MOST_CALLS = 200, 50  # per dialog and per turn; runs write far fewer
 _MOST_NAME = 100
@@ -79,7 +79,7 @@ def choose_groups(run: RunData, budget: int) -> dict[str, Any]:
     lines, ages = scan(path)
     estimator = str(run.config.get("algorithm", {}).get("kl_estimator", "k3")).removesuffix("_unbiased")
     weight = sum(size for rows in lines.values() for *_, size in rows)
-    stored, used = _stored(run.path, estimator, max(budget // 2, budget - weight))
+    stored, used = _fitting(_stored(run.path, estimator), max(budget // 2, budget - weight))
     rest = {key: lines[key] for key in _in_order(lines) if key not in stored}
     chosen = stored | _fitting(_extremes(path, rest), budget - used)[0]
     record = {"total": len(lines.keys() | chosen.keys()), "stored": sorted({step for step, _ in stored})}
@@ -108,16 +108,10 @@ def spread(count: int) -> list[int]:
     >>> spread(9)
     [8, 0, 4, 2, 6, 1, 3, 5, 7]
     """
-    if count < 2:
-        return list(range(count))
-    order, gaps = [count - 1, 0], deque([(0, count - 1)])
-    while gaps:
-        low, high = gaps.popleft()
-        middle = (low + high) // 2
-        if middle > low:
-            order.append(middle)
-            gaps += [(low, middle), (middle, high)]
-    return order
+    last = count - 1
+    parts = (2**power for power in range(last.bit_length() + 1))
+    places = [last, *(last * at // part for part in parts for at in range(part + 1))]
+    return list(dict.fromkeys(places)) if count else []
 
 
 def plain_group(rows: Sequence[Mapping[str, Any]], *, whole: bool, estimator: str = "k3") -> dict[str, Any]:
@@ -196,32 +190,23 @@ def _extremes(path: Path, lines: Mapping[GroupKey, list[Line]]) -> Iterator[tupl
             yield key, plain_group(rows, whole=False)
 
 
-def _stored(run_dir: Path, estimator: str, budget: int) -> tuple[dict[GroupKey, Group], int]:
-    """Return the groups of stored steps that fit into ``budget``, and the number of bytes of their JSON."""
-    stored: dict[GroupKey, Group] = {}
-    if not (run_dir / "steps").is_dir():  # without it torch is not needed
-        return stored, 0
-    from sota_grpo.recording.stored_steps import StoredStep, read_step, stored_steps
+def _stored(run_dir: Path, estimator: str) -> Iterator[tuple[GroupKey, Group]]:
+    """Yield the groups of stored steps, of each step those that fit into ``_STEP_BYTES``, by :func:`spread`."""
+    if not (run_dir / STEPS_FOLDER).is_dir():  # without it torch is not needed
+        return
+    from sota_grpo.recording.stored_steps import read_step, stored_steps
 
-    def groups_of(step: StoredStep) -> Iterator[tuple[GroupKey, Group]]:
-        groups: dict[int, list[Mapping[str, Any]]] = {}
-        for row in step.samples:
-            groups.setdefault(int(row["group_id"]), []).append({**row, "step": step.step})
-        for group, rows in groups.items():
-            yield (step.step, group), plain_group(rows, whole=True, estimator=estimator)
-
-    used, paths = 0, list(stored_steps(run_dir).values())
+    paths = list(stored_steps(run_dir).values())
     for at in spread(len(paths)):
         try:
             step = read_step(paths[at])
         except UserError:  # deleted by the run meanwhile, or damaged
             continue
-        fitting, size = _fitting(groups_of(step), min(budget - used, _STEP_BYTES))
-        stored |= fitting
-        used += size
-        if budget - used < _STEP_BYTES // 10:
-            break
-    return stored, used
+        groups: dict[GroupKey, list[Mapping[str, Any]]] = {}
+        for row in step.samples:
+            groups.setdefault((step.step, int(row["group_id"])), []).append({**row, "step": step.step})
+        plain = ((key, plain_group(rows, whole=True, estimator=estimator)) for key, rows in groups.items())
+        yield from _fitting(plain, _STEP_BYTES)[0].items()
 
 
 def dialog_columns(row: Mapping[str, Any]) -> dict[str, Any] | None:

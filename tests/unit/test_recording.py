@@ -264,16 +264,10 @@ def test_the_best_the_worst_then_others_each_once() -> None:
     assert {pick(equal, 1, step)[0][1]["sample_id"] for step in range(100)} == {0, 1, 2, 3}
 
 
-class Clock(datetime):
-    hour_now = 12
-
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime(2031, 2, 3, cls.hour_now, 0, 5, tzinfo=UTC)
-
-
 def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its_own(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(run_log, "datetime", Clock)
+    noon, clock = datetime(2031, 2, 3, 12, 0, 5, tzinfo=UTC), Mock()
+    clock.now.return_value = noon
+    monkeypatch.setattr(run_log, "datetime", clock)
     RunLog(tmp_path).write_rollouts(0, [row()])
     folder = tmp_path / "debug_logs"
     folder.touch()
@@ -284,7 +278,7 @@ def test_a_step_is_on_disk_when_write_returns_and_a_restart_writes_a_file_of_its
     log.write_rollouts(0, [row(), row(sample_id=2), row(sample_id=3)])
     first, second = (folder / f"grpo_debug_20310203_1{hour}0005.txt" for hour in (2, 3))
     assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0"]
-    monkeypatch.setattr(Clock, "hour_now", 13)
+    clock.now.return_value = noon.replace(hour=13)
     log.write_rollouts(1, [row()])
     assert re.findall(r"^step (\d+)", first.read_text(), re.MULTILINE) == ["0", "0", "1"]
     for step in (1, 2):  # two starts within a second; the first was killed

@@ -16,7 +16,7 @@ import torch
 from sota_grpo.functional.loss_terms import kl_k1, kl_k2, kl_k3
 from sota_grpo.recording.metrics import METRICS
 from sota_grpo.report import data as module
-from sota_grpo.report.data import RunData, charts, curves, family, names, read_run, safe_json, stride_for
+from sota_grpo.report.data import RunData, charts, curves, names, read_run, safe_json, stride_for
 from sota_grpo.report.groups import (
     choose_groups,
     dialog_columns,
@@ -55,7 +55,7 @@ def test_everything_is_shown_where_it_fits(tmp_path: Path) -> None:
 
 
 def test_a_small_page_has_the_newest_step_the_first_and_the_middle(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=101, groups=8, siblings=2)
+    run_dir = write_run(tmp_path / "long", steps=101, groups=8, siblings=2)
     whole = sum(len(json.dumps(group)) for group in chosen(run_dir, 10_000_000)[0])
     groups, actual = chosen(run_dir, whole // 20)
     steps = sorted({group["step"] for group in groups})
@@ -64,9 +64,8 @@ def test_a_small_page_has_the_newest_step_the_first_and_the_middle(tmp_path: Pat
     assert actual["total"] == 808
     assert len(groups) < 80
 
-
-def test_a_group_too_large_for_the_page_does_not_end_it(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=3, response=lambda step, *_: "a" * (19_000 if step == 2 else 5))
+    # a group too large for the page does not end it
+    run_dir = write_run(tmp_path / "large", steps=3, response=lambda step, *_: "a" * (19_000 if step == 2 else 5))
     groups, _ = chosen(run_dir, 9_000)
     assert {group["step"] for group in groups} == {0, 1}
 
@@ -192,7 +191,8 @@ def test_metrics_of_several_tasks_are_one_chart_and_every_metric_is_in_one(num_t
 
 
 def test_every_metric_has_a_family_and_those_of_tools_have_titles_in_a_mixture_too() -> None:
-    assert {family(name) for name in names([dict.fromkeys(METRICS)])} == {*module.FAMILIES}
+    every = charts([{name: name for name in names([dict.fromkeys(METRICS)])}])
+    assert {chart["family"] for chart in every} == {*module.FAMILIES}
     actual = charts([dict.fromkeys(f"grader/{task}tool_errors" for task in ("", "a/", "b/"))])
     assert [(chart["name"], chart["title"], chart["sentence"]) for chart in actual] == [
         ("grader/tool_errors", "Tool errors per dialog", METRICS["grader/tool_errors"].sentence),

@@ -56,18 +56,16 @@ def page_of(*runs: Path, out: Path, plotly: bool = False) -> tuple[Reader, dict[
     return reader, json.loads(reader.scripts[0])
 
 
-def test_hostile_text_is_data_and_nothing_else_and_secrets_are_left_out(tmp_path: Path) -> None:
+def test_hostile_text_is_data_secrets_are_left_out_and_the_policy_allows_the_pages_own_scripts_only(
+    tmp_path: Path,
+) -> None:
     run_dir = write_run(tmp_path, steps=4, response=lambda step, group, sample: HOSTILE[step])
     (run_dir / "config.yaml").write_text("model: {hub_token: sesame}\nengine: {api_key: sesame}\n")  # another program's
-    reader, data = page_of(run_dir, out=tmp_path / "report.html")
+    reader, data = page_of(run_dir, out=tmp_path / "report.html", plotly=True)
     assert "sesame" not in (tmp_path / "report.html").read_text()
     assert (len(reader.scripts), reader.addresses, reader.handlers) == (3, [], [])
     shown = [sample["text"] for group in data["runs"][0]["groups"] for sample in group["samples"]]
     assert set(shown) == set(HOSTILE)
-
-
-def test_the_policy_allows_the_pages_own_scripts_only(tmp_path: Path) -> None:
-    reader, _ = page_of(write_run(tmp_path), out=tmp_path / "report.html", plotly=True)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in reader.scripts[1:]]
     rules = dict(rule.split(" ", 1) for rule in reader.policy.split("; "))
     assert rules["default-src"] == "'none'"
@@ -108,7 +106,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     return int(ended.value.code or 0), out + err
 
 
-def test_the_command_writes_next_to_the_run_or_to_the_named_file(
+def test_the_command_writes_next_to_the_run_or_to_the_named_file_or_says_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,19 +115,13 @@ def test_the_command_writes_next_to_the_run_or_to_the_named_file(
         assert told(["report", *map(str, paths)], capsys)[0] == 0
     assert told(["report", str(run_dir), "--out", "mine.html"], capsys)[1].startswith("mine.html (")
     assert all((folder / "report.html").is_file() for folder in (run_dir, tmp_path / "sweep", tmp_path))
-
-
-def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_run(tmp_path / "run", steps=1)
     for arguments, sentence in (
-        ([tmp_path / "nowhere"], "There is no run in"),
+        (["nowhere"], "There is no run in"),
         ([run_dir, "--out", tmp_path / "no" / "r.html"], "there is no folder"),
-        ([run_dir, "--out", run_dir], "run is a folder; name a file, for example"),
+        ([run_dir, "--out", run_dir], "0 is a folder; name a file, for example"),
     ):
         code, message = told(["report", *map(str, arguments)], capsys)
-        assert code == 2
-        assert sentence in message
-        assert message.count("\n") == 1
+        assert (code, message.count("\n"), sentence in message) == (2, 1, True), message
 
 
 def test_without_metrics_there_is_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,20 +69,18 @@ def test_every_way_to_end_has_its_state_and_reason(tmp_path: Path) -> None:
     assert actual[3:] == ["stopped before its first step", "failed ValueError: odd shape", "running "]
 
 
-def test_only_what_differs_is_a_column_and_runs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for number in (10, 2, 1):
-        make_run(tmp_path / str(number), ["mode=sync", f"optimizer.lr={number}e-6", *(["+a=1"] if number == 2 else [])])
+def test_what_differs_is_a_column_and_runs_are_in_the_order_of_their_numbers_or_of_a_metric(
+    tmp_path: Path,
+) -> None:
+    for number, accuracy in ((10, 0.25), (2, None), (1, 0.75), (3, 0.5)):
+        overrides = ["mode=sync", f"optimizer.lr={number}e-6", *(["+a=1"] if number == 2 else [])]
+        make_run(tmp_path / str(number), overrides, accuracy=accuracy)
     sweep = read_sweep(tmp_path)
-    assert [run.name for run in sweep.runs] == ["1", "2", "10"]
+    assert [run.name for run in sweep.runs] == ["1", "2", "3", "10"]
     assert sweep.varied == ["optimizer.lr", "a"]
-    assert [run.overrides.get("a") for run in sweep.runs] == [None, "1", None]
-
-
-def test_runs_are_sorted_by_a_metric_and_those_without_it_come_last(tmp_path: Path) -> None:
-    for name, accuracy in (("0", 0.25), ("1", None), ("2", 0.75), ("3", 0.5)):
-        make_run(tmp_path / name, accuracy=accuracy)
-    assert [run.name for run in read_sweep(tmp_path, "eval/accuracy").ranked] == ["2", "3", "0", "1"]
-    assert [run.name for run in read_sweep(tmp_path, ascending=True).ranked] == ["0", "3", "2", "1"]
+    assert [run.overrides.get("a") for run in sweep.runs] == [None, "1", None, None]
+    assert [run.name for run in read_sweep(tmp_path, "eval/accuracy").ranked] == ["1", "3", "10", "2"]
+    assert [run.name for run in read_sweep(tmp_path, ascending=True).ranked] == ["10", "3", "1", "2"]
 
 
 def test_seeds_of_a_setting_are_averaged_over_the_runs_that_are_finished(tmp_path: Path) -> None:
@@ -173,43 +171,27 @@ def test_the_command_prints_the_newest_sweep_in_any_form(
 SWEEP = ["mode=sync", "optimizer.lr=1,2", "train.resume=auto", "--multirun"]
 
 
-@pytest.fixture
-def sweeps(tmp_path: Path) -> Path:
-    """Four sweeps, the older ones first: ours, ours and complete, ours, another one."""
-    other = ["mode=sync", "optimizer.lr=1,2,3", "--multirun"]
-    for hour, arguments in ((10, SWEEP), (11, SWEEP), (12, SWEEP), (13, other)):
-        folder = tmp_path / "2026-01-01" / f"{hour}-00-00"
-        make_run(folder / "0", finished=False)
-        note_command(folder, arguments, complete=hour == 11)
-    return tmp_path
-
-
-def test_auto_continues_the_newest_sweep_of_the_same_command(sweeps: Path) -> None:
-    newest = sweeps / "2026-01-01" / "12-00-00"
-    assert continued(SWEEP, sweeps) == [f"hydra.sweep.dir={newest}", *SWEEP]
-    free = [*SWEEP[:2], "logging.wandb=offline", *SWEEP[2:]]  # changes nothing that is computed
-    assert continued(free, sweeps) == [f"hydra.sweep.dir={newest}", *free]
-
-
-def test_auto_passes_over_a_sweep_that_is_alive_or_complete(sweeps: Path) -> None:
-    alive = sweeps / "2026-01-01" / "12-00-00" / "0" / LOCK_FILE
-    with alive.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert continued(SWEEP, sweeps)[0] == f"hydra.sweep.dir={sweeps / '2026-01-01' / '10-00-00'}"
-    for folder in (alive.parents[1], sweeps / "2026-01-01" / "10-00-00"):
-        note_command(folder, SWEEP, complete=True)
-    assert continued(SWEEP, sweeps) == SWEEP
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["mode=sync", "optimizer.lr=1,2", "--multirun"],  # does not ask
-        ["mode=sync", "optimizer.lr=1,2", "train.resume=auto"],  # is no sweep
-        ["mode=sync", "optimizer.lr=2,1", "train.resume=auto", "--multirun"],  # its runs have other numbers
-        ["hydra.sweep.dir=mine", *SWEEP],
-    ],
-    ids=["no auto", "no sweep", "other order", "own directory"],
+OTHERS = (
+    ["mode=sync", "optimizer.lr=1,2", "--multirun"],  # does not ask
+    ["mode=sync", "optimizer.lr=1,2", "train.resume=auto"],  # is no sweep
+    ["mode=sync", "optimizer.lr=2,1", "train.resume=auto", "--multirun"],  # its runs have other numbers
+    ["hydra.sweep.dir=mine", *SWEEP],
 )
-def test_every_other_command_is_left_as_it_is(arguments: list[str], sweeps: Path) -> None:
-    assert continued(arguments, sweeps) == arguments
+
+
+def test_auto_continues_the_newest_sweep_of_the_same_command_that_is_not_alive_or_complete(tmp_path: Path) -> None:
+    folders = [tmp_path / "2026-01-01" / f"{hour}-00-00" for hour in (10, 11, 12, 13)]
+    for folder, arguments in zip(folders, [SWEEP] * 3 + [["mode=sync", "optimizer.lr=1,2,3", "--multirun"]]):
+        make_run(folder / "0", finished=False)
+        note_command(folder, arguments, complete=folder == folders[1])
+    free = [*SWEEP[:2], "logging.wandb=offline", *SWEEP[2:]]  # changes nothing that is computed
+    for arguments in (SWEEP, free):
+        assert continued(arguments, tmp_path) == [f"hydra.sweep.dir={folders[2]}", *arguments]
+    for arguments in OTHERS:
+        assert continued(arguments, tmp_path) == arguments
+    with (folders[2] / "0" / LOCK_FILE).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert continued(SWEEP, tmp_path)[0] == f"hydra.sweep.dir={folders[0]}"
+    for folder in (folders[2], folders[0]):
+        note_command(folder, SWEEP, complete=True)
+    assert continued(SWEEP, tmp_path) == SWEEP
