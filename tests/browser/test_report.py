@@ -90,8 +90,7 @@ def other_than(before: Any, page: Any, script: str) -> Any:
 
 
 def unsmoothed(page: Any) -> None:
-    page.locator("#smooth").focus()
-    page.keyboard.press("Home")
+    page.press("#smooth", "Home")
 
 
 def test_the_tables_of_runs_differences_gate_time_ages_and_config(opened: Callable, three: Path) -> None:
@@ -256,8 +255,7 @@ def test_groups_are_filtered_and_read_with_the_keyboard(opened: Callable, three:
     says(page, "1 of")
     page.fill("#find-text", "")
     says(page, "6 of")
-    page.focus("#group-list")
-    page.keyboard.press("Home")
+    page.press("#group-list", "Home")
     assert page.inner_text("#group h3").startswith("Step 5, group 15")
     page.keyboard.press("ArrowDown")
     assert page.inner_text("#group h3").startswith("Step 5, group 16")
@@ -378,8 +376,7 @@ def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(op
     fields = lambda step, group, sample: {"dialog": dialog(HOSTILE[(step + sample) % 2]), "task": HOSTILE[0]}  # noqa: E731
     run_dir = write_run(tmp_path / "run", steps=2, groups=2, siblings=2, fields=fields, stored=[1])
     page = opened(write_report([run_dir], tmp_path / "report.html"))
-    page.focus("#group-list")
-    page.keyboard.press("Home")
+    page.press("#group-list", "Home")
     sample = page.locator(".sample").first
     prompt = page.locator("#group > .dialog")
     assert (prompt.locator(".who").inner_text(), prompt.locator(".text").inner_text()) == ("system", HOSTILE[0])
@@ -399,8 +396,7 @@ def test_a_dialog_shows_its_turns_calls_and_masks_and_text_in_it_does_nothing(op
     assert "no turn was left (env.max_steps)" in sample.locator(".ended").inner_text()
 
     page.keyboard.press("End")  # of this step every token is stored
-    page.focus("#group-list")
-    page.keyboard.press("End")
+    page.press("#group-list", "End")
     turns = page.locator(".sample").first.locator(".turn")
     words = ["".join(turns.nth(at).locator(".token").all_text_contents()) for at in range(3)]
     assert words == ["So 2 +", " 2 = 4\n", "#### 4"]
@@ -415,8 +411,7 @@ def test_hostile_text_is_shown_and_does_nothing(opened: Callable, tmp_path: Path
     texts = [*HOSTILE, "<b>" * 333_333]
     run_dir = write_run(tmp_path / "<img src=x onerror=hacked()>", steps=5, response=lambda step, *_: texts[step])
     page = opened(write_report([run_dir], tmp_path / "report.html"))
-    page.focus("#group-list")
-    page.keyboard.press("Home")
+    page.press("#group-list", "Home")
     seen = []
     for step in range(5):
         page.fill("#step-from", str(step))

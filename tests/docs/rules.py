@@ -62,11 +62,8 @@ def starts_workers(command: Command) -> bool:
     """Whether it starts Ray or vLLM."""
     words = command.words
     several = any(".num_devices=" in word and not word.endswith("=1") for word in words)
-    return is_training(command) and (is_async(command) or several or wants_vllm(command))
-
-
-def wants_vllm(command: Command) -> bool:
-    return any(word.startswith("engine=") and "vllm" in word for word in command.words)
+    wants_vllm = any(word.startswith("engine=") and "vllm" in word for word in words)
+    return is_training(command) and (is_async(command) or several or wants_vllm)
 
 
 def is_slow(command: Command) -> bool:
@@ -91,9 +88,8 @@ def small(command: Command) -> list[str]:
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     sizes += ["train.total_dialog_turns=64" if command.block.document.name == WHOLE else UNCHECKED]
     own = any(word == f"model.name={folder}" for word in overrides for folder in OWN_MODELS)
-    if own:
-        return [*overrides, *sizes]
-    return [*(word for word in overrides if not word.startswith("model.size=")), *sizes, "model.name=tiny"]
+    hub = [] if own else ["model.name=tiny"]
+    return [*(word for word in overrides if own or not word.startswith("model.size=")), *sizes, *hub]
 
 
 def small_block(text: str) -> str:
@@ -168,15 +164,9 @@ def _is_target(command: Command) -> None:
 
 
 def _is_installable(command: Command) -> None:
-    extras = [
-        extra for word in command.words for actual in re.findall(r"\[(.*)\]", word) for extra in actual.split(",")
-    ]
-    assert set(extras) <= _extras(), f"{command}: {set(extras) - _extras()} is no extra of pyproject.toml"
-
-
-@cache
-def _extras() -> set[str]:
-    return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    named = {extra for word in command.words for some in re.findall(r"\[(.*)\]", word) for extra in some.split(",")}
+    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert named <= there.keys(), f"{command}: {named - there.keys()} is no extra of pyproject.toml"
 
 
 def _has_options(command: Command) -> None:
@@ -202,19 +192,16 @@ def _is_stage(command: Command) -> None:
     _has_options(command)
 
 
-def _nothing(command: Command) -> None:
-    """There is nothing to look at."""
-
-
-_NOT_RUN: dict[tuple[str, ...], tuple[str, Callable[[Command], None]]] = {
+#: Reason, and the look at what the command names; ``id`` where there is nothing to look at.
+_NOT_RUN: dict[tuple[str, ...], tuple[str, Callable[[Command], object]]] = {
     ("make",): ("sets up a virtual environment, or takes minutes; its target exists", _is_target),
     ("pip", "install"): ("installs packages; its extras exist", _is_installable),
-    ("python3", "-m", "venv"): ("Python's own", _nothing),
+    ("python3", "-m", "venv"): ("Python's own", id),
     ("python", "scripts/train_tiny.py"): ("takes half an hour; its options exist", _has_options),
     ("python", "-m", "benchmarks.peers"): ("takes half an hour; its options exist", _has_options),
     ("python", "-m", "benchmarks.scale"): ("takes minutes; its options exist", _has_options),
     ("python", "scripts/gpu_proof.py"): ("needs a GPU; its stages and options exist", _is_stage),
-    ("bash", "scripts/gpu_wheels.sh"): ("downloads packages", _nothing),
-    ("wandb", "sync"): ("needs an account of Weights & Biases", _nothing),
-    ("tensorboard",): ("a server that does not end", _nothing),
+    ("bash", "scripts/gpu_wheels.sh"): ("downloads packages", id),
+    ("wandb", "sync"): ("needs an account of Weights & Biases", id),
+    ("tensorboard",): ("a server that does not end", id),
 }
