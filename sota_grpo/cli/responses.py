@@ -175,20 +175,17 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 def _read_result(name: str) -> dict[str, Any]:
     """Read a result file that ``--out`` has written."""
     try:
-        text = Path(name).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"--against {name} cannot be read ({os_reason(error)}); give a file that --out has written."
-        ) from error
-    try:
-        result = json.loads(text)
+        result = json.loads(Path(name).read_bytes())
         used = {key: result[key] for key in _OF_ANOTHER}
         for counts in used["counts"].values():
             _ = sum(hits for hits, _ in counts) / sum(tried for _, tried in counts)
+        return used
+    except OSError as error:
+        problem, cause = f"--against {name} cannot be read ({os_reason(error)})", error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        problem = f"--against {name} is not a result of sota-grpo eval, or damaged ({sentence(error).rstrip('.')})"
-        raise UserError(f"{problem}; give a file that --out has written.") from error
-    return used
+        reason = sentence(error).rstrip(".")
+        problem, cause = f"--against {name} is not a result of sota-grpo eval, or damaged ({reason})", error
+    raise UserError(f"{problem}; give a file that --out has written.") from cause
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:

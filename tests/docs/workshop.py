@@ -113,7 +113,7 @@ class Workshop:
         """Finished runs and sweeps, of one step each, under the names that ``text`` calls them by."""
         for name in FINISHED.keys() & set(text.replace("=", " ").split()):
             line, option, place = FINISHED[name]
-            made = self._folder / line.replace(" ", "_")
+            made = self._folder / option
             if not made.exists():
                 command = typed(line)
                 arguments = [str(ROOT / "grpo.py"), *small(command), *_ENDED, f"{option}={made}"]

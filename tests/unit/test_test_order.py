@@ -33,8 +33,8 @@ def test_what_has_not_begun_when_the_time_is_over_is_named(tmp_path: Path) -> No
     tests = [f"test_{name}.py::test_{number}" for name in "dbac" for number in (2, 1)]  # as seed 1 has it
     long = {"test_d.py::test_1": "SKIPPED (may take 6 minutes, of which fewer are left within 5 minutes)"}
     for minutes, outcome, other in ((5, "PASSED", long), (0, "SKIPPED (not reached within 0 minutes)", {})):
-        done = run(tmp_path, f"--minutes={minutes}", "--files-by=1")
-        outcomes = [line.partition(" [")[0].rstrip() for line in done.stdout.splitlines() if line.startswith("test_")]
+        done = run(tmp_path, f"--minutes={minutes}", "--files-by=1", COLUMNS="200")
+        outcomes = [line.partition(" [")[0].rstrip() for line in done.stdout.splitlines() if ".py::test" in line]
         assert outcomes == [f"{test} {other.get(test, outcome)}" for test in tests]
 
 
