@@ -180,12 +180,11 @@ def _read_result(name: str) -> dict[str, Any]:
         for counts in used["counts"].values():
             _ = sum(hits for hits, _ in counts) / sum(tried for _, tried in counts)
         return used
-    except OSError as error:
-        problem, cause = f"--against {name} cannot be read ({os_reason(error)})", error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        reason = sentence(error).rstrip(".")
-        problem, cause = f"--against {name} is not a result of sota-grpo eval, or damaged ({reason})", error
-    raise UserError(f"{problem}; give a file that --out has written.") from cause
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        problem = f"is not a result of sota-grpo eval, or damaged ({sentence(error).rstrip('.')})"
+        if isinstance(error, OSError):
+            problem = f"cannot be read ({os_reason(error)})"
+        raise UserError(f"--against {name} {problem}; give a file that --out has written.") from error
 
 
 def _require_same_problems(name: str, before: dict[str, Any], heading: dict[str, Any]) -> None:
