@@ -15,13 +15,15 @@ from sota_grpo.config import Config, LoggingConfig
 from sota_grpo.config.validators import ConfigError
 from sota_grpo.recording.run_log import ROLLOUT_FIELDS, RunLog
 from sota_grpo.recording.sinks import (
+    FOLDER,
     RUN_ID_FILE,
+    TensorBoardSink,
     WandbSink,
     has_api_key,
     make_sinks,
     require_sinks,
 )
-from tests.sink_files import wandb_config, wandb_history
+from tests.sink_files import event_files, wandb_config, wandb_history
 from tests.unit.test_recording import rollout, rows_of
 
 HOSTILE = "π 🎲 \ud800 | **bold** <script>alert(1)</script>"
@@ -151,3 +153,19 @@ def test_an_online_run_whose_server_does_not_answer_continues_offline(tmp_path, 
     assert len(caplog.records) == 1
     assert "no route to host" in caplog.text
     assert "details" not in caplog.text
+
+
+def test_what_a_resumed_run_writes_again_replaces_what_tensorboard_had(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer import event_file_writer
+
+    # files of one second are read in the order of the process's writers as text, in which the tenth precedes the ninth
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
+    for first, values in ((0, [0.0, 1.0, 2.0, 3.0]), (2, [20.0, 30.0, 40.0])):
+        with RunLog(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as log:
+            log.rewind(first)
+            for step, value in enumerate(values, first):
+                log.write_step(step, {"reward": value})
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+    events = event_files(tmp_path / FOLDER).Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
