@@ -10,7 +10,7 @@ import pytest
 
 from sota_grpo.engines import EngineOptions
 from sota_grpo.errors import UserError
-from sota_grpo.files import atomic_file, atomic_folder, drop_leftovers, system_errors
+from sota_grpo.files import atomic_file, atomic_folder, drop_leftovers, run_python, system_errors
 from sota_grpo.migration.export import _new_folder
 from sota_grpo.policy.load import load_tokenizer, save_hf
 from tests.unit.tiny_models import make_model
@@ -118,6 +118,13 @@ def test_an_export_removes_what_a_killed_export_to_the_same_folder_left(tmp_path
     with _new_folder(tmp_path / "export" / "hf", tmp_path) as folder:
         (folder / "new").touch()
     assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [".verl.0c.tmp", "hf"]
+
+
+def test_a_users_file_is_compiled_as_it_is_written(tmp_path: Path) -> None:
+    """Without the ``__future__`` imports of the module that executes it."""
+    (tmp_path / "mine.py").write_text("def answer(number: int): ...\n")
+    assert run_python(tmp_path / "mine.py").answer.__annotations__ == {"number": int}
+    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_the_options_of_an_engine_do_not_show_its_key() -> None:
