@@ -13,6 +13,7 @@ assign work to programs. Another kernel computes the gradient of the heads' norm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -72,6 +73,43 @@ def _scaled(raw, factor, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _masked(x, other, i, j, start, end, shift, window, OWN: tl.constexpr, PROMPT: tl.constexpr, WINDOWED: tl.constexpr):
+    """Replace ``x`` by ``other`` where query ``i`` does not see key ``j``; flags as in :func:`_attend`."""
+    if OWN:
+        x = tl.where((j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], x, other)
+    if PROMPT:
+        x = tl.where((j < end)[None, :], x, other)
+    if WINDOWED:
+        x = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, x, other)
+    return x
+
+
+@triton.jit
+def _queries_of(tiles, QUERIES: tl.constexpr, TILE: tl.constexpr):
+    """Return this program's row of the table of query tiles and its queries ``[first, end)``, which may be none."""
+    row = tiles + 4 * (tl.program_id(0) // (TILE // QUERIES))
+    first = tl.load(row) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    return row, first, tl.load(row + 1)
+
+
+@triton.jit
+def _keys_of(row, starts, first, end, start, KEYS: tl.constexpr):
+    """Return the five ranges of keys that queries ``[first, end)`` see, as firsts, ends, and what to add to distances.
+
+    They are whole tiles of the prompt and the rest of it; the keys that only some of the queries' spans have, those of
+    all spans before the queries, as whole tiles, and the rest up to the queries themselves.
+    """
+    prompt, prompt_end = tl.load(row + 2), tl.load(row + 3)
+    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
+    nearer = tl.zeros_like(start)
+    further = prompt_end - start  # distance to a prompt's keys as if the response followed the prompt
+    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
+    middle = high + (first - high) // KEYS * KEYS
+    shifts = (further, further, nearer, nearer, nearer)
+    return (prompt, whole, low, high, middle), (whole, prompt_end, high, middle, end), shifts
+
+
+@triton.jit
 def _attend(
     total, peak, mass, query, key, value, key_row, value_row, first, end, i, start, shift, window, factor, cap,
     OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -86,14 +124,7 @@ def _attend(
             inside = inside & (j < end)[:, None]
         keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
         scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
-        if OWN:
-            scores = tl.where(
-                (j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], scores, LOWEST
-            )
-        if PROMPT:
-            scores = tl.where((j < end)[None, :], scores, LOWEST)
-        if WINDOWED:
-            scores = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, scores, LOWEST)
+        scores = _masked(scores, LOWEST, i, j, start, end, shift, window, OWN, PROMPT, WINDOWED)
         new = tl.maximum(peak, tl.max(scores, 1))
         p = tl.exp2(scores - new[:, None])
         scale = tl.exp2(peak - new)
@@ -110,53 +141,27 @@ def _forward_tile(
     GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
-    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
-    end = tl.load(tiles + 4 * tile + 1)
+    row, first, end = _queries_of(tiles, QUERIES, TILE)
     if first >= end:
         return
-    end = tl.minimum(end, first + QUERIES)
-    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    end, head = tl.minimum(end, first + QUERIES), tl.program_id(1)
     i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
-    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
+    firsts, ends, shifts = _keys_of(row, starts, first, end, start, KEYS)
     q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     peak = tl.full([QUERIES], LOWEST, tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
-    nearer = tl.zeros([QUERIES], tl.int32)
-    further = prompt_end - start  # distance to a prompt's keys as if the response followed the prompt
-    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
-    middle = high + (first - high) // KEYS * KEYS
-    total, peak, mass = _attend(
-        total, peak, mass, q, key, value, key_row, value_row, prompt, whole, i, start, further, window, factor, cap,
-        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total, peak, mass = _attend(
-        total, peak, mass, q, key, value, key_row, value_row, whole, prompt_end, i, start, further, window, factor,
-        cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total, peak, mass = _attend(
-        total, peak, mass, q, key, value, key_row, value_row, low, high, i, start, nearer, window, factor, cap,
-        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total, peak, mass = _attend(
-        total, peak, mass, q, key, value, key_row, value_row, high, middle, i, start, nearer, window, factor, cap,
-        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total, peak, mass = _attend(
-        total, peak, mass, q, key, value, key_row, value_row, middle, end, i, start, nearer, window, factor, cap,
-        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    row = tl.num_programs(1) * WIDTH
-    tl.store(
-        out + head * WIDTH + i[:, None] * row + column[None, :],
-        (total / mass[:, None]).to(out.dtype.element_ty),
-        mask=real,
-    )
+    for part in tl.static_range(5):
+        total, peak, mass = _attend(
+            total, peak, mass, q, key, value, key_row, value_row, firsts[part], ends[part], i, start, shifts[part],
+            window, factor, cap, part == 2 or part == 4, part == 1, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+        )  # fmt: skip
+    at = out + head * WIDTH + i[:, None] * (tl.num_programs(1) * WIDTH) + column[None, :]
+    tl.store(at, (total / mass[:, None]).to(out.dtype.element_ty), mask=real)
     tl.store(lse + head * length + i, peak + tl.log2(mass), mask=i < end)
 
 
@@ -176,13 +181,7 @@ def _pull_query(
         keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
         values = tl.load(value + j[:, None] * value_row + column[None, :], mask=inside, other=0.0)
         scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
-        p = tl.exp2(scores - lse[:, None])
-        if OWN:
-            p = tl.where((j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], p, 0.0)
-        if PROMPT:
-            p = tl.where((j < end)[None, :], p, 0.0)
-        if WINDOWED:
-            p = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, p, 0.0)
+        p = _masked(tl.exp2(scores - lse[:, None]), 0.0, i, j, start, end, shift, window, OWN, PROMPT, WINDOWED)
         by_score = p * (tl.dot(grad, tl.trans(values)) - delta[:, None])
         if CAPPED:
             by_score *= 1 - (scores / cap) * (scores / cap)
@@ -197,17 +196,14 @@ def _by_query_tile(
     PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Also store ``delta = sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
-    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
-    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
-    end = tl.load(tiles + 4 * tile + 1)
+    row, first, end = _queries_of(tiles, QUERIES, TILE)
     if first >= end:
         return
-    end = tl.minimum(end, first + QUERIES)
-    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    end, head = tl.minimum(end, first + QUERIES), tl.program_id(1)
     i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
-    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
+    firsts, ends, shifts = _keys_of(row, starts, first, end, start, KEYS)
     q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
     pulls = tl.load(grad + at, mask=real, other=0.0)
@@ -217,30 +213,11 @@ def _by_query_tile(
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
-    nearer = tl.zeros([QUERIES], tl.int32)
-    further = prompt_end - start
-    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
-    middle = high + (first - high) // KEYS * KEYS
-    total = _pull_query(
-        total, q, key, value, pulls, sums, means, key_row, value_row, prompt, whole, i, start, further, window,
-        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total = _pull_query(
-        total, q, key, value, pulls, sums, means, key_row, value_row, whole, prompt_end, i, start, further, window,
-        factor, cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total = _pull_query(
-        total, q, key, value, pulls, sums, means, key_row, value_row, low, high, i, start, nearer, window, factor,
-        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total = _pull_query(
-        total, q, key, value, pulls, sums, means, key_row, value_row, high, middle, i, start, nearer, window,
-        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
-    total = _pull_query(
-        total, q, key, value, pulls, sums, means, key_row, value_row, middle, end, i, start, nearer, window, factor,
-        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-    )  # fmt: skip
+    for part in tl.static_range(5):
+        total = _pull_query(
+            total, q, key, value, pulls, sums, means, key_row, value_row, firsts[part], ends[part], i, start,
+            shifts[part], window, factor, cap, part == 2 or part == 4, part == 1, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+        )  # fmt: skip
     tl.store(by_query + at, (total * scale).to(by_query.dtype.element_ty), mask=real)
 
 
@@ -398,66 +375,55 @@ def _unrotate_tile(
         )  # fmt: skip
 
 
-class Scores(NamedTuple):
-    """Options of attention scores: scale of the products, softcap (0: none), sliding window in tokens (0: none)."""
-
-    scale: float
-    softcap: float
-    window: int
-
-    def numbers(self) -> tuple[int, float, float, dict[str, bool]]:
-        """Return (window, scale and cap times log2(e), compile-time flags) for the kernels."""
-        base_2 = 1.4426950408889634
-        capped, windowed = self.softcap > 0, self.window > 0
-        return self.window, self.scale * base_2, self.softcap * base_2, {"CAPPED": capped, "WINDOWED": windowed}
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, tables: Tables, scores: Scores) -> tuple[Tensor, Tensor]:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, tables: Tensor, sizes: Sequence[int], scores: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """Return the attention ``[L, heads, width]``, and ``[heads, L]``, the base-2 log-sum-exp of its scores.
 
-    ``query``: ``[L, heads, width]``; ``key``, ``value``: ``[L, key heads, width]``; contiguous in the last two.
+    Args:
+        query, key, value: ``[L, heads, width]`` and twice ``[L, key heads, width]``, contiguous in the last two.
+        tables, sizes: those of :class:`~sota_grpo.policy.shared_prompt.Tables`.
+        scores: scale of the products, softcap (0: none), sliding window in tokens (0: none).
     """
-    starts, tiles, _, _ = tables.split()
+    starts, tiles, _, _ = Tables(tables, sizes).split()
     length, heads, width = query.shape
     out, lse = query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
-    window, factor, cap, compiled = scores.numbers()
     blocks = _launch(query.device, width).forward
+    numbers, options = _arguments(query, key, value, scores, blocks)
     with on_device_of(query):
         _forward_tile[(len(tiles) * (TILE // blocks.queries), heads)](
-            query, key, value, out, lse, starts, tiles, query.stride(0), key.stride(0), value.stride(0), length, window,
-            factor, cap, **_constants(query, key, blocks), **compiled,
-        )  # fmt: skip
+            query, key, value, out, lse, starts, tiles, *numbers, **options
+        )
     return out, lse
 
 
-def backward(
+def packed_attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    tables: Tables,
-    scores: Scores,
+    tables: Tensor,
+    sizes: Sequence[int],
+    scores: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the contiguous gradients by ``query``, ``key`` and ``value``; ``grad``: that by ``out``, contiguous."""
-    starts, query_tiles, key_tiles, joins = tables.split()
-    length, heads, width = query.shape
-    window, factor, cap, compiled = scores.numbers()
-    launch, rows = _launch(query.device, width), (query.stride(0), key.stride(0), value.stride(0))
-    delta = torch.empty_like(lse)
+    starts, query_tiles, key_tiles, joins = Tables(tables, sizes).split()
+    width, launch, delta = query.shape[2], _launch(query.device, query.shape[2]), torch.empty_like(lse)
     by_query, by_key, by_value = (
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
     )
-    key_sums, value_sums = query.new_empty(2, tables.sizes[3], *key.shape[1:], dtype=torch.float32)
+    key_sums, value_sums = query.new_empty(2, sizes[3], *key.shape[1:], dtype=torch.float32)
     with on_device_of(query):
-        _by_query_tile[(len(query_tiles) * (TILE // launch.by_query.queries), heads)](
-            query, key, value, grad, out, lse, delta, by_query, starts, query_tiles, *rows, length, window, factor, cap,
-            scores.scale, **_constants(query, key, launch.by_query), **compiled,
-        )  # fmt: skip
+        numbers, options = _arguments(query, key, value, scores, launch.by_query)
+        _by_query_tile[(len(query_tiles) * (TILE // launch.by_query.queries), query.shape[1])](
+            query, key, value, grad, out, lse, delta, by_query, starts, query_tiles, *numbers, scores[0], **options
+        )
+        numbers, options = _arguments(query, key, value, scores, launch.by_key)
         _by_key_tile[(len(key_tiles) * (TILE // launch.by_key.keys), key.shape[1])](
-            query, key, value, grad, lse, delta, by_key, by_value, key_sums, value_sums, starts, key_tiles, *rows,
-            length, window, factor, cap, scores.scale, **_constants(query, key, launch.by_key), **compiled,
+            query, key, value, grad, lse, delta, by_key, by_value, key_sums, value_sums, starts, key_tiles, *numbers,
+            scores[0], **options,
         )  # fmt: skip
         row = key.shape[1] * width
         _join_pieces[(len(joins) * (TILE // 16), triton.cdiv(row, 128))](
@@ -483,18 +449,16 @@ def unrotate(
     return by_states, sums.sum(0)
 
 
-def _constants(query: Tensor, key: Tensor, blocks: Blocks) -> dict[str, Any]:
-    width = query.shape[2]
-    return {
-        "GROUP": query.shape[1] // key.shape[1],
-        "WIDTH": width,
-        "PADDED": _padded(width),
-        "QUERIES": blocks.queries,
-        "KEYS": blocks.keys,
-        "TILE": TILE,
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
-    }
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, scores: Sequence[float], blocks: Blocks
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the numbers from ``query_row`` to ``cap``, which are in base 2, and the compile-time options."""
+    (scale, softcap, window), base_2 = scores, 1.4426950408889634
+    rows, (length, heads, width) = [tensor.stride(0) for tensor in (query, key, value)], query.shape
+    sizes = {"GROUP": heads // key.shape[1], "WIDTH": width, "PADDED": _padded(width), "TILE": TILE}
+    launched = dict(zip(("QUERIES", "KEYS", "num_warps", "num_stages"), blocks, strict=True))
+    numbers = [*rows, length, int(window), scale * base_2, softcap * base_2]
+    return numbers, {"CAPPED": softcap > 0, "WINDOWED": window > 0, **sizes, **launched}
 
 
 def _padded(width: int) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -433,8 +433,8 @@ def shared_attention(
     if not torch.compiler.is_compiling():
         layout.windows.append(sliding_window)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    numbers = (scale, softcap or 0.0, sliding_window or 0)
-    out = packed_attention(query, key, value, tables.flat, [*tables.sizes], *numbers)
+    scores = [scale, softcap or 0.0, sliding_window or 0]
+    out = packed_attention(query, key, value, tables.flat, [*tables.sizes], scores)
     return out.unsqueeze(0), None
 
 
@@ -529,77 +529,70 @@ def _builds_kernels(device: torch.device) -> bool:
 _library = torch.library.Library("sota_grpo", "FRAGMENT")
 
 
-def _operation(function: Callable[..., Any], mutates: Sequence[str] = ()) -> Any:
-    """Return ``function`` as an operation of torch that graphs contain; ``torch.library.custom_op`` adds 17 calls."""
-    name = function.__name__.lstrip("_")
-    _library.define(name + torch.library.infer_schema(function, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
-    _library.impl(name, function, "CompositeExplicitAutograd")
+def _operation(name: str, schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operation of torch that graphs contain; ``torch.library.custom_op`` adds 17 calls."""
+    _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sota_grpo::{name}", fake, lib=_library)
     return getattr(torch.ops.sota_grpo, name).default
 
 
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Tensor,
-    sizes: list[int],
-    scale: float,
-    softcap: float,
-    window: int,
-) -> Tensor:
-    """Return the attention of ``attention_kernels.forward`` with ``Tables(tables, sizes)``, which has a gradient.
+def _kernel(name: str, schema: str, fake: Callable[..., Any]) -> Any:
+    """Define the operation that is computed by this function of ``attention_kernels``, which needs Triton."""
 
-    ``softcap`` or ``window`` 0: none.
-    """
-    return _PackedAttention.apply(query, key, value, tables, sizes, scale, softcap, window)
+    def compute(*args: Any) -> Any:
+        from sota_grpo.policy import attention_kernels
+
+        return getattr(attention_kernels, name)(*args)
+
+    return _operation(name, schema, compute, fake)
+
+
+_OPTIONS = "Tensor tables, SymInt[] sizes, float[] scores"  # Tables(tables, sizes); scale, softcap and window (0: none)
+_attention = _kernel(
+    "packed_attention",
+    f"(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    lambda query, *_: (query.new_empty(query.shape), query.new_empty(*query.shape[1::-1], dtype=torch.float32)),
+)
+_attention_backward = _kernel(
+    "packed_attention_backward",
+    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda grad, *tensors: tuple([each.new_empty(each.shape) for each in tensors[:3]]),
+)
+_unrotate = _kernel(
+    "unrotate",
+    "(Tensor[] pulls, Tensor states, Tensor[] norms, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor)",
+    lambda pulls, states, norms, *_: (
+        states.new_empty(states.shape),
+        states.new_empty(len(norms), states.shape[2], dtype=torch.float32),
+    ),
+)
+_add_gradient = _operation(
+    "add_gradient",
+    "(Tensor(a!) total, Tensor grad, Tensor states) -> ()",
+    # data: what was saved for another backward pass remains valid
+    lambda total, grad, states: add_product(total.data, grad.t(), states),
+    lambda *tensors: None,
+)
 
 
 class _PackedAttention(torch.autograd.Function):
+    """Attention with a gradient: ``packed_attention`` of ``attention_kernels``, which describes the arguments."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tables: Tensor, *numbers: Any) -> Tensor:
-        out, lse = _packed_attention(query, key, value, tables, *numbers)
+        out, lse = _attention(query, key, value, tables, *numbers)
         ctx.save_for_backward(query, key, value, out, lse, tables)
         ctx.numbers = numbers
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_packed_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), *[None] * 5
+        return *_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers), None, None, None
 
 
-@_operation
-def _packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Tensor,
-    sizes: list[int],
-    scale: float,
-    softcap: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    from sota_grpo.policy.attention_kernels import Scores, forward
-
-    return forward(query, key, value, Tables(tables, sizes), Scores(scale, softcap, window))
-
-
-@_operation
-def _packed_attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tables: Tensor,
-    sizes: list[int],
-    scale: float,
-    softcap: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from sota_grpo.policy.attention_kernels import Scores, backward
-
-    return backward(grad, query, key, value, out, lse, Tables(tables, sizes), Scores(scale, softcap, window))
+packed_attention = _PackedAttention.apply
 
 
 class SummingLinear(torch.autograd.Function):
@@ -616,14 +609,6 @@ class SummingLinear(torch.autograd.Function):
         states, weight, total = ctx.saved_tensors
         _add_gradient(total, grad, states)
         return grad @ weight, None, None, *[grad.sum(0)] * ctx.biases
-
-
-@partial(_operation, mutates=("total",))
-def _add_gradient(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    add_product(total.data, grad.t(), states)  # data: what was saved for another backward pass remains valid
-
-
-torch.library.register_fake("sota_grpo::add_gradient", lambda *tensors: None, lib=_library)
 
 
 def rotated_heads(states: Tensor, norms: Sequence[Tensor], cos: Tensor, sin: Tensor, heads: int, eps: float) -> Tensor:
@@ -654,7 +639,7 @@ class HeadAttention(torch.autograd.Function):
         (sizes, heads, eps, scale, window), norms = others[:5], others[5:]
         rotated = rotated_heads(states, norms, cos, sin, heads, eps)
         query, key, value = rotated[:, :heads], rotated[:, heads:], states[:, rotated.shape[1] :]
-        out, lse = _packed_attention(query, key, value, tables, sizes, scale, 0.0, window)
+        out, lse = _attention(query, key, value, tables, sizes, [scale, 0.0, window])
         ctx.save_for_backward(states, cos, sin, tables, rotated, out, lse, *norms)
         ctx.numbers = others[:5]
         return out
@@ -664,35 +649,9 @@ class HeadAttention(torch.autograd.Function):
         states, cos, sin, tables, rotated, out, lse, *norms = ctx.saved_tensors
         sizes, heads, eps, scale, window = ctx.numbers
         attended = (rotated[:, :heads], rotated[:, heads:], states[:, rotated.shape[1] :], out, lse, tables)
-        pulls = _packed_attention_backward(grad.contiguous(), *attended, sizes, scale, 0.0, window)
+        pulls = _attention_backward(grad.contiguous(), *attended, sizes, [scale, 0.0, window])
         by_states, by_norms = _unrotate([*pulls], states, norms, cos, sin, eps)
         return by_states, *[None] * 8, *by_norms.unbind()
-
-
-@_operation
-def _unrotate(
-    pulls: list[Tensor], states: Tensor, norms: list[Tensor], cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    from sota_grpo.policy.attention_kernels import unrotate
-
-    return unrotate(pulls, states, norms, cos, sin, eps)
-
-
-@torch.library.register_fake("sota_grpo::unrotate", lib=_library)
-def _(pulls: list[Tensor], states: Tensor, norms: list[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
-    return states.new_empty(states.shape), states.new_empty(len(norms), states.shape[2], dtype=torch.float32)
-
-
-@torch.library.register_fake("sota_grpo::packed_attention", lib=_library)
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    length, heads, width = query.shape
-    return query.new_empty(length, heads, width), query.new_empty(heads, length, dtype=torch.float32)
-
-
-@torch.library.register_fake("sota_grpo::packed_attention_backward", lib=_library)
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    by_query, by_key, by_value = (each.new_empty(each.shape) for each in (query, key, value))
-    return by_query, by_key, by_value
 
 
 def _plain(

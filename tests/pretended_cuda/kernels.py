@@ -16,21 +16,14 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: Tensor,
-    sizes: list[int],
-    scale: float,
-    softcap: float,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, tables: Tensor, sizes: list[int], options: list[float]
 ) -> tuple[Tensor, Tensor]:
     """``sota_grpo::packed_attention``: ``[tokens, heads, width]``, and log-sums ``[heads, tokens]`` in base 2.
 
     Raises:
         RuntimeError: what the kernels would compute wrongly, or read outside of.
     """
-    starts, query_tiles, _, _ = Tables(tables, sizes).split()
+    (starts, query_tiles, _, _), (scale, softcap, window) = Tables(tables, sizes).split(), options
     _require_kernels(query, key, value, starts)
     scores, seen = _scores(query, key, scale, softcap), _seen_by_queries(starts, query_tiles, window)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -48,12 +41,10 @@ def packed_attention_backward(
     log_sums: Tensor,
     tables: Tensor,
     sizes: list[int],
-    scale: float,
-    softcap: float,
-    window: int,
+    options: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sota_grpo::packed_attention_backward``; what sees which key is what the table of keys says."""
-    starts, _, key_tiles, _ = Tables(tables, sizes).split()
+    (starts, _, key_tiles, _), (scale, softcap, window) = Tables(tables, sizes).split(), options
     _require_kernels(query, key, value, starts)
     if not grad.is_contiguous():
         raise RuntimeError("packed_attention: the gradient must be contiguous")
@@ -120,7 +111,7 @@ def _own(starts: Tensor) -> tuple[Tensor, Tensor]:
     return (behind >= 0) & (place >= starts.unsqueeze(1)), behind
 
 
-def _seen_by_queries(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
+def _seen_by_queries(starts: Tensor, tiles: Tensor, window: float) -> Tensor:
     seen, behind = _own(starts)
     computed = torch.zeros(len(starts), dtype=torch.int64)
     for first, end, prompt, prompt_end in tiles.tolist():
@@ -132,7 +123,7 @@ def _seen_by_queries(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
     return seen & (behind < (window or len(starts)))
 
 
-def _seen_by_keys(starts: Tensor, tiles: Tensor, window: int) -> Tensor:
+def _seen_by_keys(starts: Tensor, tiles: Tensor, window: float) -> Tensor:
     (own, behind), counted = _own(starts), torch.zeros(len(starts), len(starts), dtype=torch.int64)
     for first, end, unmasked, masked, last, _, prompt_end in tiles.tolist():
         counted[unmasked:masked, first:end] += own[unmasked:masked, first:end]

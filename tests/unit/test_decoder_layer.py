@@ -234,9 +234,11 @@ def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkey
     counters.clear()
     rows, calls, whole = make_groups(GROUPS), [], torch.contiguous_format
     nothing_computed = SimpleNamespace(
-        forward=lambda query, *rest: (query.clone(memory_format=whole), query[:, :, 0].t().float().contiguous()),
-        backward=lambda grad, *rest: tuple([each.clone(memory_format=whole) for each in rest[:3]]),
-        Scores=lambda *numbers: numbers,
+        packed_attention=lambda query, *rest: (
+            query.clone(memory_format=whole),
+            query[:, :, 0].t().float().contiguous(),
+        ),
+        packed_attention_backward=lambda grad, *rest: tuple([each.clone(memory_format=whole) for each in rest[:3]]),
         unrotate=lambda pulls, states, norms, *rest: (states.clone(), torch.stack(list(norms))),
     )
     for layers in (4, 8):

@@ -59,15 +59,8 @@ def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def attention_of_cpus() -> Any:
     """In place of the module of kernels, where there is none that works."""
 
-    def forward(query: Any, key: Any, value: Any, tables: Any, scores: Any) -> Any:
-        return without_autocast(kernels.packed_attention)(query, key, value, tables.flat, tables.sizes, *scores)
-
-    def backward(*tensors: Any) -> Any:
-        *tensors, tables, scores = tensors
-        return without_autocast(kernels.packed_attention_backward)(*tensors, tables.flat, tables.sizes, *scores)
-
-    unrotate = without_autocast(kernels.unrotate)
-    return SimpleNamespace(forward=forward, backward=backward, unrotate=unrotate, Scores=lambda *numbers: numbers)
+    names = ("packed_attention", "packed_attention_backward", "unrotate")
+    return SimpleNamespace(**{name: without_autocast(getattr(kernels, name)) for name in names})
 
 
 @pytest.fixture

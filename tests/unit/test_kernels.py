@@ -77,7 +77,7 @@ def test_attention(device: str, case: str, heads: tuple[int, int, int], window: 
     tables = layout.to(torch.device(device)).tables
     actual = []
     for _ in range(1 if INTERPRETED else 2):
-        out = packed_attention(*inputs, tables.flat, [*tables.sizes], width**-0.5, softcap, window)
+        out = packed_attention(*inputs, tables.flat, [*tables.sizes], [width**-0.5, softcap, window])
         actual.append((out.detach(), *torch.autograd.grad(out, inputs, pull)))
     assert all(map(torch.equal, actual[0], actual[-1]))
     exact = [each.detach().cpu().double().transpose(0, 1)[None].requires_grad_() for each in inputs]
@@ -184,7 +184,7 @@ def test_they_compile_and_fit_where_they_are_said_to_fit(capability: int, width:
         (kernels._by_key_tile, launch.by_key),
     ):
         query = torch.empty(1, 4, width)
-        constants = kernels._constants(query, query[:, :2], blocks) | {"CAPPED": False, "WINDOWED": True}
+        _, constants = kernels._arguments(query, query[:, :2], query[:, :2], (1.0, 0.0, 1.0), blocks)
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else types[name] for name in names}

@@ -116,8 +116,9 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     assert_equal(actual, expected, 1e-5)
 
 
-def packed_in_plain_torch(query, key, value, flat, sizes, scale, softcap, window):
+def packed_in_plain_torch(query, key, value, flat, sizes, scores):
     """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
+    scale, softcap, window = scores
     assert not softcap
     starts, query_tiles, _, _ = Tables(flat, sizes).split()
     i = torch.arange(len(query))
