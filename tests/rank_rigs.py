@@ -64,9 +64,9 @@ def learner_settings(**settings: Any) -> LearnerSettings:
     return LearnerSettings(**chosen)
 
 
-def trained_adapter(model: nn.Module, dropout: float = 0.0) -> nn.Module:
+def trained_adapter(model: nn.Module, **options: Any) -> Any:
     """``model`` under an adapter as it is after some training: none of its matrices is 0."""
-    adapted = add_lora(model, r=3, alpha=6, dropout=dropout)
+    adapted = add_lora(model, r=3, alpha=6, **options)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -86,6 +86,7 @@ def build_learner(
     in_float32: bool = False,
     family: str = "qwen2",
     shape: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     **settings: Any,
 ) -> Learner:
     """The same random weights for every number of ranks: rank 0's, which it sends; adapters as after some training.
@@ -98,8 +99,8 @@ def build_learner(
         if checkpointing:
             enable_gradient_checkpointing(model)
         if lora:
-            model = trained_adapter(model, dropout)
-    policy = CausalPolicy(model, temperature=0.8)
+            model = trained_adapter(model, dropout=dropout)
+    policy = CausalPolicy(model.to(device), temperature=0.8)
     if ranks.size > 1:
         shard(policy, ranks)
     loss = GRPOLoss(policy, entropy_bonus=False, kl_to_ref_coeff=kl_coef)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
@@ -54,7 +53,7 @@ class Pair:
         return RemoteLearner(self.workers, learner_settings(**kept), share=self.launcher.share)
 
     def one(self, **options: Any) -> Learner:
-        return build_learner(Ranks(), str(self.folder), **options)
+        return build_learner(Ranks(), str(self.folder), **{n: v for n, v in options.items() if n not in LAYOUT})
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of both ranks."""
@@ -89,7 +88,6 @@ def measured(metrics: dict[str, float | None]) -> dict[str, float | None]:
 
 
 KINDS = {
-    "plain": {},
     "one row per pass, a sum after each, no clip": {
         "micro_batch_tokens": 1,
         "reduce_once": False,
@@ -98,22 +96,20 @@ KINDS = {
     },
     "proximal, two epochs, weights by token": {"epochs": 2, "recompute": True, "aggregation": "token"},
     "lora, proximal, two epochs, checkpointing": {"lora": True, "epochs": 2, "recompute": True, "checkpointing": True},
-    "bf16": {"precision": "bf16", "lr": 1e-4},
 }
 
 
-def require_equal_updates(many: RemoteLearner, one: Learner, close: float = 1e-5) -> tuple[dict, dict]:
-    """6 rows in steps of 5 and 1: shares are uneven, and in the last step a rank has no row; then 5 in one step.
-
-    The weights of one rank, before and after."""
+def require_equal_updates(many: RemoteLearner, one: Learner) -> None:
+    """6 rows in steps of 5 and 1: shares are uneven, and in the last step a rank has no row; then 5 in one step."""
     before = {name: value.clone() for name, value in engine_weights(one.policy.model)}
     for step in range(2):
         rows = ragged_rows(6 - step)
         actual, expected = measured(many.update(rows)), measured(one.update(rows))
-        assert actual == pytest.approx(expected, rel=close, abs=close)
+        assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)
     after = dict(engine_weights(one.policy.model))
     assert max(float((value - before[name]).abs().max()) for name, value in after.items()) > 1e-4
-    return before, after
+    assert_equal_weights(many, one)
+    assert many.version == one.version == 2
 
 
 def require_equal_gate(many: RemoteLearner, one: Learner, rows: list[Any]) -> None:
@@ -126,17 +122,7 @@ def require_equal_gate(many: RemoteLearner, one: Learner, rows: list[Any]) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_equal_one_ranks(kind: str, pair: Pair) -> None:
-    options = dict(KINDS[kind])
-    two = pair.learner(**options)
-    options.pop("reduce_once", None)
-    one = pair.one(**options)
-    before, after = require_equal_updates(two, one, 2e-2 if kind == "bf16" else 1e-5)
-    if kind != "bf16":
-        assert_equal_weights(two, one)
-    else:  # other row sets are added in another order, and Adam turns a changed sign of a tiny gradient into a step
-        apart = sum(float((value - after[name]).abs().sum()) for name, value in two.weights().tensors())
-        assert apart < 0.05 * sum(float((value - before[name]).abs().sum()) for name, value in after.items())
-    assert two.version == one.version == 2
+    require_equal_updates(pair.learner(**KINDS[kind]), pair.one(**KINDS[kind]))
 
 
 def test_agents_episodes_among_other_rows_are_learned_alike(pair: Pair) -> None:
@@ -163,20 +149,6 @@ def test_groups_without_an_advantage_are_measured_alike(reduce_once: bool, pair:
             assert actual.pop(name) is expected.pop(name) is None
         assert actual == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert_equal_weights(two, one)
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_weights_that_are_packed_in_parts_are_the_same(lora: bool, pair: Pair) -> None:
-    two = pair.learner(lora=lora)
-    whole = dict(two.weights().tensors())
-    two.pack_bytes = 3000
-    pack = two.weights()
-    parts = dict(pack)
-    largest = max(value.nbytes for value in whole.values())
-    assert len(pack.buffers) > 2
-    assert all(buffer.nbytes <= max(3000, largest) for buffer, _ in pack.buffers)
-    assert parts.keys() == whole.keys()
-    assert all(torch.equal(parts[name], value) for name, value in whole.items())
 
 
 def test_an_adapter_travels_alone_and_is_merged_with_the_base_that_came_before(pair: Pair) -> None:
@@ -206,48 +178,12 @@ def test_gradients_are_summed_once_per_step_where_memory_allows(pair: Pair) -> N
     assert counts == {True: 3, False: 3 * passes}  # two layers and what is around them
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_checkpoint_changes_the_number_of_ranks(lora: bool, pair: Pair, tmp_path: Path) -> None:
-    """Two ranks, then one, then two: as one rank without a break."""
-    options = {"lora": lora, "schedule": "cosine", "warmup_steps": 2}
-    batches = [ragged_rows(9) for _ in range(3)]
-    whole, first, second = pair.one(**options), pair.learner(**options), pair.one(**options)
-    for batch in batches:
-        whole.update(batch.clone())
-    store = CheckpointStore(tmp_path)
-    first.update(batches[0])
-    save(store, 1, first)
-    sizes = [file.stat().st_size for file in tmp_path.glob("checkpoint_000001.*/rank_*.safetensors")]
-    assert len(sizes) == 2
-    assert max(sizes) < 0.6 * sum(sizes)  # the counts of steps and the header are in rank 0's
-    second.load_state_dict(store.latest()[1]["learner"])
-    second.update(batches[1])
-    save(store, 2, second)
-    third = pair.learner(**options)
-    third.load_state_dict(store.latest()[1]["learner"])
-    assert third.version == 2
-    metrics = third.update(batches[2])
-    assert_equal_weights(third, whole)
-    assert (third.version, metrics["optimizer_steps"]) == (3, whole.optimizer_steps)
-    left, right = shapes(third.state_dict()), shapes(whole.state_dict())
-    assert left == right
-
-
 def save(store: CheckpointStore, step: int, learner: Learner | RemoteLearner) -> Path:
     """As a run does."""
     if isinstance(learner, Learner):
         return store.save(step, {"learner": learner.state_dict()})
     rest, shards = learner.begin_save(store.folder(step))
     return store.save(step, {"learner": rest}, shards)
-
-
-def shapes(value: Any) -> Any:
-    """What a state looks like, without its numbers."""
-    if isinstance(value, dict):
-        return {name: shapes(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [shapes(item) for item in value]
-    return (type(value), value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
 
 
 def test_a_resumed_pair_continues_bit_for_bit_under_dropout(pair: Pair, tmp_path: Path) -> None:
@@ -305,21 +241,6 @@ def test_the_gate_is_answered_alike(pair: Pair) -> None:
     assert not torch.equal(two.measured(rows), one.measured(rows))
     two.restore()
     assert_equal_weights(two, one)
-
-
-def test_an_export_is_the_merged_model_and_a_refused_one_leaves_the_ranks_alive(pair: Pair, tmp_path: Path) -> None:
-    two, one, rows = pair.learner(lora=True), pair.one(lora=True), ragged_rows(6)
-    two.update(rows)
-    one.update(rows)
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="not empty"):
-        two.export_hf(taken)
-    two.export_hf(tmp_path / "hf")
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
-    for name, value in engine_weights(one.policy.model):
-        torch.testing.assert_close(reloaded[name], value, **CLOSE)
 
 
 def test_a_step_that_is_not_finite_stops_both_ranks_with_unchanged_weights(pair: Pair) -> None:

@@ -37,10 +37,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield ranks
 
 
-def of_one(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in LAYOUT}
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "2 x 2, a tied head, a sum after each pass": DIVIDED
     | {"family": "qwen2", "reduce_once": False, "checkpointing": True, "clip_grad_norm": 0.0},
@@ -55,17 +51,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_updates_equal_one_ranks(kind: str, four: Pair) -> None:
-    options = KINDS[kind]
-    many, one = four.learner(**options), four.one(**of_one(options))
-    require_equal_updates(many, one)
-    assert_equal_weights(many, one)
+    require_equal_updates(four.learner(**KINDS[kind]), four.one(**KINDS[kind]))
 
 
 def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
     """Each parameter's, by its first moment; no token is near a clip, where rounding would decide."""
     options = DIVIDED | {"family": "qwen3", "optim_batch_size": 9}
     many, rows = four.learner(**options, precision="bf16"), ragged_rows(9)
-    one, exact = (four.one(**of_one(options), precision=precision) for precision in ("bf16", "fp32"))
+    one, exact = (four.one(**options, precision=precision) for precision in ("bf16", "fp32"))
     own = exact.measured(row_list(rows))[0].split([len(row[keys.FULL_TOKENS]) for row in row_list(rows)])
     for row, values in zip(row_list(rows), own):
         row[keys.LOG_PROBS], row[keys.ADVANTAGE] = values + 0.7, row[keys.ADVANTAGE].abs() + 0.5
@@ -82,7 +75,7 @@ def test_half_precision_rounds_no_gradient_more(four: Pair) -> None:
 
 @pytest.mark.parametrize("options", [DIVIDED, {"fsdp_size": 2}], ids=["tensor", "copies"])
 def test_the_gate_is_answered_alike(options: dict[str, Any], four: Pair) -> None:
-    many, one, rows = four.learner(**options), four.one(**of_one(options)), row_list(ragged_rows(5))
+    many, one, rows = four.learner(**options), four.one(**options), row_list(ragged_rows(5))
     require_equal_gate(many, one, rows)
     before = many.state_dict()["model"]
     many.perturb()
@@ -95,7 +88,7 @@ def test_the_gate_is_answered_alike(options: dict[str, Any], four: Pair) -> None
 
 
 def test_each_rank_keeps_a_quarter(four: Pair) -> None:
-    many, one = four.learner(**DIVIDED), four.one(**of_one(DIVIDED))
+    many, one = four.learner(**DIVIDED), four.one(**DIVIDED)
     many.update(ragged_rows(4))
     whole = sum(parameter.numel() for parameter in one.parameters)
     kept = [parameters for parameters, _ in four.ask("num_elements")]
@@ -103,7 +96,7 @@ def test_each_rank_keeps_a_quarter(four: Pair) -> None:
 
 
 def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
-    many, one, rows = four.learner(**DIVIDED), four.one(**of_one(DIVIDED)), row_list(ragged_rows(6))
+    many, one, rows = four.learner(**DIVIDED), four.one(**DIVIDED), row_list(ragged_rows(6))
     for row in rows:  # each token was drawn from itself and two others
         sampled = row[keys.ASSISTANT_MASK]
         drawn = row[keys.FULL_TOKENS][sampled]
@@ -112,10 +105,11 @@ def test_tokens_of_sampling_supports_are_scored_alike(four: Pair) -> None:
     require_equal_gate(many, one, rows)
 
 
-def test_a_checkpoint_changes_the_layout(four: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_changes_the_layout(lora: bool, four: Pair, tmp_path: Path) -> None:
     """2 x 2, then one rank, then four of FSDP alone, then 2 x 2: as one rank without a break; moments too."""
-    options = LORA | {"schedule": "cosine", "warmup_steps": 2}
-    plain = of_one(options)
+    options = LORA | {"lora": lora, "schedule": "cosine", "warmup_steps": 2}
+    plain = {name: value for name, value in options.items() if name not in LAYOUT}
     batches, store, whole = [ragged_rows(6) for _ in range(4)], CheckpointStore(tmp_path, keep=9), four.one(**plain)
     for batch in batches:
         whole.update(batch.clone())
@@ -129,6 +123,7 @@ def test_a_checkpoint_changes_the_layout(four: Pair, tmp_path: Path) -> None:
             learner.load_state_dict(store.latest()[1]["learner"])
         learner.update(batch)
     assert_equal_weights(learner, whole)
+    assert learner.version == whole.version == 4
     save(store, 4, learner)
     saved, again = learner.state_dict(), four.learner(**options)
     again.load_state_dict(store.latest()[1]["learner"])
@@ -139,13 +134,22 @@ def test_a_checkpoint_changes_the_layout(four: Pair, tmp_path: Path) -> None:
 
 
 def test_an_export_and_packs_have_the_merged_weights(four: Pair, tmp_path: Path) -> None:
-    many, one, rows = four.learner(**LORA), four.one(**of_one(LORA)), ragged_rows(6)
+    """After an export that was refused, which the ranks survive."""
+    many, one, rows = four.learner(**LORA), four.one(**LORA), ragged_rows(6)
     many.update(rows)
     one.update(rows)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        many.export_hf(tmp_path / "taken")
     many.export_hf(tmp_path / "hf")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     many.pack_bytes = 3000
-    packed = dict(many.weights())
-    for name, value in engine_weights(one.policy.model):
+    pack = many.weights()
+    packed, expected = dict(pack), dict(engine_weights(one.policy.model))
+    assert len(pack.buffers) > 2
+    largest = max(value.nbytes for value in expected.values())
+    assert all(buffer.nbytes <= max(3000, largest) for buffer, _ in pack.buffers)
+    for name, value in expected.items():
         torch.testing.assert_close(reloaded[name], value, **CLOSE)
         torch.testing.assert_close(packed[name], value, **CLOSE)

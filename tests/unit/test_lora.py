@@ -10,17 +10,8 @@ from sota_grpo import keys
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, adapter_disabled, base_model
 from sota_grpo.policy.lora import adapter_pack, add_lora, engine_weights, packed_weights
+from tests.rank_rigs import trained_adapter
 from tests.unit.tiny_models import make_model, make_rows
-
-
-def trained(model, **options):
-    """A LoRA model as after some training: B is no longer zero."""
-    model = add_lora(model, r=3, alpha=6, **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.3)
-    return model
 
 
 def log_probs(model, rows):
@@ -42,7 +33,7 @@ def test_a_fresh_adapter_changes_nothing_and_is_all_that_trains():
 def test_the_adapter_off_reference_is_the_base_model_bit_for_bit(family):
     model, rows = make_model(family), make_rows([8, 5], holes=True)
     before = log_probs(model, rows).detach()
-    policy = CausalPolicy(trained(model, dropout=0.5))
+    policy = CausalPolicy(trained_adapter(model, dropout=0.5))
     policy.train()
     adapted = policy(rows)[keys.LOG_PROBS]
     reference = AdapterOffReference(policy)
@@ -63,7 +54,7 @@ def test_engine_weights_load_into_a_plain_model_and_give_the_same_log_probs(tied
     plain = make_model(tie_word_embeddings=tied).double()
     names = list(plain.state_dict())
     fresh = make_model(tie_word_embeddings=tied).double()
-    adapted, rows = trained(plain), make_rows([8, 5])
+    adapted, rows = trained_adapter(plain), make_rows([8, 5])
     parameters = {name: value.detach().clone() for name, value in adapted.named_parameters()}
     weights = dict(engine_weights(adapted))
     assert list(weights) == names
@@ -78,7 +69,7 @@ def test_without_the_base_only_what_trains_is_sent():
     plain = make_model()
     assert dict(engine_weights(plain, base=False)).keys() == dict(engine_weights(plain)).keys()
     assert "lm_head.weight" in dict(engine_weights(plain))
-    adapted = trained(plain)
+    adapted = trained_adapter(plain)
     sent = dict(engine_weights(adapted, base=False))
     assert sent
     assert all(name.startswith("model.layers.") and name.endswith("_proj.weight") for name in sent)
@@ -87,7 +78,7 @@ def test_without_the_base_only_what_trains_is_sent():
 
 
 def test_bf16_weights_are_merged_in_float32_and_rounded_once():
-    adapted = trained(make_model().to(torch.bfloat16))
+    adapted = trained_adapter(make_model().to(torch.bfloat16))
     layer = base_model(adapted).model.layers[0].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     assert a.dtype == torch.float32
@@ -102,7 +93,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, device):
-    model = trained(make_model(tie_word_embeddings=tied).to(dtype)).to(device)
+    model = trained_adapter(make_model(tie_word_embeddings=tied).to(dtype)).to(device)
     base = packed_weights(model, merged=False)
     actual, expected = dict(adapter_pack(model).merged(base, device)), dict(engine_weights(model))
     assert list(actual) == list(expected)
@@ -112,7 +103,7 @@ def test_an_adapter_that_travels_alone_is_merged_to_the_same_bits(dtype, tied, d
 
 def test_an_adapter_of_a_model_with_transposed_weights_is_merged_alike():
     plain = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=16))
-    model = trained(plain)  # its attention has weights [8, 8] and [8, 24]
+    model = trained_adapter(plain)  # its attention has weights [8, 8] and [8, 24]
     actual = dict(adapter_pack(model).merged(packed_weights(model, merged=False), "cpu"))
     for name, weight in engine_weights(model):
         torch.testing.assert_close(actual[name], weight, rtol=0.0, atol=1e-6)
@@ -136,6 +127,6 @@ def test_what_cannot_work_is_refused():
 
 
 def test_an_adapter_is_on_the_layers_that_are_named():
-    adapted = trained(make_model(), target_modules=["q_proj", "v_proj"])
+    adapted = trained_adapter(make_model(), target_modules=["q_proj", "v_proj"])
     on = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.requires_grad}
     assert on == {"q_proj", "v_proj"}

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from sota_grpo.errors import UserError
 from sota_grpo.policy.causal import CausalPolicy, adapter_disabled
 from sota_grpo.policy.load import load_tokenizer, save_hf
-from sota_grpo.policy.lora import adapter_pack, add_lora, dequantized, engine_weights, packed_weights, quantize
+from sota_grpo.policy.lora import adapter_pack, dequantized, engine_weights, packed_weights, quantize
 from sota_grpo.rl.collate import pad_rows
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.training.learner import Learner
-from tests.rank_rigs import learner_settings, ragged_rows
+from tests.rank_rigs import learner_settings, ragged_rows, trained_adapter
 from tests.unit.tiny_models import make_model
 
 pytest.importorskip("bitsandbytes")
@@ -25,15 +25,10 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # rows of 
 
 
 def adapted(model: Any) -> Any:
-    """An adapter none of whose matrices is 0, the same for every model."""
+    """The same adapter for every model."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        actual = add_lora(model, r=3, alpha=6)
-        with torch.no_grad():
-            for name, parameter in actual.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(0.0, 0.1)
-    return actual
+        return trained_adapter(model)
 
 
 @pytest.fixture

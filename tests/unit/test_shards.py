@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,10 +144,17 @@ def test_pieces_that_make_no_whole(second: tuple[int, int], tmp_path: Path) -> N
     assert stored_tensors(paths)["w"].block(())[:, 0].tolist() == [1.0] * 3 + [0.0] * 3
 
 
-def saved(store: CheckpointStore, step: int, value: float = 1.0) -> Path:
+@pytest.fixture
+def writer() -> Iterator[ShardWriter]:
+    one = ShardWriter(Ranks())
+    yield one
+    one.thread.close()
+
+
+def saved(store: CheckpointStore, step: int, value: float = 1.0, state: Any = None) -> Path:
     """A checkpoint of one rank in a process of its own."""
-    writer = ShardWriter(Ranks())
-    state = {"model": {"w": torch.full((4, 2), value)}, "betas": (0.9, 0.99), 3: [torch.tensor(step), torch.empty(0)]}
+    writer, weights = ShardWriter(Ranks()), {"w": torch.full((4, 2), value)}
+    state = state or {"model": weights, "betas": (0.9, 0.99), 3: [torch.tensor(step), torch.empty(0)]}
     shards = Shards(store.folder(step), lambda: dict([writer.written.result()]))
     rest = writer.begin(shards.folder, state)
     path = store.save(step, {"learner": rest}, shards)
@@ -186,18 +193,16 @@ def test_a_writer_that_was_killed_leaves_the_checkpoint_of_the_same_step_and_is_
         assert names(tmp_path) == ["checkpoint_000001", "checkpoint_000001/"]
 
 
-def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_wrote_of_8_bit_moments_is_loaded(writer: ShardWriter, tmp_path: Path, monkeypatch) -> None:
     """They lie a level deeper than others: a cluster's only rank writes them."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(optimizers, "MIN_8BIT", 16)  # so that a tiny model has them
     rows = lazy_stack(make_rows())
     learner, other = (make_learner(tmp_path, optimizer="adamw_8bit", seed=seed) for seed in (0, 3))
     learner.update(rows)
-    writer = ShardWriter(Ranks())
     folder = CheckpointStore(tmp_path).folder(1)
     rest = writer.begin(folder, learner.state_dict(lambda own: own))
     name, _ = writer.written.result()
-    writer.thread.close()
     other.load_state_dict(filled(rest, stored_tensors([folder / name])))
     assert other.update(rows)["grad_norm"] == learner.update(rows)["grad_norm"]
     actual, expected = (each.state_dict()["model"] for each in (other, learner))
@@ -219,14 +224,12 @@ def test_ranks_that_died_while_they_wrote_leave_the_old_one_and_no_half(step: in
     assert names(tmp_path) == before
 
 
-def test_the_shard_of_one_rank_is_not_taken_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shard_of_one_rank_is_not_taken_for_the_whole(writer: ShardWriter, tmp_path: Path, monkeypatch) -> None:
     """The first of two ranks, whose rows begin at 0."""
     monkeypatch.setattr("sota_grpo.training.checkpoint.local_shard", lambda tensor, ranks: (tensor[:2], (0, 0)))
-    writer = ShardWriter(Ranks())
     folder = CheckpointStore(tmp_path).folder(1)
     writer.begin(folder, {"w": torch.ones(4, 2)})
     name, _ = writer.written.result(30)
-    writer.thread.close()
     with pytest.raises(TensorFileError, match=r"the shape \[2, 2\], but by rank_00000.* it has \[4, 2\]"):
         stored_tensors([folder / name])
 
@@ -272,12 +275,9 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(
 def test_the_name_of_a_tensor_cannot_forge_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     saved(store, 1)
-    writer, shards = ShardWriter(Ranks()), Shards(store.folder(2), lambda: dict([writer.written.result()]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sota_grpo.training.checkpoint.local_shard", lambda tensor, ranks: (tensor, (1, 0)))
-        rest = writer.begin(shards.folder, {"x\n2026-01-01 ERROR sota_grpo: forged": torch.ones(4, 2)})
-        store.save(2, {"learner": rest}, shards)
-    writer.thread.close()
+        saved(store, 2, state={"x\n2026-01-01 ERROR sota_grpo: forged": torch.ones(4, 2)})
     assert store.latest(["learner"])[0] == 1
     (message,) = caplog.messages
     assert "the stored slices of x\\n2026-01-01 ERROR" in message
@@ -293,7 +293,7 @@ def test_what_names_files_elsewhere_is_no_checkpoint(tmp_path: Path) -> None:
             CheckpointStore.load(path)
 
 
-def test_a_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_the_copy_and_not_for_the_write(writer: ShardWriter, tmp_path: Path, monkeypatch) -> None:
     go_on, weight = threading.Event(), torch.ones(3)
     write = write_tensors
 
@@ -304,7 +304,6 @@ def test_a_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path, monkeyp
     progress: list[str] = []
     monkeypatch.setattr("sota_grpo.training.checkpoint.write_tensors", slow)
     monkeypatch.setattr(WorkerThread, "progress", lambda thread: progress.append(thread.name))
-    writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": weight})
     writer.wait_copied()
     assert len(progress) == 1  # the only copy
@@ -314,28 +313,22 @@ def test_a_step_waits_for_the_copy_and_not_for_the_write(tmp_path: Path, monkeyp
     name, _ = writer.written.result(30)
     assert torch.equal(load_file(tmp_path / "a" / name)["w"], torch.ones(3))
     assert len(progress) == 3  # then the header and the only tensor
-    writer.thread.close()
 
 
-def test_a_copy_that_fails_is_reported_and_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_reported_and_training_continues(writer: ShardWriter, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("sota_grpo.training.checkpoint.copy_to_host", Mock(side_effect=MemoryError("no memory")))
-    writer = ShardWriter(Ranks())
     writer.begin(tmp_path / "a", {"w": torch.ones(3)})
     writer.wait_copied()
     with pytest.raises(MemoryError):
         writer.written.result(30)
-    writer.thread.close()
 
 
 def test_an_evaluation_reads_the_weights_of_a_state_in_parts(tmp_path: Path) -> None:
-    store, writer = CheckpointStore(tmp_path), ShardWriter(Ranks())
     trained, other = make_model(), make_model()
     weights = dict(CausalPolicy(trained, shared_prompt=False).scorer.named_parameters())
-    shards = Shards(store.folder(1), lambda: dict([writer.written.result()]))
-    rest = writer.begin(shards.folder, {"model": {name: value.detach() for name, value in weights.items()}})
-    load_trained(store.save(1, {"learner": rest}, shards), other)
+    state = {"model": {name: value.detach() for name, value in weights.items()}}
+    load_trained(saved(CheckpointStore(tmp_path), 1, state=state), other)
     assert all(torch.equal(one, two) for one, two in zip(other.state_dict().values(), trained.state_dict().values()))
-    writer.thread.close()
 
 
 def test_a_rank_that_does_not_see_the_run_directory_says_so(tmp_path: Path) -> None:
