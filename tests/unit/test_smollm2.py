@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable
-from multiprocessing.synchronize import Event
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,10 @@ import pytest
 from sota_grpo.errors import UserError
 from sota_grpo.policy import smollm2
 from sota_grpo.policy.load import load_model, load_tokenizer, resolve_model_path
+from sota_grpo.workers.base import WorkerDied, WorkerSpec
 from tests.engine_rigs import tiny_model
-
-SPAWNER = multiprocessing.get_context("forkserver")
-SPAWNER.set_forkserver_preload([__name__])
+from tests.forked import ForkLauncher
+from tests.process_rigs import wait_for
 
 
 def test_the_cache_is_the_platforms_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,56 +53,45 @@ def test_a_missing_package_is_one_sentence(missing: str, monkeypatch: pytest.Mon
         resolve_model_path("smollm2")
 
 
-class _Tokenizer:
-    """The embedded policy's; ``before`` is called when everything else of the folder has been written."""
+class Converter:
+    """A worker that requests the folder of a toy model."""
 
-    def __init__(self, before: Callable[[], object]):
-        self.before = before
+    def request(self, cache: str, halfway: Path, go_on: Path) -> str:
+        """Touch ``halfway`` in the middle, and wait there for the file ``go_on``."""
 
-    def save_pretrained(self, folder: Path) -> None:
-        self.before()
-        load_tokenizer("tiny").save_pretrained(folder)
+        def wait() -> None:
+            halfway.touch(exist_ok=False)  # else it is converted twice
+            wait_for(go_on.exists)
 
-
-def _use(cache: str, halfway: Event, go_on: Event) -> None:
-    """Request the folder, and stop in the middle of writing it; ``halfway`` says so, ``go_on`` lets it end."""
-    os.environ["SOTA_GRPO_CACHE"] = cache
-
-    def wait() -> None:
-        assert not halfway.is_set(), "converted twice"
-        halfway.set()
-        assert go_on.wait(60)
-
-    smollm2._source = Path
-    smollm2._read_model = lambda source: tiny_model(seed=3)
-    smollm2._read_tokenizer = lambda source, context: _Tokenizer(wait)
-    resolve_model_path("smollm2")
-
-
-def _start(*arguments: object) -> multiprocessing.process.BaseProcess:
-    process = SPAWNER.Process(target=_use, args=arguments, daemon=True)
-    process.start()
-    return process
+        tokenizer = load_tokenizer("tiny")
+        written, os.environ["SOTA_GRPO_CACHE"] = tokenizer.save_pretrained, cache
+        tokenizer.save_pretrained = lambda folder: (wait(), written(folder))  # all else has been written then
+        smollm2._source = Path
+        smollm2._read_model = lambda source: tiny_model(seed=3)
+        smollm2._read_tokenizer = lambda source, context: tokenizer
+        return resolve_model_path("smollm2")
 
 
 def test_it_is_whole_or_not_there_whichever_process_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SOTA_GRPO_CACHE", str(tmp_path))
-    caught, halfway, never, go_on = (SPAWNER.Event() for _ in range(4))
-    victim = _start(str(tmp_path), caught, never)
-    assert caught.wait(60)
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.join()
-    assert list(tmp_path.glob(".*.tmp/model.safetensors")), "the kill did not fall into the conversion"
-    assert not list(tmp_path.glob("smollm2*"))
+    cache, files = tmp_path / "cache", [tmp_path / name for name in ("caught", "never", "halfway", "go_on")]
+    monkeypatch.setenv("SOTA_GRPO_CACHE", str(cache))
+    spec = WorkerSpec("tests.unit.test_smollm2:Converter", {})
 
-    both = [_start(str(tmp_path), halfway, go_on) for _ in range(2)]
-    assert halfway.wait(60)
-    assert not list(tmp_path.glob("smollm2*"))
-    go_on.set()
-    for process in both:
-        process.join(60)
-        assert process.exitcode == 0
-    (folder,) = tmp_path.glob("smollm2*")
-    assert not list(tmp_path.glob(".*.tmp"))
-    assert resolve_model_path("smollm2") == str(folder)  # the packages are not requested again
+    with closing(ForkLauncher()) as launcher:
+        victim, *both = (launcher.start(f"process-{number}", spec, threads=1) for number in range(3))
+        killed = victim.call("request", str(cache), *files[:2])
+        wait_for(files[0].exists)
+        victim.kill()
+        with pytest.raises(WorkerDied):
+            killed.result(60)
+        assert list(cache.glob(".*.tmp/model.safetensors")), "the kill did not fall into the conversion"
+        assert not list(cache.glob("smollm2*"))
+        answers = [process.call("request", str(cache), *files[2:]) for process in both]
+        wait_for(files[2].exists)
+        assert not list(cache.glob("smollm2*"))
+        files[3].touch()
+        (folder,) = {answer.result(60) for answer in answers}
+    assert [str(path) for path in cache.glob("smollm2*")] == [folder]
+    assert not list(cache.glob(".*.tmp"))
+    assert resolve_model_path("smollm2") == folder  # the packages are not requested again
     assert load_model("smollm2").num_parameters() == tiny_model().num_parameters()
