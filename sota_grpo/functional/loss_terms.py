@@ -132,7 +132,7 @@ def cispo_surrogate(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip
     >>> loss.tolist(), log_prob.grad.tolist()
     ([4.0, -1.0], [-2.0, 0.5])
     """
-    _check_width("clip_high", clip_high)
+    _require_widths(clip_high=clip_high)
     ratio = log_ratio.detach().exp().clamp(max=1 + clip_high)
     return -ratio * advantage * log_prob
 
@@ -144,7 +144,7 @@ def capped_tokens(log_ratio: Tensor, advantage: Tensor, clip_high: float) -> Ten
     >>> capped_tokens(torch.tensor([3.0, 0.5]).log(), torch.tensor([1.0, -1.0]), 1.0).tolist()
     [True, False]
     """
-    _check_width("clip_high", clip_high)
+    _require_widths(clip_high=clip_high)
     return (log_ratio > math.log1p(clip_high)) & (advantage != 0)
 
 
@@ -164,9 +164,7 @@ def sapo_surrogate(
     >>> [round(x, 4) for x in loss.tolist()]  # -4 sigmoid(0), 2 sigmoid(4)
     [-2.0, 1.964]
     """
-    for name, value in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; a temperature must be above 0.")
+    _require_above(0, "a temperature must be above 0", tau_positive=tau_positive, tau_negative=tau_negative)
     positive = advantage > 0
     tau = log_ratio.new_full((), tau_positive).where(positive, log_ratio.new_full((), tau_negative))
     most = (50 / tau).log1p()
@@ -199,8 +197,7 @@ def dppo_surrogate(
     [0.0, -2.0]
     """
     moved = moved_tokens(log_prob, log_ratio, advantage, clip_low, clip_high)
-    if ratio_cap is not None and not ratio_cap > 1:
-        raise ValueError(f"ratio_cap is {ratio_cap}; it bounds the ratio from above and must be greater than 1.")
+    _require_above(1, "it bounds the ratio from above and must be greater than 1", ratio_cap=ratio_cap)
     ratio = log_ratio.detach().exp().clamp(max=ratio_cap if ratio_cap is not None else math.inf)
     return (-ratio * advantage).masked_fill(moved, 0.0) * log_prob
 
@@ -215,8 +212,7 @@ def moved_tokens(log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, clip_lo
     >>> moved_tokens(log_prob, torch.tensor([2.0, 2.0]).log(), torch.ones(2), 0.2, 0.2).tolist()
     [True, False]
     """
-    _check_width("clip_low", clip_low)
-    _check_width("clip_high", clip_high)
+    _require_widths(clip_low=clip_low, clip_high=clip_high)
     change = (log_prob.exp() - (log_prob - log_ratio).exp()).detach()
     return ((change > clip_high) & (advantage > 0)) | ((change < -clip_low) & (advantage < 0))
 
@@ -244,11 +240,8 @@ def vespo_surrogate(
     >>> vespo_surrogate(torch.tensor([[-1.0, -2.0]]), log_ratio, torch.tensor([[3.0]]), mask).tolist()
     [[3.0, 6.0]]
     """
-    sides = {"k_positive": k_positive, "lambda_positive": lambda_positive}
-    sides |= {"k_negative": k_negative, "lambda_negative": lambda_negative}
-    for name, value in sides.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0.")
+    _require_above(0, "it must be above 0", k_positive=k_positive, lambda_positive=lambda_positive)
+    _require_above(0, "it must be above 0", k_negative=k_negative, lambda_negative=lambda_negative)
 
     def by_sign(positive: float, negative: float) -> Tensor:
         return log_ratio.new_full((), positive).where(advantage >= 0, log_ratio.new_full((), negative))
@@ -393,10 +386,8 @@ def _bounds(
 
     ``in_nats``: the clip widths are those of the log-ratio (GMPO), not of the ratio.
     """
-    _check_width("clip_low", clip_low)
-    _check_width("clip_high", clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}; it bounds the ratio from above and must be greater than 1.")
+    _require_widths(clip_low=clip_low, clip_high=clip_high)
+    _require_above(1, "it bounds the ratio from above and must be greater than 1", dual_clip=dual_clip)
     if not in_nats:
         clip_low = -math.log1p(-clip_low) if clip_low < 1 else math.inf
         clip_high = math.log1p(clip_high)
@@ -407,9 +398,16 @@ def _bounds(
     return lower, upper
 
 
-def _check_width(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name} is {value}; a clip width must be 0 or more.")
+def _require_widths(**widths: float) -> None:
+    for name, value in widths.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; a clip width must be 0 or more.")
+
+
+def _require_above(bound: float, what: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > bound:
+            raise ValueError(f"{name} is {value}; {what}.")
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -485,8 +483,7 @@ def importance_weights(
     """
     if mode not in ("truncate", "mask", "reject"):
         raise ValueError(f"mode is {mode!r}; choose truncate, mask or reject.")
-    if not cap > 0:
-        raise ValueError(f"cap is {cap}; it bounds the weights from above and must be greater than 0.")
+    _require_above(0, "it bounds the weights from above and must be greater than 0", cap=cap)
     if not 0 <= floor < cap:
         raise ValueError(f"floor is {floor} and cap is {cap}; the bounds of the weights must satisfy 0 <= floor < cap.")
     weight = raw_weights(log_ratio, mask, level=level)

@@ -268,12 +268,10 @@ class Scorer(nn.Module):
         else:
             options["copy"] = self.half_head
             log_probs, entropy = chunked_log_probs(hidden, weight, targets, vocab_shard=shard, **options)
-        if layout is not None:  # no view: FSDP2 hooks these tensors
-            nothing, at = log_probs.new_zeros(layout.packed_at.shape), layout.slots
-            return nothing.put(at, log_probs), None if entropy is None else nothing.put(at, entropy)
-        nothing = log_probs.new_zeros(mask.shape)
-        padded = nothing.masked_scatter(mask, log_probs)
-        return padded, None if entropy is None else nothing.masked_scatter(mask, entropy)
+        nothing = log_probs.new_zeros(mask.shape if layout is None else layout.packed_at.shape)
+        # no view: FSDP2 hooks these tensors
+        spread = partial(nothing.masked_scatter, mask) if layout is None else partial(nothing.put, layout.slots)
+        return spread(log_probs), None if entropy is None else spread(entropy)
 
 
 def takes_packed_rows(model: PreTrainedModel, reason: str | None) -> bool:
@@ -402,8 +400,7 @@ def kernel_difference(model: PreTrainedModel, device: torch.device) -> str | Non
     heads = config.num_attention_heads
     width = head_width(config)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    tokens = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [8, 9, 4, 0, 0]])
-    layout = pack(tokens, tokens > 0, torch.tensor([[False, False, False, True, True]]).expand(3, -1) & (tokens > 0))
+    layout = _sample(model)[2].to(torch.device("cpu"))
     length = len(layout.tokens)
     rng = torch.Generator().manual_seed(0)  # not the global state: only rank 0 runs this
     query, key, value = (torch.randn(1, count, length, width, generator=rng) for count in (heads, key_heads, key_heads))

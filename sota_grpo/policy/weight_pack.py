@@ -37,17 +37,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SOCKET_BYTES = len("/sota-grpo-vllm-12345678/") + 36  # a server in such a folder creates a socket named by a UUID
 
 
-@dataclass(frozen=True)
-class BufferView:
-    """Dtype (as a name), shape and byte offset of a tensor in a buffer."""
+class BufferView(NamedTuple):
+    """Dtype, shape and byte offset of a tensor in a buffer."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shape: torch.Size
     offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, offset: int) -> BufferView:
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class WeightPack:
             view, storage = seen.get(identity, (None, None))
             if view is None or storage is None or storage.expired():  # a freed address may be reused
                 sent = flat.to(rounded_dtype(flat, dtype))
-                view = BufferView.of(sent, end)
+                view = BufferView(sent.dtype, sent.shape, end)
                 seen[identity] = view, StorageWeakRef(flat.untyped_storage())
                 if sent.nbytes:
                     copy_to_host(whole[end : end + sent.nbytes], as_bytes(sent))
@@ -181,10 +176,8 @@ class WeightFolder:
 
 def views(view_of: Mapping[str, BufferView], whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, tensor)``, views into the buffer ``whole`` (uint8 ``[num_bytes]``) as ``view_of`` describes."""
-    for name, view in view_of.items():
-        dtype: torch.dtype = getattr(torch, view.dtype)
-        stop = view.offset + dtype.itemsize * torch.Size(view.shape).numel()
-        yield name, whole[view.offset : stop].view(dtype).view(view.shape)
+    for name, (dtype, shape, offset) in view_of.items():
+        yield name, whole[offset : offset + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
 
 def readable(array: np.ndarray) -> Tensor:
@@ -269,7 +262,7 @@ def copy_to(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     block = torch.empty(end, dtype=torch.uint8, pin_memory=True)
     for offset, tensor in zip(offsets, tensors):
         block[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
-    view_of = {str(index): BufferView.of(tensor, offsets[index]) for index, tensor in enumerate(tensors)}
+    view_of = {str(start): BufferView(each.dtype, each.shape, start) for start, each in zip(offsets, tensors)}
     return [tensor for _, tensor in views(view_of, block.to(device, non_blocking=True))]
 
 
