@@ -67,21 +67,17 @@ def _pull_row(
 def scan(
     raw: Tensor,
     targets: Tensor,
-    top: Tensor,
-    target: Tensor,
-    mass: Tensor,
-    moment: Tensor,
-    *,
+    *state: Tensor,
     first: int,
     factor: float,
     with_entropy: bool,
-    weights: Tensor | None = None,
-    tops: Tensor | None = None,
+    weights: Tensor | None,
+    tops: Tensor | None,
 ) -> None:
     """Update the online softmax of ``r`` rows in place with a tile of logits ``factor raw``, in base 2.
 
     ``raw [r, c]``: columns ``[first, first + c)``, float32, contiguous, at most ``MAX_COLUMNS`` (else ValueError).
-    ``targets [r, 1]``: each target's column, of any tile. The state over all tiles so far is float32 ``[r, 1]``:
+    ``targets [r, 1]``: each target's column, of any tile. ``state``, over all tiles so far, is float32 ``[r, 1]``:
     ``top``, the largest logit, and for ``z = factor raw - top``: ``target``, the target's ``z`` (once its tile is
     processed); ``mass = sum 2^z``; ``moment = sum z 2^z`` (updated only ``with_entropy``). ``weights [r, c]`` gets the
     tile's ``2^z``, 0 at the target, and ``tops [r, 1]`` then gets ``top``.
@@ -89,7 +85,7 @@ def scan(
     rows, columns = raw.shape
     with on_device_of(raw):
         _scan_row[(rows,)](
-            raw, targets, top, target, mass, moment, raw if weights is None else weights, top if tops is None else tops,
+            raw, targets, *state, raw if weights is None else weights, state[0] if tops is None else tops,
             factor, first, columns,
             ENTROPY=with_entropy, WEIGHTS=weights is not None, **_block(columns),
         )  # fmt: skip

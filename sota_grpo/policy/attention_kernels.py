@@ -265,8 +265,8 @@ def _by_key_tile(
     if first >= end:
         return
     end = tl.minimum(end, first + KEYS)
-    unmasked, masked = tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3)
-    last, slot = tl.load(tiles + 7 * tile + 4), tl.load(tiles + 7 * tile + 5)
+    bounds = (tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3), tl.load(tiles + 7 * tile + 4))
+    slot = tl.load(tiles + 7 * tile + 5)
     prompt_end = tl.load(tiles + 7 * tile + 6)
     j, column = first + tl.arange(0, KEYS), tl.arange(0, PADDED)
     real = (j < end)[:, None] & (column < WIDTH)[None, :]
@@ -278,14 +278,12 @@ def _by_key_tile(
         query_head = head * GROUP + member
         queries, pulls = query + query_head * WIDTH, grad + query_head * WIDTH
         sums, means = lse + query_head * length, delta + query_head * length
-        to_key, to_value = _pull_key(
-            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, unmasked,
-            masked, j, prompt_end, window, factor, cap, True, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
-        )  # fmt: skip
-        to_key, to_value = _pull_key(
-            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, masked,
-            last, j, prompt_end, window, factor, cap, False, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
-        )  # fmt: skip
+        for part in tl.static_range(2):  # queries of the keys' own spans, and those that see all of the keys
+            to_key, to_value = _pull_key(
+                to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH,
+                bounds[part], bounds[part + 1], j, prompt_end, window, factor, cap, part == 0, CAPPED, WINDOWED, WIDTH,
+                PADDED, QUERIES,
+            )  # fmt: skip
     to_key *= scale
     if slot < 0:
         at = (j[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
@@ -358,21 +356,14 @@ def _unrotate_tile(
     by_query, by_key, by_value, query_norm, key_norm, states, cos, sin, out, sums, length, eps, HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
+    pulls, norms = (by_query, by_key, by_value), (query_norm, key_norm, key_norm)
     row = (HEADS + 2 * KEY_HEADS) * WIDTH
-    if tl.program_id(1) == 0:
-        _pull_heads(
-            by_query, query_norm, 0, states, cos, sin, out, sums, row, length, eps, HEADS, True, NORMED, WIDTH, PADDED
-        )
-    elif tl.program_id(1) == 1:
-        _pull_heads(
-            by_key, key_norm, HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, True, NORMED, WIDTH,
-            PADDED,
-        )  # fmt: skip
-    else:
-        _pull_heads(
-            by_value, key_norm, HEADS + KEY_HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, False,
-            NORMED, WIDTH, PADDED,
-        )  # fmt: skip
+    for part in tl.static_range(3):
+        if tl.program_id(1) == part:
+            _pull_heads(
+                pulls[part], norms[part], (0, HEADS, HEADS + KEY_HEADS)[part], states, cos, sin, out, sums, row, length,
+                eps, (HEADS, KEY_HEADS, KEY_HEADS)[part], part < 2, NORMED, WIDTH, PADDED,
+            )  # fmt: skip
 
 
 def packed_attention(

@@ -26,7 +26,7 @@ from sota_grpo.policy.causal import CausalPolicy, base_model, decoder_layers, jo
 from sota_grpo.policy.load import enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora
 from tests.pretended_cuda import kernels
-from tests.unit.test_fused import attention_of_cpus
+from tests.unit.test_fused import LENGTHS, attention_of_cpus
 from tests.unit.test_shared_prompt import GROUPS, make_groups
 from tests.unit.tiny_models import make_model
 
@@ -228,11 +228,11 @@ def test_layers_of_other_numbers_are_not_computed_by_compiled_code_of_the_first(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_block_is_one_graph_for_all_rows_and_costs_python_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 as eager layers; a further layer and micro-batch cost 306 calls when each layer was compiled alone."""
     torch._dynamo.reset()
     counters.clear()
-    rows, calls, whole = make_groups(GROUPS), [], torch.contiguous_format
+    calls, whole = [], torch.contiguous_format
     nothing_computed = SimpleNamespace(
         packed_attention=lambda query, *rest: (
             query.clone(memory_format=whole),
@@ -243,10 +243,12 @@ def test_a_compiled_block_is_one_graph_for_all_and_costs_python_few_calls(monkey
     )
     for layers in (4, 8):
         policy = qwen3(num_hidden_layers=layers)
-        expected = outcome(policy, rows, None)
-        with torch.compiler.set_stance("default"):
-            for actual, one in zip(outcome(policy, rows, None, "summed"), expected):
-                assert distance(actual, one) < 1e-6
+        for groups in LENGTHS:
+            rows = make_groups(groups)
+            expected = outcome(policy, rows, None)
+            with torch.compiler.set_stance("default"):
+                for actual, one in zip(outcome(policy, rows, None, "summed"), expected):
+                    assert distance(actual, one) < 1e-6
         monkeypatch.setitem(sys.modules, "sota_grpo.policy.attention_kernels", nothing_computed)
         with torch.compiler.set_stance("default"), policy.half_weights(torch.float32):
             policy(rows)[keys.LOG_PROBS].sum().backward()

@@ -40,6 +40,13 @@ def full(
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
 
 
+def exactly(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, pull: Any = 1.0) -> Any:
+    """Log-probs and entropies from full logits in float64, and the gradients of ``pull`` times the log-probs."""
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    values = full(*leaves, None, targets, temperature)
+    return values, torch.autograd.grad((pull * values[0]).sum(), leaves)
+
+
 def gradients_of(pulls: Tensor, values: Any, leaves: Any) -> tuple[Tensor, ...]:
     """The gradients that ``pulls`` of log-probs, and of entropies if there are two, give to the leaves."""
     return torch.autograd.grad(sum((pull * x).sum() for pull, x in zip(pulls, values)), leaves)
@@ -173,8 +180,7 @@ def test_bfloat16_gradients_are_rounded_once_however_many_tiles_add_to_them() ->
     hidden, weight = (torch.randn(n, H).bfloat16().requires_grad_() for n in (2000, 5))
     targets = torch.randint(0, 5, (2000,))
     actual, _ = chunked_log_probs(hidden, weight, targets, logits_bytes=150)  # 25 logits
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    wanted = torch.autograd.grad(full(*exact, None, targets)[0].sum(), exact)
+    _, wanted = exactly(hidden, weight, targets)
     for gradient, reference in zip(torch.autograd.grad(actual.sum(), (hidden, weight)), wanted):
         assert (gradient.double() - reference).norm() < 0.006 * reference.norm()
 
@@ -190,8 +196,7 @@ def test_autocast_multiplies_in_its_dtype_as_a_linear_layer_does(frozen: bool) -
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(actual, logits.float().log_softmax(-1)[torch.arange(M), targets])
     assert {x.grad.dtype for x in (hidden, weight) if x.requires_grad} == {torch.float32}
-    exact = hidden.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(full(exact, weight.detach().double(), None, targets)[0].sum(), exact)
+    _, (wanted, _) = exactly(hidden, weight, targets)
     assert (hidden.grad.double() - wanted).norm() < 0.03 * wanted.norm()
 
 
@@ -214,8 +219,7 @@ def test_a_confident_token_keeps_its_gradient_in_bfloat16(frozen: bool) -> None:
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(not frozen)
     actual, _ = chunked_log_probs(hidden, weight, torch.tensor([3]), logits_bytes=400)
     (gradient,) = torch.autograd.grad(actual, hidden)
-    p = (hidden @ weight.t()).detach().double().softmax(-1)
-    wanted = weight.detach().double()[3] - p @ weight.detach().double()
+    _, (wanted, _) = exactly(hidden, weight, torch.tensor([3]))
     assert (gradient - wanted).norm() < 0.03 * wanted.norm()
 
 
@@ -278,22 +282,6 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             chunked_log_probs(hidden, weight, **{"targets": targets, **options})
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.bfloat16, 0.03)])
-def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool) -> None:
-    hidden, weight, _, targets = (x.detach().cuda() for x in problem(dtype))
-    leaves = [hidden.requires_grad_()] if frozen else [hidden.requires_grad_(), weight.requires_grad_()]
-    actual, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = full(*exact, None, targets)
-    torch.testing.assert_close((actual.double(), entropy.double()), expected, rtol=0, atol=3 * close)
-    wanted = torch.autograd.grad(expected[0].sum(), exact)
-    for gradient, reference in zip(torch.autograd.grad(actual.sum(), leaves), wanted):
-        assert (gradient.double() - reference).norm() < close * reference.norm()
-
-
 @pytest.mark.parametrize("kept", [0, 2**20])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_copy_of_the_weight_in_half_precision_changes_no_bit(frozen: bool, kept: int, monkeypatch) -> None:
@@ -319,9 +307,7 @@ def test_kept_tiles_give_the_gradient_of_recomputed_ones(dtype: torch.dtype, clo
     targets, pull = torch.randint(0, 301, (40,)), torch.randn(40, dtype=torch.float64)
     targets[5:9], pull[1::5] = targets[4], 0.0
     leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    log_p = (exact[0] @ exact[1].t() / 0.7).log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
-    expected = torch.autograd.grad(log_p, exact, pull)
+    _, expected = exactly(*leaves, targets, 0.7, pull)
     made = []
     monkeypatch.setattr(functional_log_probs, "max_saved_bytes", lambda device: 2**20)
     pulled = functional_log_probs._pull_saved

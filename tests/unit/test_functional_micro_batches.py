@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sota_grpo.functional import loss_weights, row_weights
+from sota_grpo.functional import loss_weights, max_groups_admitted, row_weights
 from sota_grpo.functional.flops import ModelShape, shared_load, step_flops
 from sota_grpo.rl.planner import EVEN_ENOUGH, PromptGroup, balanced_shares, fill, rank_shares
 
@@ -32,8 +32,6 @@ def test_the_table_of_the_module() -> None:
     constant = row_weights(lengths, "constant", max_response_tokens=8)
     torch.testing.assert_close(constant, torch.tensor([1 / 24, 0, 1 / 24]))
     assert constant.dtype == torch.float32
-    mask = torch.tensor([[False, True, True], [True, False, False]])
-    assert loss_weights(mask, "sequence").tolist() == [[0.0, 0.25, 0.25], [0.5, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -51,12 +49,16 @@ def test_order_padding_and_split_change_nothing(aggregation: str) -> None:
 
 
 def test_bad_input_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="aggregation is 'mean'; choose one of token, sequence, constant"):
-        row_weights(torch.tensor([1]), "mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_response_tokens is None"):
-        row_weights(torch.tensor([1]), "constant")
-    with pytest.raises(ValueError, match=r"lengths must be \[N\], one per row, but it is \[1, 2\]"):
-        row_weights(torch.ones(1, 2), "token")
+    one = torch.tensor([1])
+    for function, arguments, sentence in (
+        (row_weights, (one, "mean"), "aggregation is 'mean'; choose one of token, sequence, constant"),
+        (row_weights, (one, "constant"), "max_response_tokens is None"),
+        (row_weights, (torch.ones(1, 2), "token"), r"lengths must be \[N\], one per row, but it is \[1, 2\]"),
+        (max_groups_admitted, (-1, 8), "max_policy_age is -1"),
+        (max_groups_admitted, (0, 0), "groups_per_step is 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            function(*arguments)
 
 
 def random_groups(count: int, *, size: int | None = None, typical: int = 300) -> list[PromptGroup]:
@@ -79,8 +81,13 @@ def rows_of(pieces: list[PromptGroup]) -> list[int]:
     return [row for piece in pieces for row in piece.rows]
 
 
-def lengths_by_row(pieces: list[PromptGroup]) -> dict[int, tuple[int, int]]:
-    return {row: (piece.prompt, length) for piece in pieces for row, length in zip(piece.rows, piece.responses)}
+def require_same_rows(pieces: list[PromptGroup], groups: list[PromptGroup]) -> None:
+    """Each row once, with its own lengths."""
+    mine, theirs = (
+        sorted((row, each.prompt, length) for each in many for row, length in zip(each.rows, each.responses))
+        for many in (pieces, groups)
+    )
+    assert mine == theirs
 
 
 def weight(batch: list[PromptGroup], slots_per_token: int) -> float:
@@ -95,8 +102,7 @@ def test_micro_batches_keep_the_budget_and_lose_no_row(budget: int, slots_per_to
         groups = random_groups(random.randint(0, 12))
         batches = fill(groups, token_budget=budget, slots_per_token=slots_per_token)
         pieces = [piece for batch in batches for piece in batch]
-        assert lengths_by_row(pieces) == lengths_by_row(groups)
-        assert sorted(rows_of(pieces)) == sorted(rows_of(groups))
+        require_same_rows(pieces, groups)
         weights = [weight(batch, slots_per_token) for batch in batches]
         assert all(w <= budget or len(rows_of(batch)) == 1 for w, batch in zip(weights, batches))
         assert weights == sorted(weights, reverse=True)
@@ -149,8 +155,7 @@ def test_ranks_share_every_row_once_and_no_worse_than_whole_groups(num_ranks: in
         shares = rank_shares(groups, num_ranks, cost)
         pieces = [piece for share in shares for piece in share]
         assert len(shares) == num_ranks
-        assert lengths_by_row(pieces) == lengths_by_row(groups)
-        assert sorted(rows_of(pieces)) == sorted(rows_of(groups))
+        require_same_rows(pieces, groups)
         assert shares == rank_shares(groups, num_ranks, cost)
         whole = balanced_shares([cost(group) for group in groups], num_ranks)
         worst = max(sum(map(cost, share)) for share in shares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +14,17 @@ from sota_grpo import keys
 from sota_grpo.policy import causal, shared_prompt
 from sota_grpo.policy.causal import ENTROPY, CausalPolicy
 from sota_grpo.policy.load import enable_gradient_checkpointing
-from sota_grpo.policy.lora import add_lora
 from sota_grpo.policy.shared_prompt import (
     SHARED_ATTENTION,
     Block,
     Run,
-    Tables,
     _FlashShared,
+    _plain,
     pack,
     shared_attention,
 )
+from tests.pretended_cuda import kernels
+from tests.rank_rigs import trained_adapter
 from tests.unit.tiny_models import FAMILIES, VOCAB, make_model, make_rows
 
 
@@ -58,10 +60,14 @@ def measured(policy: CausalPolicy, rows: TensorDict, weights: torch.Tensor) -> d
     return {"log_probs": out[keys.LOG_PROBS].detach(), "entropy": out[ENTROPY].detach(), **actual}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
-    assert found.keys() == expected.keys()
+def require_equal(one: CausalPolicy, other: CausalPolicy, *, tool_turns: bool = False) -> None:
+    """In float64, but for the norms and positions that all these models compute, and sum up, in float32."""
+    rows = make_groups(GROUPS, tool_turns=tool_turns)
+    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
+    actual, expected = (measured(policy, rows, weights) for policy in (one, other))
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert float((found[name] - value).norm()) <= relative * max(float(value.norm()), 1e-12), name
+        assert float((actual[name] - value).norm()) <= 1e-5 * max(float(value.norm()), 1e-12), name
 
 
 def policies(
@@ -86,23 +92,18 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_packed_rows_equal_padded_ones(case: str) -> None:
-    """In float64, but for the norms and positions that all these models compute, and sum up, in float32."""
     family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
     capped = family == "gemma2"  # which only the eager attention does
     packed, padded = policies(family, attention="eager" if capped else "sdpa", **CASES[case])
     assert packed.shared_prompt
-    rows = make_groups(GROUPS, tool_turns=True)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+    require_equal(packed, padded, tool_turns=True)
 
 
 def test_rows_are_padded_once_the_attention_is_another() -> None:
     """By ``set_attn_implementation`` of this model, or of another one with the same config object."""
     packed, padded = policies("llama")
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
     packed.model.set_attn_implementation("eager")
-    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+    require_equal(packed, padded)
 
 
 def test_scores_are_capped_where_rows_are_padded_too() -> None:
@@ -110,27 +111,7 @@ def test_scores_are_capped_where_rows_are_padded_too() -> None:
     capped = {"attn_logit_softcapping": 0.5}
     eager, sdpa = (make_model("gemma2", attn_implementation=name, **capped).double() for name in ("eager", "sdpa"))
     sdpa.load_state_dict(eager.state_dict())
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    actual, expected = (measured(CausalPolicy(model, shared_prompt=False), rows, weights) for model in (sdpa, eager))
-    assert_equal(actual, expected, 1e-5)
-
-
-def packed_in_plain_torch(query, key, value, flat, sizes, scores):
-    """What the operation for CUDA is documented to compute: ``[tokens, heads, width]``, by its table of queries."""
-    scale, softcap, window = scores
-    assert not softcap
-    starts, query_tiles, _, _ = Tables(flat, sizes).split()
-    i = torch.arange(len(query))
-    j = i.unsqueeze(0)
-    behind, seen = i.unsqueeze(1) - j, (j <= i.unsqueeze(1)) & (j >= starts.unsqueeze(1))
-    for first, end, prompt, prompt_end in query_tiles.tolist():
-        seen[first:end, prompt:prompt_end] = True
-        behind[first:end, prompt:prompt_end] += (prompt_end - starts[first:end]).unsqueeze(1)
-    seen &= behind < (window or len(query))
-    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    scores = torch.einsum("qhw,khw->hqk", query, keys) * scale
-    return torch.einsum("hqk,khw->qhw", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+    require_equal(*(CausalPolicy(model, shared_prompt=False) for model in (sdpa, eager)))
 
 
 OF_GPUS = ("qwen3", "mistral", "mistral with a wide window", "gemma3_text", "granite", "one key head")
@@ -139,36 +120,25 @@ OF_GPUS = ("qwen3", "mistral", "mistral with a wide window", "gemma3_text", "gra
 @pytest.mark.parametrize("case", OF_GPUS)
 def test_the_operation_for_gpus_gets_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arguments, with plain torch in its place: its kernels have tests of their own."""
-    family = case.split()[0] if case.split()[0] in FAMILIES else "qwen3"
-    packed, padded = policies(family, **CASES[case])
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    calls = []
+    packed, padded = policies(case.split()[0] if case.split()[0] in FAMILIES else "qwen3", head_dim=8, **CASES[case])
+    plain = mock.Mock(wraps=lambda *args: kernels.packed_attention(*args)[0])
     monkeypatch.setattr(shared_prompt, "takes_kernels", lambda device, dtype, width: True)
     monkeypatch.setattr(causal, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(
-        shared_prompt, "packed_attention", lambda *args: calls.append(1) or packed_in_plain_torch(*args)
-    )
-    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
-    assert calls
+    monkeypatch.setattr(kernels, "HALF", (torch.float64,))
+    monkeypatch.setattr(shared_prompt, "packed_attention", plain)
+    require_equal(packed, padded)
+    assert plain.called
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_adapters_change_nothing(lora: bool) -> None:
     packed, padded = policies("qwen2")
     if lora:
-        torch.manual_seed(3)
-        models = [add_lora(policy.model, r=2, alpha=4) for policy in (packed, padded)]
-        with torch.no_grad():
-            for (name, one), (_, other) in zip(*(model.named_parameters() for model in models)):
-                if "lora_" in name:
-                    other.copy_(one.normal_(0.0, 0.1))
+        models = [trained_adapter(policy.model) for policy in (packed, padded)]
+        models[1].load_state_dict(models[0].state_dict())
         packed, padded = CausalPolicy(models[0]), CausalPolicy(models[1], shared_prompt=False)
     enable_gradient_checkpointing(packed.model.base_model.model if lora else packed.model)
-    packed.train()
-    rows = make_groups(GROUPS)
-    weights = torch.randn(rows[keys.FULL_TOKENS].shape, dtype=torch.float64)
-    assert_equal(measured(packed, rows, weights), measured(padded, rows, weights), 1e-5)
+    require_equal(packed.train(), padded)
 
 
 def test_gradients_of_half_precision_are_rounded_once() -> None:
@@ -256,18 +226,18 @@ def deaf_decoder(model: PreTrainedModel) -> None:
     model.model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
-REFUSED = {
-    "its attention is eager": ("qwen2", {"attn_implementation": "eager"}, None),
-    "its attention has dropout": ("llama", {"attention_dropout": 0.1}, None),
-    "layers of type conv": ("lfm2", {"layer_types": ["conv", "full_attention"]}, None),
-    "packed rows change its hidden states": ("qwen2", {}, rolling_mlp),
-    "TypeError: layout is unknown": ("qwen2", {}, deaf_decoder),
-}
+REFUSED = [
+    ("its attention is eager", "qwen2", {"attn_implementation": "eager"}, None),
+    ("its attention has dropout", "llama", {"attention_dropout": 0.1}, None),
+    ("its attention has dropout", "gpt2", {"attn_pdrop": 0.1}, None),
+    ("layers of type conv", "lfm2", {"layer_types": ["conv", "full_attention"]}, None),
+    ("packed rows change its hidden states", "qwen2", {}, rolling_mlp),
+    ("TypeError: layout is unknown", "qwen2", {}, deaf_decoder),
+]
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_model_that_cannot_take_packed_rows_says_so(reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    family, changes, change = REFUSED[reason]
+@pytest.mark.parametrize(("reason", "family", "changes", "change"), REFUSED)
+def test_a_model_that_cannot_take_packed_rows_says_so(reason, family, changes, change, caplog) -> None:
     model = make_model(family, **changes)
     if change is not None:
         change(model)
@@ -322,37 +292,16 @@ def test_the_sums_of_a_long_prompt_take_eight_times_its_keys_at_most() -> None:
 def test_spans_of_similar_lengths_are_attended_as_each_alone() -> None:
     """Forward and gradients in float64, with spans of 1 to 150 tokens, in fewer batches than there are lengths."""
     lengths = torch.randint(1, 150, (3, 12)).tolist()
-    blocks, end = [], 0
-    for prompt, *responses in ([0, *lengths[0]], lengths[1], lengths[2]):
-        start, end, runs = end, end + prompt, []
-        prompt_end = end
-        for length in sorted(responses):
-            runs.append(Run(end, 1, length))
-            end += length
-        blocks.append(Block(start, prompt_end, end, tuple(runs)))
-    one = torch.ones(1, 1, dtype=torch.bool)
-    layout = pack(one.long(), one, one)
-    layout.blocks = tuple(blocks)
+    rows = make_groups([(0, lengths[0]), *((prompt, responses) for prompt, *responses in lengths[1:])])
+    layout = pack(*(rows[key] for key in (keys.FULL_TOKENS, keys.ATTENTION_MASK, keys.ASSISTANT_MASK)))
+    end = len(layout.tokens)
     places = torch.cat([batch.positions[batch.real] for batch in layout.spans])
     assert sorted(places.tolist()) == list(range(end)), "every token is in one span"
     assert len(layout.spans) < len({length for row in lengths for length in row}) / 2
     heads = [torch.randn(1, end, count, 8, dtype=torch.float64).transpose(1, 2).requires_grad_() for count in (4, 2, 2)]
     weights, results = torch.randn(1, 4, end, 8, dtype=torch.float64), []
-    for attend in (lambda: _FlashShared.apply(*heads, layout, 0.3), lambda: by_span(*heads, blocks, 0.3)):
+    for attend in (lambda: _FlashShared.apply(*heads, layout, 0.3), lambda: _plain(*heads, layout, 0.3, None, None)):
         out = attend()
         results.append([out, *torch.autograd.grad(out, heads, weights)])
     for actual, expected in zip(*results):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-def by_span(query, key, value, blocks, scale):
-    """Softmax over the prompt and the own response of each token, by a mask over all tokens."""
-    length = query.shape[2]
-    seen = torch.zeros(length, length, dtype=torch.bool)
-    for block in blocks:
-        for start, end in [(block.start, block.end), *((run.start, run.end) for run in block.runs)]:
-            seen[start:end, start:end] = torch.ones(end - start, end - start).tril().bool()
-            seen[start:end, block.start : block.end] |= start >= block.end
-    key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ value
