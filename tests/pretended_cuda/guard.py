@@ -19,6 +19,15 @@ SITE = Path(__file__).with_name("site")
 CACHE = ROOT / ".cache" / "pretended_cuda"
 
 
+#: An H100 SXM, as torch describes it.
+H100 = {
+    **{"name": "NVIDIA H100", "major": 9, "minor": 0, "gcnArchName": "", "is_integrated": 0, "warp_size": 32},
+    **{"total_memory": 85_029_158_912, "multi_processor_count": 132, "L2_cache_size": 52_428_800},
+    **{"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65_536},
+    **{"shared_memory_per_block": 49_152, "shared_memory_per_block_optin": 232_448},
+}
+
+
 class NoCompiler(RuntimeError):
     """The guard is not compiled yet, and this machine cannot do it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,81 +14,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pretended_cuda import imports
+from tests.pretended_cuda import guard, imports
 from tests.pretended_cuda.counters import MEMORY, note_wait
 from tests.pretended_cuda.tensor import CUDA, DEFAULT_GENERATOR, PretendedTensor, answer_for_cuda
 
-CAPABILITY = (9, 0)
-TOTAL_MEMORY = 85_029_158_912  # of an H100 SXM
-PROPERTIES = SimpleNamespace(
-    name="Pretended H100",
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
-    total_memory=TOTAL_MEMORY,
-    multi_processor_count=132,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_block=49_152,
-    shared_memory_per_block_optin=232_448,
-    regs_per_multiprocessor=65_536,
-    L2_cache_size=52_428_800,
-    is_integrated=0,
-    gcnArchName="",
-)
+PROPERTIES = SimpleNamespace(**guard.H100)
 
 _kept: list[Any] = []
 
 
-class Event:
-    """``torch.cuda.Event``; it keeps the host's clock."""
+class _Done:
+    """What is given to it is done at once."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.at, self.priority = 0.0, options.get("priority", 0)
 
     def query(self) -> bool:
         return True
 
+    def wait(self, other: Any = None) -> None:
+        pass
+
     def synchronize(self) -> None:
-        note_wait("Event.synchronize")
+        note_wait(f"{type(self).__name__}.synchronize")
+
+
+class Event(_Done):
+    """``torch.cuda.Event``; it keeps the host's clock."""
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
         return (end.at - self.at) * 1e3
 
 
-class Stream:
-    """``torch.cuda.Stream``: whatever is given to it is done at once, in order."""
+class Stream(_Done):
+    """``torch.cuda.Stream``."""
 
-    device = CUDA
-    device_type = 1
-    device_index = 0
-    stream_id = 0
-    cuda_stream = 0
-
-    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
-        self.priority = priority
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def wait_stream(self, stream: Stream) -> None:
-        pass
+    device, device_type = CUDA, 1
+    device_index = stream_id = cuda_stream = 0
+    wait_event = wait_stream = _Done.wait
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record()
         return event
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        note_wait("Stream.synchronize")
 
     def __enter__(self) -> Stream:
         return self
@@ -160,6 +131,11 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, PretendedTensor) else value
 
 
+def _answer(module: ModuleType, answers: Mapping[str, Any]) -> None:
+    for name, answer in answers.items():
+        setattr(module, name, answer)
+
+
 def _answer_queries() -> None:
     stream = Stream()
     answers: dict[str, Callable[..., Any] | type] = {
@@ -172,7 +148,7 @@ def _answer_queries() -> None:
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "get_device_name": lambda device=None: PROPERTIES.name,
-        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_arch_list": lambda: ["sm_90"],
         "is_bf16_supported": lambda including_emulation=True: True,
@@ -186,8 +162,7 @@ def _answer_queries() -> None:
         "stream": lambda stream: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: False,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+    _answer(torch.cuda, answers)
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # requested when libraries are imported
     for name in ("init", "_lazy_init", "set_device", "ipc_collect", "set_stream"):
         setattr(torch.cuda, name, lambda *args, **options: None)  # a function each: torch compares identities
@@ -212,36 +187,28 @@ def _answer_memory() -> None:
         "reset_peak_memory_stats": lambda device=None: MEMORY.reset_peak(),
         "reset_max_memory_allocated": lambda device=None: MEMORY.reset_peak(),
         "empty_cache": lambda: MEMORY.release_cached(),
-        "mem_get_info": lambda device=None: (TOTAL_MEMORY - MEMORY.reserved, TOTAL_MEMORY),
+        "mem_get_info": lambda device=None: (PROPERTIES.total_memory - MEMORY.reserved, PROPERTIES.total_memory),
         "memory_stats": stats,
         "memory_summary": lambda device=None, abbreviated=False: str(stats()),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-        if hasattr(torch.cuda.memory, name):
-            setattr(torch.cuda.memory, name, answer)
+    _answer(torch.cuda, answers)
+    _answer(torch.cuda.memory, {name: answer for name, answer in answers.items() if hasattr(torch.cuda.memory, name)})
 
 
 def _answer_random() -> None:
-    def set_state_all(states: Sequence[Tensor]) -> None:
-        (state,) = states
-        DEFAULT_GENERATOR.set_state(state)
-
+    generator = DEFAULT_GENERATOR
     answers: dict[str, Callable[..., Any]] = {
-        "get_rng_state": lambda device=None: DEFAULT_GENERATOR.get_state(),
-        "get_rng_state_all": lambda: [DEFAULT_GENERATOR.get_state()],
-        "set_rng_state": lambda state, device=None: DEFAULT_GENERATOR.set_state(state),
-        "set_rng_state_all": set_state_all,
-        "manual_seed": lambda seed: DEFAULT_GENERATOR.manual_seed(seed),
-        "manual_seed_all": lambda seed: DEFAULT_GENERATOR.manual_seed(seed),
-        "seed": lambda: DEFAULT_GENERATOR.seed(),
-        "seed_all": lambda: DEFAULT_GENERATOR.seed(),
-        "initial_seed": lambda: DEFAULT_GENERATOR.initial_seed(),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "set_rng_state_all": lambda states: generator.set_state(*states),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), generator.manual_seed),
+        **dict.fromkeys(("seed", "seed_all"), generator.seed),
+        "initial_seed": generator.initial_seed,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-        setattr(torch.cuda.random, name, answer)
+    _answer(torch.cuda, answers)
+    _answer(torch.cuda.random, answers)
     torch.cuda.default_generators = (DEFAULT_GENERATOR,)
 
 

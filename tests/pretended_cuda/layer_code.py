@@ -33,14 +33,8 @@ ROWS = PROMPT * (len(RESPONSES) + sum(RESPONSES))  # packed tokens: 16,384
 
 def pretend_h100() -> list[str]:
     """Make torch, Triton and Inductor find an H100; return a list that gets each generated module's code."""
-    described = {
-        "name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132,
-        "warp_size": 32, "max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536,
-        "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "L2_cache_size": 50 * 2**20,
-        "max_threads_per_block": 1024, "gcnArchName": "", "is_integrated": 0,
-    }  # fmt: skip
     answers: dict[str, Any] = {
-        "get_device_properties": SimpleNamespace(**described), "get_device_capability": (9, 0), "is_available": True,
+        "get_device_properties": SimpleNamespace(**guard.H100), "get_device_capability": (9, 0), "is_available": True,
         "current_device": 0, "device_count": 1, "get_device_name": "NVIDIA H100", "_lazy_init": None,
         "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
         "current_stream": SimpleNamespace(cuda_stream=0), "_exchange_device": 0, "_maybe_exchange_device": 0,

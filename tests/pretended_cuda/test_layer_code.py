@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.pretended_cuda import guard
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -23,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_layers_have_few_kernels_and_bytes(shape: str, layers: int, kernels: int, gigabytes: float) -> None:
     """16,384 packed tokens, weights cast to bfloat16 once per step; transformers' layers have 32 and 37 kernels."""
     command = [sys.executable, "-m", "tests.pretended_cuda.layer_code", "--shape", shape, "--layers", str(layers)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=guard.ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     forward, backward, loss = (
         json.loads(done.stdout.splitlines()[-1])[name] for name in ("forward", "backward", "loss")

@@ -12,7 +12,6 @@ import pytest
 from scripts.gpu_proof import STAGES, checks_of
 from tests.pretended_cuda import guard
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = {
     "kernels": [],  # all of them
     "memory": [],
@@ -45,7 +44,7 @@ def stages_said(*args: str) -> str:
     """What the script has printed, in which nothing failed."""
     done = subprocess.run(
         [sys.executable, *args, "--small", "--limit", "1200"],
-        cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False,
+        cwd=guard.ROOT, capture_output=True, text=True, timeout=1500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert "FAIL" not in done.stdout
