@@ -44,7 +44,7 @@ from sota_grpo.rewards.judge.questions import RUBRIC, Endpoint
 from sota_grpo.rl.records import Sampling
 from sota_grpo.rl.task import Task, scorer_of, without_examples
 from sota_grpo.tasks import make_task, parameters, task_class
-from sota_grpo.tasks.agents import AGENT, SESSIONS, agent_spec
+from sota_grpo.tasks.agents import AGENT, SESSIONS
 from sota_grpo.tasks.dataset import SUFFIXES, FileTask, hash_ordered, normalised, unique_examples
 from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.tasks.servers import instance_spec
@@ -170,8 +170,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
                 raise UserError(f"env.agent={SESSIONS} needs a key for programs that open sessions; set {AGENTS_KEY}.")
             instances: Any = SessionQueue(timeout_s, key)
         else:
-            made = agent_spec(value) if kind == AGENT else instance_spec(value, kind)
-            instances = Instances(made, timeout_s=timeout_s, per_worker=per_worker)
+            instances = Instances(instance_spec(value, kind), timeout_s=timeout_s, per_worker=per_worker)
         started[spec] = opened.enter_context(closing(instances))
     for instances in started.values():
         instances.wait_ready()

@@ -27,10 +27,14 @@ class Task(Protocol):
     (:class:`~sota_grpo.tasks.mixture.MixtureTask`).
     """
 
-    name: str
-    term_weights: Mapping[str, float]
     train: Sequence[Example]
     heldout: Sequence[Example]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def term_weights(self) -> Mapping[str, float]: ...
 
     def messages(self, example: Example) -> list[dict[str, str]]: ...
 

@@ -161,18 +161,14 @@ def argument_error(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) 
     is coerced: ``"7"`` and ``7.0`` are not integers, ``true`` is not a number, ``7`` is a number. Keywords whose value
     JSON Schema does not allow, such as ``null`` or draft 3's ``"required": true``, and unknown types are ignored.
     """
-    properties = keyword(parameters, "properties", {})
+    properties, others = keyword(parameters, "properties", {}), parameters.get("additionalProperties")
     for name in _names(parameters, "required"):
         if name not in arguments:
             return f"the argument {name!r} is missing"
     for name, value in arguments.items():
-        if name in properties:
-            reason = _misfit(properties[name], value)
-        elif parameters.get("additionalProperties") not in (None, False):
-            reason = _misfit(parameters["additionalProperties"], value)
-        else:
+        if name not in properties and others in (None, False):
             return f"there is no argument {quoted(name)}; available: {', '.join(properties) or 'none'}"
-        if reason is not None:
+        if reason := _misfit(properties.get(name, others), value):
             return f"the argument {quoted(name)} {reason}"
     return None
 
@@ -221,8 +217,7 @@ def _misfit(schema: Any, value: Any) -> str | None:
         if prefix and len(value) != len(prefix):
             return f"has {len(value)} items, not {len(prefix)}"
         for index, item in enumerate(value):
-            reason = _misfit(prefix[index] if prefix else schema.get("items"), item)
-            if reason is not None:
+            if reason := _misfit(prefix[index] if prefix else schema.get("items"), item):
                 return f"has an item, number {index}, that {reason}"
     if isinstance(value, dict):
         properties = keyword(schema, "properties", {})
@@ -230,8 +225,7 @@ def _misfit(schema: Any, value: Any) -> str | None:
             if name not in value:
                 return f"has no entry {name!r}"
         for name, item in value.items():
-            reason = _misfit(properties.get(name, schema.get("additionalProperties")), item)
-            if reason is not None:
+            if reason := _misfit(properties.get(name, schema.get("additionalProperties")), item):
                 return f"has an entry {quoted(name)} that {reason}"
     return None
 

@@ -104,8 +104,8 @@ def make_task(name: str, **kwargs: Any) -> Task:
 def parameters(name: str, *, bare: bool = False) -> frozenset[str]:
     """Return the parameter names of a task's class (:func:`task_class`) and, unless ``bare``, of its ``load``."""
     kind = task_class(name)
-    loaded = frozenset() if bare else frozenset(signature(getattr(kind, "load", kind)).parameters)
-    return frozenset(signature(kind).parameters) | loaded
+    sources = [kind] if bare else [kind, getattr(kind, "load", kind)]
+    return frozenset(parameter for source in sources for parameter in signature(source).parameters)
 
 
 def make_scorer(

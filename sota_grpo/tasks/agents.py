@@ -28,22 +28,13 @@ from sota_grpo.errors import UserError
 from sota_grpo.files import file_reference, load_python
 from sota_grpo.rewards.functions import plain
 from sota_grpo.text import one_line
-from sota_grpo.workers.instances import InstanceLost, InstanceSpec
+from sota_grpo.workers.instances import InstanceLost
 
 AGENT = "agent"
 SESSIONS = "sessions"  # the value of the option with which outside programs run the episodes
 OPTION = f"env.{AGENT}"
 _MOST_CHARS = 1 << 15  # of a result, less than a worker returns
 _LOADS = threading.Lock()
-
-
-def agent_spec(value: str) -> InstanceSpec:
-    """Return the spec with which an environment worker builds the :class:`Agent` of a value of ``env.agent``.
-
-    >>> agent_spec("python my_agent.py").kind
-    'sota_grpo.tasks.agents:Agent'
-    """
-    return InstanceSpec("sota_grpo.tasks.agents:Agent", value, options={"value": value})
 
 
 class Agent:
@@ -103,13 +94,14 @@ class Agent:
             finally:
                 self.kill()  # children that are still running
                 self._process = None  # the process id may be reused
+        last, last_error = (printed.strip().rpartition("\n")[2] for printed in (said, complained))
         if process.returncode != 0:
-            why = one_line(complained.strip().rpartition("\n")[2], 200)
+            why = one_line(last_error, 200)
             raise InstanceLost(f"the agent ended with status {process.returncode}; its last line on stderr is {why!r}")
         try:
-            return json.loads(said.strip().rpartition("\n")[2])
+            return json.loads(last)
         except ValueError:
-            shown = one_line(said.strip().rpartition("\n")[2], 80)
+            shown = one_line(last, 80)
             raise InstanceLost(f"the agent's last line is not JSON: {shown!r}; print the reward as JSON") from None
 
     def kill(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -140,6 +140,7 @@ def solve(steps: tuple[tuple[str, str, str], ...], numbers: Mapping[str, int]) -
 LARGEST_NUM_STEPS = max(len(template.steps) for template in TEMPLATES.values())
 
 
+@dataclass(eq=False, repr=False)
 class ArithmeticTask(ProceduralTask):
     """Word problems that a model with a million parameters can learn; graded by the final number.
 
@@ -155,15 +156,17 @@ class ArithmeticTask(ProceduralTask):
 
     name = "arithmetic"
 
-    def __init__(self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, max_steps: int = 4) -> None:
-        if not 1 <= max_steps <= LARGEST_NUM_STEPS:
-            raise ValueError(f"max_steps={max_steps} must be between 1 and {LARGEST_NUM_STEPS}.")
-        super().__init__(seed, num_train, num_heldout)  # no system prompt: short sequences
-        self._max_steps = max_steps
+    max_steps: int = 4
+    system_prompt: str | None = field(default=None, init=False)  # there is none: short sequences
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_steps <= LARGEST_NUM_STEPS:
+            raise ValueError(f"max_steps={self.max_steps} must be between 1 and {LARGEST_NUM_STEPS}.")
+        super().__post_init__()
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """Sample a problem of the requested split, with a uniform number of steps and then a uniform template."""
-        num_steps = rng.randint(1, self._max_steps)
+        num_steps = rng.randint(1, self.max_steps)
         template = rng.choice([t for t in TEMPLATES.values() if len(t.steps) == num_steps])
         while True:
             numbers = {name: rng.randint(low, high) for name, (low, high) in template.ranges.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sota_grpo.rewards.extract import last_code_block, without_thinking
 from sota_grpo.rewards.sandbox import make_runner, parse_tests, run_tests
@@ -11,6 +12,7 @@ from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 from sota_grpo.text import SURROGATE
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CodeTask(FileTask):
     """Prompts whose responses are Python programs, graded by the unit tests of the dataset row.
 
@@ -29,22 +31,17 @@ class CodeTask(FileTask):
     """
 
     name = "code"
-    term_weights: Mapping[str, float] = {"tests": 1.0}
     default_prompt = (
         "Write a Python program that does what is asked. End your response with the whole program in one block that "
         "begins with ```python and ends with ```."
     )
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        sandbox: str = "auto",
-        system_prompt: str | None = None,
-    ):
-        super().__init__(train, heldout, system_prompt=system_prompt)
-        self._runner = make_runner(sandbox)
+    sandbox: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.term_weights = {"tests": 1.0}
+        self._runner = make_runner(self.sandbox)
 
     def score(self, response: str, example: Example) -> Score:
         """Return the term ``tests``; if there is a program, ``info`` has ``num_tests`` and ``num_passed``."""

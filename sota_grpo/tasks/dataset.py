@@ -16,9 +16,9 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example, Score
@@ -120,7 +120,7 @@ def text_of(row: Row, column: str, location: str) -> str:
     '#### 2'
     """
     if column not in row:
-        raise DatasetError(f"{location}: column {column!r} is missing; {_columns(row)}.")
+        raise DatasetError(f"{location}: column {column!r} is missing; {columns_found(row)}.")
     if not isinstance(row[column], str):
         hint = " (use env.dataset=table for chat messages)" if isinstance(row[column], list) else ""
         raise DatasetError(f"{location}: column {column!r} holds {type(row[column]).__name__}, not text{hint}.")
@@ -155,10 +155,11 @@ def first_text(row: Row, columns: Sequence[str], location: str) -> str:
             return number_text(value)
         if value is not None:
             return text_of(row, column, location)
-    raise DatasetError(f"{location}: no column {' or '.join(map(repr, columns))} has a value; {_columns(row)}.")
+    raise DatasetError(f"{location}: no column {' or '.join(map(repr, columns))} has a value; {columns_found(row)}.")
 
 
-def _columns(row: Row) -> str:
+def columns_found(row: Row) -> str:
+    """Return the columns of a row as a clause of an error message."""
     return f"the columns found are {', '.join(map(repr, row)) or 'none'}"
 
 
@@ -176,13 +177,12 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            row = _json(line, f"{path}, line {number}")
-            if not isinstance(row, dict):
-                kind = type(row).__name__
-                raise DatasetError(f"{path}, line {number}: holds {kind}; write one JSON object per line.")
-            rows.append(row)
+            if line.strip():
+                location = f"{path}, line {number}"
+                row = _json(line, location)
+                if not isinstance(row, dict):
+                    raise DatasetError(f"{location}: holds {type(row).__name__}; write one JSON object per line.")
+                rows.append(row)
     return rows
 
 
@@ -339,6 +339,10 @@ def require_not_negative(**values: float) -> None:
             raise ValueError(f"{name}={value} must not be negative.")
 
 
+_CORRECT: Mapping[str, float] = {"correct": 1.0}
+
+
+@dataclass(eq=False, repr=False)
 class BaseTask:
     """Base class of tasks (:class:`~sota_grpo.rl.task.Task`), whose prompt is a system turn, if any, and the question.
 
@@ -346,15 +350,17 @@ class BaseTask:
     and defines ``score`` and, to read rows of a table, ``read_row``.
     """
 
-    name: str
+    name: ClassVar[str]
     default_prompt = ""
-    term_weights: Mapping[str, float] = {"correct": 1.0}
+    term_weights = _CORRECT
 
-    def __init__(
-        self, train: Sequence[Example] = (), heldout: Sequence[Example] = (), *, system_prompt: str | None = None
-    ) -> None:
-        self.train, self.heldout = train, heldout
-        self.system_prompt: str | None = self.default_prompt if system_prompt is None else system_prompt
+    train: Sequence[Example] = ()
+    heldout: Sequence[Example] = ()
+    system_prompt: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is None:
+            self.system_prompt = self.default_prompt
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """Return the system turn (unless the system prompt is empty) and the question as a user turn."""
@@ -385,8 +391,16 @@ class FileTask(BaseTask):
     hub_name: str
     hub_config: str | None = None
     has_test_split = False
-    question_columns: Sequence[str] = ("prompt",)
+    question_columns: ClassVar[Sequence[str]] = ("prompt",)
     max_broken = 0.0
+
+    def _rows(self, name: str, splits: Sequence[str]) -> Sequence[Row]:
+        try:
+            return load_rows(name, splits, self.hub_config)
+        except NoConfig:
+            if name == self.hub_name:
+                raise
+            return load_rows(name, splits)
 
     def _problem(self, row: Row, location: str) -> Example:
         """Return the example of a row; raise ``DatasetError`` if its question is missing or empty."""
@@ -397,14 +411,8 @@ class FileTask(BaseTask):
 
     def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
         """Return a dataset's examples; ``DatasetError`` for a bad row (hub: for a fraction above ``max_broken``)."""
-        try:
-            rows = load_rows(name, splits, self.hub_config)
-        except NoConfig:
-            if name == self.hub_name:
-                raise
-            rows = load_rows(name, splits)
         examples, broken = list[Example](), list[DatasetError]()
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(rows := self._rows(name, splits), start=1):
             try:
                 examples.append(self._problem(row, f"{name}, row {number}"))
             except DatasetError as error:

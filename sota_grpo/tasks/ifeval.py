@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ EVAL_HUB_NAME = "google/IFEval"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IFEvalTask(FileTask):
     """Prompts with checkable instructions; by default trained on RLVR-IFeval and evaluated on IFEval.
 
@@ -62,17 +63,12 @@ class IFEvalTask(FileTask):
     has_test_split = True  # EVAL_HUB_NAME
     max_broken = 0.05
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        system_prompt: str | None = None,
-        all_weight: float = 0.0,
-    ):
-        require_not_negative(all_weight=all_weight)
-        super().__init__(train, heldout, system_prompt=system_prompt)
-        self.term_weights = {"instructions": 1.0, "all": all_weight}
+    all_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_not_negative(all_weight=self.all_weight)
+        self.term_weights = {"instructions": 1.0, "all": self.all_weight}
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
         """Return the training examples and the held-out ones: ``eval_path``, or IFEval for a hub dataset."""

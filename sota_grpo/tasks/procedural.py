@@ -12,7 +12,7 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sota_grpo.rewards.expressions import ExpressionError, parse_expression
@@ -61,6 +61,7 @@ class DrawnExamples(Sequence[Example]):
         return self.draws[turn](random.Random(sample_seed(self.seed, int(self.heldout), number)), self.heldout)
 
 
+@dataclass(eq=False, repr=False)
 class ProceduralTask(BaseTask):
     """Base class of generated tasks; a subclass defines :meth:`draw`, and its grading unless answers end in ``#### N``.
 
@@ -70,14 +71,16 @@ class ProceduralTask(BaseTask):
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
     """
 
-    def __init__(
-        self, seed: int = 0, num_train: int = 8192, num_heldout: int = 512, *, system_prompt: str | None = None
-    ) -> None:
-        train, heldout = (
-            DrawnExamples([self.draw], seed, is_heldout, count)
-            for is_heldout, count in ((False, num_train), (True, num_heldout))
-        )
-        super().__init__(train, heldout, system_prompt=system_prompt)
+    train: Sequence[Example] = field(init=False)
+    heldout: Sequence[Example] = field(init=False)
+    seed: int = 0
+    num_train: int = 8192
+    num_heldout: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.train = DrawnExamples([self.draw], self.seed, False, self.num_train)
+        self.heldout = DrawnExamples([self.draw], self.seed, True, self.num_heldout)
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """Return a random problem of the held-out or the training split; a subclass defines this."""
@@ -106,6 +109,7 @@ _AGAIN = "Think again and give another expression between <answer> and </answer>
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CountdownTask(ProceduralTask):
     """Countdown problems; the two splits share no problem, whatever the seeds.
 
@@ -135,18 +139,12 @@ class CountdownTask(ProceduralTask):
         "<answer>(1 + 2) / 3</answer>."
     )
 
-    def __init__(
-        self,
-        seed: int = 0,
-        num_train: int = 8192,
-        num_heldout: int = 512,
-        *,
-        system_prompt: str | None = None,
-        format_weight: float = 0.1,
-    ):
-        require_not_negative(format_weight=format_weight)
-        super().__init__(seed, num_train, num_heldout, system_prompt=system_prompt)
-        self.term_weights = {"correct": 1.0, "format": format_weight}
+    format_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_not_negative(format_weight=self.format_weight)
+        super().__post_init__()
+        self.term_weights = {"correct": 1.0, "format": self.format_weight}
 
     def draw(self, rng: random.Random, heldout: bool) -> Example:
         """Sample numbers and an expression until its value is in ``TARGETS`` and the problem in the requested split."""

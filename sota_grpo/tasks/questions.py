@@ -8,15 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
-from sota_grpo.rewards.extract import (
-    CALCULATION,
-    answers_equal,
-    extract_answer,
-    is_number,
-    parse_number,
-)
+from sota_grpo.rewards.extract import CALCULATION, answers_equal, extract_answer, is_number, parse_number
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import (
@@ -48,46 +43,39 @@ def answering(answer_format: str, answer: str) -> str:
     return _FORMS[answer_format][1].format(answer)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class QuestionTask(FileTask):
     """Base class of tasks that grade the answer which a response gives in a fixed format.
 
-    A subclass may set ``default_format``; ``any_format``, the format that the prompt requests if ``answer_format=any``;
-    ``right_term``, the name of the reward term for the answer; ``default_weight``, the weight of the term ``format``;
-    ``other_weights``, those of further terms; and ``what``, the word for the answer in the prompt. ValueError for an
-    unknown answer format or a negative weight.
+    A subclass may set ``default_format``; ``default_weights``, those of the reward terms; and ``what``, the word for
+    the answer in the prompt. ValueError for an unknown answer format or a negative weight.
 
     Args:
-        answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``.
+        answer_format: see :func:`~sota_grpo.rewards.extract.extract_answer`; None is the class's ``default_format``,
+            which the prompt also requests for ``any``.
         system_prompt: replaces the task's system prompt; with an empty text there is no system turn.
-        format_weight: weight of ``format``; at 0 it is still reported. None is the class's ``default_weight``.
+        format_weight: weight of ``format``; at 0 it is still reported. None is that of ``default_weights``.
     """
 
     has_test_split = True
-    default_format = any_format = "hash"
-    right_term, default_weight = "correct", 0.0
-    other_weights: Mapping[str, float] = {}
-    what = "answer"
-    question_columns: Sequence[str] = ("question",)
+    default_format, what = "hash", "answer"
+    default_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "format": 0.0}
+    question_columns: ClassVar[Sequence[str]] = ("question",)
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        answer_format: str | None = None,
-        system_prompt: str | None = None,
-        format_weight: float | None = None,
-    ):
-        super().__init__(train, heldout, system_prompt=system_prompt)
-        self.answer_format = self.default_format if answer_format is None else answer_format
-        extract_answer("", self.answer_format)  # raises if it is unknown
-        self._requested_format = self.any_format if self.answer_format == "any" else self.answer_format
-        if system_prompt is None and not self.default_prompt:
+    answer_format: str | None = None
+    format_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        self._format = self.default_format if self.answer_format is None else self.answer_format
+        extract_answer("", self._format)  # raises if it is unknown
+        self._requested_format = self.default_format if self._format == "any" else self._format
+        if not self.default_prompt:
             where = _FORMS[self._requested_format][0].format(self.what)
-            self.system_prompt = f"Solve the problem step by step, then give the final answer {where}."
-        weight = self.default_weight if format_weight is None else format_weight
+            self.default_prompt = f"Solve the problem step by step, then give the final answer {where}."
+        super().__post_init__()
+        weight = self.default_weights["format"] if self.format_weight is None else self.format_weight
         require_not_negative(format_weight=weight)
-        self.term_weights = {self.right_term: 1.0, "format": weight, **self.other_weights}
+        self.term_weights = {**self.default_weights, "format": weight}
 
 
 class GSM8KTask(QuestionTask):
@@ -109,7 +97,7 @@ class GSM8KTask(QuestionTask):
 
     def score(self, response: str, example: Example) -> Score:
         """Return the terms ``correct`` and ``format``; see the class."""
-        answer = extract_answer(response, self.answer_format)
+        answer = extract_answer(response, self._format)
         number = None if answer is None else parse_number(answer)
         gold = parse_number(extract_answer(example.answer, "hash") or example.answer)
         correct = number is not None and number == gold
@@ -132,6 +120,7 @@ class GSM8KTask(QuestionTask):
         return Example(query=optional_text(row, self.question_columns), answer=answer)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MathTask(QuestionTask):
     """Competition problems whose answer is any expression (MATH, Hendrycks et al. 2021, arXiv:2103.03874).
 
@@ -147,35 +136,27 @@ class MathTask(QuestionTask):
 
     name = "math"
     hub_name, hub_config = "DigitalLearningGmbH/MATH-lighteval", "default"
-    default_format = any_format = "boxed"
-    right_term = "answer"
+    default_format = "boxed"
+    default_weights: ClassVar[Mapping[str, float]] = {"answer": 1.0, "format": 0.0}
     question_columns = ("question", "problem", "prompt")
     _gold_columns = ("ground_truth", "answer", "solution")
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        answer_format: str | None = None,
-        system_prompt: str | None = None,
-        format_weight: float | None = None,
-        correct: float = 1.0,
-        wrong: float = -1.0,
-        no_answer: float = -0.5,
-    ):
-        shared = {"answer_format": answer_format, "system_prompt": system_prompt}
-        super().__init__(train, heldout, **shared, format_weight=format_weight)
-        if not all(map(math.isfinite, (correct, wrong, no_answer))) or correct <= max(wrong, no_answer):
+    correct: float = 1.0
+    wrong: float = -1.0
+    no_answer: float = -0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rewards = self.correct, self.wrong, self.no_answer
+        if not all(map(math.isfinite, rewards)) or self.correct <= max(self.wrong, self.no_answer):
             raise ValueError(
-                f"reward.correct={correct} must be greater than reward.wrong={wrong} and reward.no_answer={no_answer}, "
-                "and all three finite."
+                f"reward.correct={self.correct} must be greater than reward.wrong={self.wrong} and "
+                f"reward.no_answer={self.no_answer}, and all three finite."
             )
-        self.correct, self.wrong, self.no_answer = correct, wrong, no_answer
 
     def score(self, response: str, example: Example) -> Score:
         """Return the terms ``answer`` and ``format``; ``info`` has any answer (200 characters) as ``extracted``."""
-        answer = extract_answer(response, self.answer_format, mathematics=True)
+        answer = extract_answer(response, self._format, mathematics=True)
         if answer is None:
             return Score({"answer": self.no_answer, "format": 0.0}, success=False)
         right = math_equal(example.answer, answer)
@@ -283,8 +264,7 @@ class ReasoningTask(QuestionTask):
     name = "reasoning"
     hub_name, hub_config = "openai/gsm8k", "main"
     default_format = "tags"
-    right_term, default_weight = "answer", 0.2
-    other_weights: Mapping[str, float] = {"thinking": 0.2}
+    default_weights: ClassVar[Mapping[str, float]] = {"answer": 1.0, "format": 0.2, "thinking": 0.2}
     question_columns = ("question", "prompt")
     default_prompt = (
         "Think about the problem step by step between <think> and </think>, then give the final answer alone between "
@@ -294,7 +274,7 @@ class ReasoningTask(QuestionTask):
     def score(self, response: str, example: Example) -> Score:
         """Return the class's terms; ``info``: ``think_words`` (a count) and, if there is one, ``answer_found``."""
         parsed, gold = parse_response(response), split_gold(example.answer)[1]
-        answer = extract_answer(response, self.answer_format, words=not is_number(gold))
+        answer = extract_answer(response, self._format, words=not is_number(gold))
         right = answer is not None and answers_equal(answer, gold)
         words = count_words(parsed.thinking or "")
         thinking = min(words / _MIN_THINK_WORDS, 1.0) - 1.0

@@ -13,6 +13,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any
@@ -89,6 +90,7 @@ def _levels_of(options: Mapping[str, Any]) -> list[Any]:
     return list(level) if isinstance(level, Sequence) and not isinstance(level, str) else [level]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ReasoningGymTask(BaseTask):
     """Problems of several tasks of reasoning-gym, sampled in proportion to their weights.
 
@@ -112,35 +114,27 @@ class ReasoningGymTask(BaseTask):
 
     name = "reasoning_gym"
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        tasks: Mapping[str, Any] | None = None,
-        system_prompt: str | None = None,
-        answer_format: str = "tags",
-    ):
-        if answer_format not in _FORMATS:
-            raise ValueError(f"answer_format={answer_format!r} is not one of {', '.join(_FORMATS)}.")
-        self.answer_format = answer_format
-        self._requested_format = "tags" if answer_format == "any" else answer_format
+    tasks: Mapping[str, Any] | None = None
+    answer_format: str = "tags"
+
+    def __post_init__(self) -> None:
+        if self.answer_format not in _FORMATS:
+            raise ValueError(f"answer_format={self.answer_format!r} is not one of {', '.join(_FORMATS)}.")
+        self._requested_format = "tags" if self.answer_format == "any" else self.answer_format
         self.default_prompt = SYSTEM_PROMPT.format(_FORMS[self._requested_format])
-        super().__init__(train, heldout, system_prompt=system_prompt)
+        super().__post_init__()
         self._weights: dict[str, int] = {}
-        self._levels: dict[str, list[int | None]] = {}
-        self._options: dict[tuple[str, int | None], str] = {}  # by (task, level): options as JSON, the cache key
-        for sentence in task_faults(tasks) if tasks is not None else ():
+        self._options: dict[str, dict[int | None, str]] = {}  # by task and level: options as JSON, the cache key
+        for sentence in task_faults(self.tasks) if self.tasks is not None else ():
             raise UserError(sentence)
-        for name, value in (tasks or {}).items():
+        for name, value in (self.tasks or {}).items():
             options = dict(value) if isinstance(value, Mapping) else {"weight": value}
+            levels = _levels_of(options)
             self._weights[name] = options.pop("weight", 1)
-            self._levels[name] = _levels_of(options)
-            for level in self._levels[name]:
-                level_option = {} if level is None else {"level": level}
-                task_options = {option: value for option, value in options.items() if option != "level"} | level_option
-                self._options[name, level] = json.dumps(task_options, sort_keys=True)
-                _source(name, self._options[name, level])
+            options.pop("level", None)
+            made = {level: options if level is None else {**options, "level": level} for level in levels}
+            self._options[name] = {level: json.dumps(chosen, sort_keys=True) for level, chosen in made.items()}
+        self._sources()
 
     @classmethod
     def load(
@@ -161,17 +155,17 @@ class ReasoningGymTask(BaseTask):
     def _draw(self, weights: Mapping[str, int], rng: random.Random, heldout: bool) -> Example:
         """Sample a task by weight, then problems of it until one is in the requested split."""
         (name,) = rng.choices([*weights], [*weights.values()])
-        levels = self._levels[name]
-        level = rng.choice(levels) if len(levels) > 1 else levels[0]
+        options = self._options[name]
+        level = rng.choice([*options]) if len(options) > 1 else next(iter(options))
         failure: Exception | None = None
         for _ in range(_DRAWS):
             try:
-                item = _item(name, self._options[name, level], rng.randrange(_SIZES.get(name, _SIZE)))
+                item = _item(name, options[level], rng.randrange(_SIZES.get(name, _SIZE)))
             except Exception as error:  # some tasks fail for some indices
                 failure = error
                 continue
             if is_heldout(normalised(item["question"])) == heldout:
-                extra = {SUBTASK: name, "metadata": item["metadata"]} | ({"level": level} if len(levels) > 1 else {})
+                extra = {SUBTASK: name, "metadata": item["metadata"]} | ({"level": level} if len(options) > 1 else {})
                 return Example(item["question"], item["answer"] or "", extra)
         reason = f" ({first_line(failure).rstrip('.')})" if failure else ""
         side = "held-out problem" if heldout else "problem to train on"
@@ -182,8 +176,12 @@ class ReasoningGymTask(BaseTask):
     def prepare(self) -> None:
         """Import the package and its data, so that the first response's time limit does not include that."""
         _package()
-        for (name, _), options in self._options.items():
-            _source(name, options)
+        self._sources()
+
+    def _sources(self) -> None:
+        for name, options in self._options.items():
+            for chosen in options.values():
+                _source(name, chosen)
 
     def score(self, response: str, example: Example) -> Score:
         """Return the term ``correct``; see the class."""
@@ -195,15 +193,14 @@ class ReasoningGymTask(BaseTask):
         if name in _TUPLES:
             metadata["output"] = tuple(map(tuple, metadata["output"]))
         entry = {"question": example.query, "answer": example.answer, "metadata": metadata}
-        level = example.extra.get("level", self._levels.get(name, [None])[0])
-        source = _source(name, self._options.get((name, level), "{}"))
+        options = self._options.get(name, {None: "{}"})
+        source = _source(name, options.get(example.extra.get("level", next(iter(options))), "{}"))
         try:
             value = float(source.score_answer(answer, entry))
         except Exception:  # model text may raise anything in a scorer
             return wrong
-        if not 0.0 <= value <= 1.0:  # one scorer gives wrong answers more than 1
-            return wrong
-        return Score({"correct": value}, success=value == 1.0, info={"task": name})
+        # one scorer gives wrong answers more than 1
+        return replace(wrong, terms={"correct": value}, success=value == 1.0) if 0.0 <= value <= 1.0 else wrong
 
     def counts(self, score: Score, example: Example) -> dict[str, tuple[float, float]]:
         """Return ``{name of the example's task: (success, 1)}``."""

@@ -40,6 +40,11 @@ with suppress(ImportError):
     from websockets.sync.client import connect
 
 
+def _lost(what: str, cause: BaseException | str) -> InstanceLost:
+    reason = cause if isinstance(cause, str) else sentence(cause)
+    return InstanceLost(f"{what} ({reason.rstrip('.')})")
+
+
 class ToolFailed(Exception):
     """A tool call failed; the message is the server's."""
 
@@ -64,22 +69,25 @@ class McpTools:
             # anyio requires that the same task enters and leaves the session
             self._portal = opened.enter_context(start_blocking_portal())
             try:
-                self._client = self._connected(opened)
+                try:
+                    self._client = self._connected(opened, mode="legacy")
+                except Exception as error:
+                    refused = _cause(error)
+                    if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
+                        raise
+                    self._client = self._connected(opened)
             except Exception as error:
                 where, cause = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
                     cause = f"it rejects the request with HTTP status {self._refused}: set {KEY} to a valid key"
-                raise InstanceLost(f"no session with the MCP server {where} ({cause.rstrip('.')})") from error
+                raise _lost(f"no session with the MCP server {where}", cause) from error
             self._opened = opened.pop_all()
 
-    def _connected(self, opened: ExitStack) -> Any:
-        try:
-            return self._entered(opened, mode="legacy")
-        except Exception as error:
-            refused = _cause(error)
-            if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
-                raise
-        return self._entered(opened)
+    def _connected(self, opened: ExitStack, **options: Any) -> Any:
+        server: Any = self._over_http()
+        if not self._url:
+            server = mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
+        return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
 
     @asynccontextmanager
     async def _over_http(self) -> AsyncIterator[Any]:
@@ -95,12 +103,6 @@ class McpTools:
             streamable_http_client(self._url, http_client=client) as streams,
         ):
             yield streams
-
-    def _entered(self, opened: ExitStack, **options: Any) -> Any:
-        server: Any = self._over_http()
-        if not self._url:
-            server = mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
-        return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -128,7 +130,7 @@ class McpTools:
             cause = _cause(error)
             if isinstance(cause, mcp.MCPError) and cause.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND):
                 raise ToolFailed(joined(str(cause))) from error
-            raise InstanceLost(f"the MCP server failed in a tool call ({sentence(cause).rstrip('.')})") from error
+            raise _lost("the MCP server failed in a tool call", cause) from error
         text = content_text([block.model_dump() for block in result.content])
         if result.is_error:
             raise ToolFailed(joined(text))
@@ -240,13 +242,13 @@ class OpenEnv:
         server = HttpClient(self._url, headers=headers_of(self._url), option="env.environment", max_bytes=_MOST_BYTES)
         try:
             described = server.get("/schema", timeout_s=30.0)
+        except ServerSilent as error:
+            raise _lost(f"no OpenEnv server answers at {self._url}", error) from error
         except ServerError as error:
-            reason = f"the server at {self._url}/schema is not an OpenEnv server ({sentence(error).rstrip('.')})"
-            if isinstance(error, ServerSilent):
-                reason = f"no OpenEnv server answers at {self._url} ({sentence(error).rstrip('.')})"
-            elif error.status in (401, 403):
-                reason = f"the server at {self._url} rejects the request with HTTP status {error.status}: set {KEY}"
-            raise InstanceLost(reason) from error
+            if error.status in (401, 403):
+                status = f"rejects the request with HTTP status {error.status}"
+                raise InstanceLost(f"the server at {self._url} {status}: set {KEY}") from error
+            raise _lost(f"the server at {self._url}/schema is not an OpenEnv server", error) from error
         finally:
             server.close()
         action = described.get("action") if isinstance(described, dict) else None
@@ -288,13 +290,11 @@ class OpenEnv:
                     )
                 )
             except Exception as error:  # network, TLS or HTTP
-                raise InstanceLost(
-                    f"no OpenEnv server answers at {self._url} ({sentence(error).rstrip('.')})"
-                ) from error
+                raise _lost(f"no OpenEnv server answers at {self._url}", error) from error
             try:
                 return self._request(message)
             except ActionFailed as error:
-                raise InstanceLost(f"the OpenEnv server cannot start an episode ({str(error).rstrip('.')})") from error
+                raise _lost("the OpenEnv server cannot start an episode", str(error)) from error
             except _NoRoom as error:
                 if time.monotonic() > until:
                     raise InstanceLost(
@@ -317,9 +317,7 @@ class OpenEnv:
                 self._reward = float(reward)
             self._is_over = bool(data.get("done"))
         except (ConnectionClosed, OSError) as error:
-            raise InstanceLost(
-                f"the connection to the OpenEnv server failed ({sentence(error).rstrip('.')})"
-            ) from error
+            raise _lost("the connection to the OpenEnv server failed", error) from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._unlike() from error
         return data
@@ -331,7 +329,7 @@ class OpenEnv:
             return _tool_answer(seen)
         if not seen:
             return None
-        (first, *others) = seen.values()
+        first, *others = seen.values()
         return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
 
     def _unlike(self) -> InstanceLost:

@@ -33,7 +33,11 @@ from sota_grpo.workers.instances import InstanceSpec
 #: Accepted forms, for error messages.
 FORMS = "mcp:COMMAND, mcp+http://HOST:PORT/mcp or openenv+http://HOST:PORT"
 _WRITTEN = re.compile(r"mcp:(?P<command>.*)|(?P<protocol>mcp|openenv)\+(?P<url>https?://.*)", re.DOTALL)
-_ADAPTERS = {"mcp": "sota_grpo.tasks.server_tools:McpTools", "openenv": "sota_grpo.tasks.server_tools:OpenEnv"}
+_ADAPTERS = {
+    "mcp": "sota_grpo.tasks.server_tools:McpTools",
+    "openenv": "sota_grpo.tasks.server_tools:OpenEnv",
+    "agent": "sota_grpo.tasks.agents:Agent",
+}
 KEY, HEADERS = "SOTA_GRPO_TOOLS_KEY", "SOTA_GRPO_TOOLS_HEADERS"  # environment variables
 _PACKAGES = {"mcp": "mcp", "openenv": "websockets"}  # extra: package
 
@@ -104,9 +108,10 @@ def server_of(value: str | None) -> ToolServer | None:
 
 
 def instance_spec(value: str, kind: str) -> InstanceSpec:
-    """Return the spec of a value of ``env.tools`` (kind ``functions``) or ``env.environment`` (``factory``).
+    """Return the spec of a value of ``env.tools``, ``env.environment`` or ``env.agent``.
 
-    A file is not opened here. UserError if the value names a server that cannot be used (:meth:`ToolServer.require`).
+    ``kind`` is ``functions``, ``factory`` or ``agent``. A file is not opened here. UserError if the value names a
+    server that cannot be used (:meth:`ToolServer.require`).
 
     >>> str(instance_spec("tools.py:add,multiply", "functions")), instance_spec("guess.py:Guess", "factory").kind
     ('tools.py:add,multiply', 'factory')
@@ -115,6 +120,8 @@ def instance_spec(value: str, kind: str) -> InstanceSpec:
         server.require()
         options = {"url": server.url} if server.url else {"command": tuple(shlex.split(server.command))}
         return InstanceSpec(_ADAPTERS[server.protocol], server.written, options=options)
+    if kind == "agent":
+        return InstanceSpec(_ADAPTERS[kind], value, options={"value": value})
     path, names = file_reference(value) or (Path(value), "")
     return InstanceSpec(path=str(path), names=tuple(names.split(",")) if names else (), kind=kind)
 

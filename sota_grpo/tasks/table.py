@@ -7,13 +7,22 @@ import decimal
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sota_grpo.rewards.extract import answers_equal, extract_answer, is_number
 from sota_grpo.rewards.maths import math_equal
 from sota_grpo.rl.records import Example, Score
-from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, load_rows, normalised, number_text, present
+from sota_grpo.tasks.dataset import (
+    DatasetError,
+    FileTask,
+    Row,
+    columns_found,
+    load_rows,
+    normalised,
+    number_text,
+    present,
+)
 from sota_grpo.tasks.questions import GSM8KTask, answering
 
 Chat = list[dict[str, Any]]
@@ -125,6 +134,7 @@ def _texts(ground_truth: Any) -> list[str]:
     return [text_of_answer(truth) for truth in truths] if all(isinstance(t, (str, int, float)) for t in truths) else []
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TableTask(FileTask):
     """Prompts with ground truths from a table: ``reward = correct``, 1 for a right answer and 0 otherwise.
 
@@ -151,23 +161,14 @@ class TableTask(FileTask):
 
     name = "table"
 
-    def __init__(
-        self,
-        train: Sequence[Example] = (),
-        heldout: Sequence[Example] = (),
-        *,
-        prompt_column: str = "prompt",
-        answer_column: str = DEFAULT_ANSWER,
-        answer_format: str | None = None,
-        system_prompt: str | None = None,
-        answer_required: bool = True,
-    ):
-        if answer_format is not None:
-            extract_answer("", answer_format)  # raises if it is unknown
-        super().__init__(train, heldout)
-        self.prompt_column, self.answer_column = prompt_column, answer_column
-        self.answer_format, self.system_prompt = answer_format, system_prompt
-        self.answer_required = answer_required
+    prompt_column: str = "prompt"
+    answer_column: str = DEFAULT_ANSWER
+    answer_format: str | None = None
+    answer_required: bool = True
+
+    def __post_init__(self) -> None:
+        if self.answer_format is not None:
+            extract_answer("", self.answer_format)  # raises if it is unknown
 
     def messages(self, example: Example) -> list[dict[str, str]]:
         """Return the turns of the prompt, with the system turn that ``system_prompt`` sets."""
@@ -196,23 +197,22 @@ class TableTask(FileTask):
         """
         return self._example(row, location, [self.answer_column, "answer"])
 
-    def read(self, name: str, splits: Sequence[str] = ("train",)) -> list[Example]:
-        """Return a dataset's examples, absent columns as None; DatasetError if it or a row of it cannot be used."""
+    def _rows(self, name: str, splits: Sequence[str]) -> Sequence[Row]:
+        """Return the rows, of which each has all columns: None, as in Parquet and on the hub, where it lacks one."""
         rows = load_rows(name, splits)
-        missing = dict.fromkeys(column for row in rows for column in row)  # None, as in Parquet and on the hub
-        columns = [self.answer_column]
-        if self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in missing:
-            columns.append("answer")
-        examples = []
-        for number, row in enumerate(rows, start=1):
-            location, prompt = f"{name}, row {number}", row.get(self.prompt_column)
-            if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
-                raise DatasetError(
-                    f"{location}: column {self.prompt_column!r} holds no prompt; the columns found are "
-                    f"{', '.join(map(repr, row))}: set env.prompt_column, or remove the row."
-                )
-            examples.append(replace(self._example({**missing, **row}, location, columns), place=location))
-        return examples
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return [{**columns, **row} for row in rows]
+
+    def _problem(self, row: Row, location: str) -> Example:
+        prompt = row.get(self.prompt_column)
+        if prompt is None or (isinstance(prompt, str) and not prompt.strip()):
+            raise DatasetError(
+                f"{location}: column {self.prompt_column!r} holds no prompt; {columns_found(row)}: set "
+                "env.prompt_column, or remove the row."
+            )
+        is_other = self.answer_column == DEFAULT_ANSWER and DEFAULT_ANSWER not in row
+        columns = [self.answer_column, "answer"] if is_other else [self.answer_column]
+        return replace(self._example(row, location, columns), place=location)
 
     def _sides(self, name: str, eval_path: str | None) -> tuple[list[Example], list[Example] | None]:
         """Return both splits; if different chats end in the same user turn, their ``query`` is all their turns."""
@@ -249,21 +249,21 @@ class TableTask(FileTask):
         query = next(turn["content"] for turn in reversed(_turns(prompt)) if turn["role"] == "user")
         example = Example(query, text_of_answer(ground_truth), extra)
         if self.answer_required:
-            self._require_gradable(example, list(row), location)
+            self._require_gradable(example, location)
         return example
 
     def require_answers(self) -> None:
         """Raise ``DatasetError``, which names the row, if some example has no ground truth that the task can grade."""
         for example in (*self.train, *self.heldout):
-            self._require_gradable(example, list(example.extra["columns"]), example.place)
+            self._require_gradable(example, example.place)
 
-    def _require_gradable(self, example: Example, columns: Sequence[str], location: str) -> None:
+    def _require_gradable(self, example: Example, location: str) -> None:
         """Raise ``DatasetError`` if the ground truth is missing or :func:`is_right` cannot grade it."""
         ground_truth = example.extra["ground_truth"]
         if not example.answer.strip():
             raise DatasetError(
-                f"{location}: column {self.answer_column!r} holds no ground truth; the columns found are "
-                f"{', '.join(map(repr, columns)) or 'none'}: set env.answer_column, or grade with reward.path."
+                f"{location}: column {self.answer_column!r} holds no ground truth; besides the prompt, "
+                f"{columns_found(example.extra['columns'])}: set env.answer_column, or grade with reward.path."
             )
         if not _texts(ground_truth):
             raise DatasetError(

@@ -19,6 +19,7 @@ from sota_grpo.run.app import train
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.learner import Learner
 from tests.config.test_config import composed
+from tests.data_files import write_rows
 from tests.e2e.conftest import SMALL, metrics, without_clock
 from tests.forked import ForkServer
 
@@ -33,7 +34,7 @@ GOOD = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}\n#### {2 * n}
 def test_a_dataset_of_which_nothing_is_held_out_ends_the_start(tmp_path: Path) -> None:
     """A folder that datasets reads as a hub's dataset, with the split train alone."""
     (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
+    write_rows(tmp_path / "rows" / "train.jsonl", GOOD)
     data = ("env.dataset=gsm8k", f"env.dataset_path={tmp_path / 'rows'}", "env.num_heldout=0", "eval.mode=after")
     with pytest.raises(UserError, match=r"gsm8k has no held-out problems; set env.eval_path or env.num_heldout"):
         train(composed("grpo_cpu", *QUICK, *data), tmp_path / "run")

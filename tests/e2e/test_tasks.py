@@ -12,6 +12,7 @@ from sota_grpo.config.spelling import overrides_of
 from sota_grpo.run.app import train
 from sota_grpo.tasks import make_task
 from tests.config.test_config import composed
+from tests.data_files import write_rows
 from tests.e2e.conftest import SMALL, metrics, without_clock
 
 SEED = 20261121
@@ -38,11 +39,6 @@ def run(folder: Path, config: str, *overrides: str) -> tuple[list[dict], list[di
     return [row for row in metrics(place) if "grad_norm" in row], rollouts
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def problems(count: int = 40) -> list[dict]:
     """Question, worked answer, and its number alone."""
     examples = make_task("arithmetic", seed=SEED, num_train=count, max_steps=2).train
@@ -50,7 +46,7 @@ def problems(count: int = 40) -> list[dict]:
 
 
 def test_reasoning_in_two_turns_with_a_readable_log(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", problems())
+    path = write_rows(tmp_path / "rows.jsonl", problems())
     dialog = ("env.reasoning=true", "env.max_steps=2", "inference_model.stop=['.','8']")  # else none of them ends
     data = ("env.reward_workers=0", f"env.dataset_path={path}")
     steps, rollouts = run(tmp_path, "grpo_reasoning", *data, *dialog)
@@ -79,9 +75,6 @@ def brief(prompts, completions, ground_truth, **kwargs):
 
 
 def test_verls_parquet_and_reward_functions_of_both_forms_run_unchanged(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [
         {
             "data_source": "demo/sums",
@@ -92,9 +85,9 @@ def test_verls_parquet_and_reward_functions_of_both_forms_run_unchanged(tmp_path
         }
         for index, row in enumerate(problems())
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     (tmp_path / "rewards.py").write_text(REWARDS)
-    data = ("env.dataset=table", f"env.dataset_path={tmp_path / 'train.parquet'}", "env.num_heldout=4")
+    path = write_rows(tmp_path / "train.parquet", rows)
+    data = ("env.dataset=table", f"env.dataset_path={path}", "env.num_heldout=4")
     functions = (f"reward.path={tmp_path / 'rewards.py'}", "reward.name=[compute_score,brief]")
     steps, rollouts = run(tmp_path, "grpo_cpu", *data, *functions, "reward.weights=[1.0,0.5]")
     for row in steps:
@@ -130,10 +123,10 @@ def test_a_mixture_is_trained_and_continues_at_its_position(tmp_path: Path) -> N
     ]
     (tmp_path / "rewards.py").write_text(REWARDS)
     mixture = {
-        "maths": {"dataset": "gsm8k", "dataset_path": write(tmp_path / "maths.jsonl", problems()), "weight": 2},
+        "maths": {"dataset": "gsm8k", "dataset_path": write_rows(tmp_path / "maths.jsonl", problems()), "weight": 2},
         "sums": {"difficulty": 1, "tools": f"{tmp_path / 'tools.py'}:add", "max_steps": 2},
         "numbers": {"dataset": "countdown", "max_tokens": 9},
-        "mine": {"dataset": "table", "dataset_path": write(tmp_path / "rows.jsonl", rows), "reward_name": "brief"},
+        "mine": {"dataset": "table", "dataset_path": write_rows(tmp_path / "rows.jsonl", rows), "reward_name": "brief"},
     }
     mixture["mine"]["reward_path"] = str(tmp_path / "rewards.py")
     (tmp_path / "tools.py").write_text(TOOLS)

@@ -25,6 +25,7 @@ from sota_grpo.rewards.sandbox import BwrapRunner, FusionRunner, Limits, Ran, ma
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.code import CodeTask
 from sota_grpo.tasks.dataset import DatasetError
+from tests.data_files import write_rows
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say
 
@@ -270,9 +271,7 @@ def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) 
          "answer": f"def f(x):\n    return x + {n}"}
         for n in range(6)
     ]  # fmt: skip
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    task = CodeTask.load(path=str(path), num_heldout=2, max_samples=3)
+    task = CodeTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=2, max_samples=3)
     assert (len(task.train), len(task.heldout)) == (3, 2)
     example = task.train[0]
     score = pickle.loads(pickle.dumps(scorer_of(task)))

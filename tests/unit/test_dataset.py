@@ -2,63 +2,50 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import json
 import uuid
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sota_grpo.errors import UserError
 from sota_grpo.tasks.dataset import HELDOUT_SPLITS, DatasetError, NoConfig, is_file, load_rows, text_of
 from sota_grpo.tasks.questions import GSM8KTask
+from tests.data_files import write_rows
 
 ROWS = [{"question": f'{uuid.uuid4()},\n"é"?', "answer": f"#### {number}"} for number in range(5)]
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    elif path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 
 
 @SUFFIXES
-def test_every_kind_of_file_gives_the_same_rows_and_noise_is_refused(tmp_path: Path, suffix: str) -> None:
-    path = write(tmp_path / f"rows{suffix}", ROWS)
-    assert load_rows(str(path)) == ROWS
+def test_every_kind_of_file_gives_the_same_rows_and_noise_is_refused(tmp_path: Path, suffix: str, monkeypatch) -> None:
+    path = tmp_path / f"rows{suffix}"
+    assert load_rows(write_rows(path, ROWS)) == ROWS
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_rows(f"~/{path.name}") == ROWS
+    assert not is_file("~/")  # a folder, which the hub's client reads
     path.write_bytes(b"\xff\xfe\x00\x80noise")
     assert str(path) in failure(path)
     if suffix != ".parquet":  # a cell may be long, and a file may begin with a byte order mark
-        write(path, [{"a": "x" * 200_000}])
+        write_rows(path, [{"a": "x" * 200_000}])
         path.write_text(path.read_text(), encoding="utf-8-sig")
         assert load_rows(str(path)) == [{"a": "x" * 200_000}]
     if suffix != ".csv":
-        assert load_rows(str(write(path, [{"a": 1.5}, {"a": float("nan")}]))) == [{"a": 1.5}, {"a": None}]
+        assert load_rows(write_rows(path, [{"a": 1.5}, {"a": float("nan")}])) == [{"a": 1.5}, {"a": None}]
 
 
 @SUFFIXES
 def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, suffix: str, monkeypatch) -> None:
-    path = write(tmp_path / f"rows{suffix}", ROWS)
+    path = write_rows(tmp_path / f"rows{suffix}", ROWS)
     if suffix == ".parquet":  # opened by Arrow
         monkeypatch.setattr("pyarrow.parquet.ParquetFile", refused)
     monkeypatch.setattr(Path, "open", refused)
-    assert str(path) in failure(path)
+    assert path in failure(path)
     monkeypatch.setattr(Path, "is_file", refused)  # its folder may not be searched
     assert "Permission denied" in failure(path)
 
@@ -79,9 +66,6 @@ def failure(path: Path | str) -> str:
 @pytest.mark.parametrize("encoded", [True, False])
 def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, encoded: bool) -> None:
     """80 million letters in a few thousand bytes."""
-    import pyarrow
-    import pyarrow.parquet
-
     text = "x" * 20_000
     answers = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4_000, "int32"), [text]) if encoded else None
     table = pyarrow.table({"question": ["?"] * 4_000, "answer": [text] * 4_000 if answers is None else answers})
@@ -126,31 +110,6 @@ def test_a_column_that_is_missing_or_of_another_type_is_named() -> None:
         text_of({"answer": 3}, "answer", "demo, row 1")
 
 
-def use_hub(monkeypatch: pytest.MonkeyPatch, hub: dict[tuple[str, str], tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Replace the hub by datasets {(name, config): splits}, whose rows name their split; return its requests."""
-    import datasets
-
-    requests = []
-
-    def load_dataset(name: str, config: str | None = None) -> dict[str, datasets.Dataset]:
-        requests.append((name, config))
-        configs = [key[1] for key in hub if key[0] == name]
-        if not configs:
-            raise ConnectionError("no route\nto host")
-        if config is None and len(configs) > 1:
-            raise ValueError(f"Config name is missing.\nPick one of {configs}")
-        if config == "offline":
-            raise ValueError(f"Couldn't find cache for {name} for config 'offline'")
-        if config not in (None, *configs):
-            raise ValueError(f"BuilderConfig {config!r} not found.")
-        parts = hub[name, config or configs[0]]
-        rows = {split: [{"question": f"{split} {at}", "answer": "#### 4"} for at in range(4)] for split in parts}
-        return {split: datasets.Dataset.from_list(rows[split]) for split in parts}
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return requests
-
-
 HUB = {
     ("openai/gsm8k", "main"): ("train", "test"),
     ("openai/gsm8k", "socratic"): ("train", "test"),
@@ -163,7 +122,25 @@ HUB = {
 
 
 def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = use_hub(monkeypatch, HUB)
+    requests = []
+
+    def load_dataset(name: str, config: str | None = None) -> dict[str, datasets.Dataset]:
+        requests.append((name, config))
+        configs = [key[1] for key in HUB if key[0] == name]
+        if not configs:
+            raise ConnectionError("no route\nto host")
+        if config is None and len(configs) > 1:
+            raise ValueError(f"Config name is missing.\nPick one of {configs}")
+        if config == "offline":
+            raise ValueError(f"Couldn't find cache for {name} for config 'offline'")
+        if config not in (None, *configs):
+            raise ValueError(f"BuilderConfig {config!r} not found.")
+        return {
+            split: datasets.Dataset.from_list([{"question": f"{split} {at}", "answer": "#### 4"} for at in range(4)])
+            for split in HUB[name, config or configs[0]]
+        }
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_rows("openai/gsm8k", ["test"], "main")[0]["question"] == "test 0"
     assert GSM8KTask.load(path="some/sums", num_heldout=1).train[0].query == "train 0"
     assert requests[:3] == [("openai/gsm8k", "main"), ("some/sums", "main"), ("some/sums", None)]
@@ -189,10 +166,3 @@ def test_a_hub_dataset_is_read_with_the_config_and_the_split_that_it_has(monkeyp
     with pytest.raises(DatasetError, match=r"other .*ConnectionError: no route\); .*env.dataset_path=FILE") as caught:
         load_rows("some/other", config="main")
     assert "\n" not in str(caught.value)
-
-
-def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "rows.jsonl", ROWS)
-    assert load_rows("~/rows.jsonl") == ROWS
-    assert not is_file("~/")  # a folder, which the hub's client reads

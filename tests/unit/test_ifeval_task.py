@@ -17,7 +17,7 @@ from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.wrappers import think_again
-from tests.unit.test_tasks import shared_data, write
+from tests.data_files import shared_data, write_rows
 
 RNG = random.Random(random.randrange(1 << 30))
 ALL_KWARGS = ("num_words", "relation", "keywords", "end_phrase", "num_bullets")
@@ -80,11 +80,11 @@ def test_thinking_and_answer_tags_are_not_graded() -> None:
 
 def test_prompts_of_the_evaluation_are_refused_with_their_number(tmp_path: Path) -> None:
     train, evaluation = [rlvr_row(number) for number in range(9)], [ifeval_row(number) for number in range(4)]
-    paths = write(tmp_path / "train.jsonl", train), write(tmp_path / "eval.jsonl", evaluation)
+    paths = write_rows(tmp_path / "train.jsonl", train), write_rows(tmp_path / "eval.jsonl", evaluation)
     task = IFEvalTask.load(path=paths[0], eval_path=paths[1], num_heldout=10**6)
     assert (len(task.train), len(task.heldout)) == (9, 4)
     shared = [{**evaluation[i], "prompt": f" {evaluation[i]['prompt'].upper()}\n"} for i in (1, 3)]
-    path = write(tmp_path / "shared.jsonl", [*train, *shared])
+    path = write_rows(tmp_path / "shared.jsonl", [*train, *shared])
     with pytest.raises(DatasetError, match=r"2 of the 11 training prompts of .*shared.jsonl are also in .*eval.jsonl"):
         IFEvalTask.load(path=path, eval_path=paths[1])
     with pytest.raises(DatasetError, match="4 of the 4 training prompts"):
@@ -137,11 +137,11 @@ def test_missing_punkt_data_are_reported_only_where_they_matter(tmp_path, caplog
 
     monkeypatch.setattr(nltk.data, "path", [])
     rows = [ifeval_row(number) for number in range(5)]
-    IFEvalTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
+    IFEvalTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=1)
     assert "Punkt" not in caplog.text
     rows[2]["instruction_id_list"][0] = "change_case:capital_word_frequency"
     rows[2]["kwargs"][0] |= {"capital_frequency": 0, "capital_relation": "at least"}
-    IFEvalTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
+    IFEvalTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=1)
     assert "python -m nltk.downloader punkt_tab" in caplog.text
 
 
@@ -259,4 +259,4 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
             IFEvalTask().read_row(row(1) | change, "demo, row 7")
     rows = [ifeval_row(number) | ({"prompt": " "} if number == 3 else {}) for number in range(5)]
     with pytest.raises(DatasetError, match=r"rows.jsonl, row 4: there is no prompt; mend or remove the row"):
-        IFEvalTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)
+        IFEvalTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=1)

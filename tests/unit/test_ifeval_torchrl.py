@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, follow_lists, read_kwargs
-from tests.unit.test_tasks import shared_data
+from tests.data_files import shared_data
 
 PIECES = [
     *"[]()<>*#-_.,!?'\"`~{}:;",

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import langdetect
 import pytest
 
 from sota_grpo.assembly.sampling import task_of
@@ -23,7 +24,7 @@ from sota_grpo.rl.records import Example
 from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import InstructionsTask, texts
-from tests.unit.test_tasks import shared_data
+from tests.data_files import shared_data, write_rows
 
 SEED = random.randrange(1 << 30)
 SAMPLE = 3000
@@ -37,30 +38,10 @@ There are other things that people like to do here | This is what we had to find
 The house is at the end of the old road | In the end all of us are at home and read
 """.replace("\n", "|").split("|")
 FOREIGN = {
-    "ar": "هذا نص قصير عن البحر والجبل والمدينة القديمة",
-    "bg": "Това е кратък текст за морето и за старата къща на хълма",
-    "bn": "এটি সমুদ্র এবং পুরানো বাড়ি সম্পর্কে একটি ছোট লেখা",
     "de": "Das ist ein kurzer Text über das Meer und das alte Haus auf dem Hügel",
-    "es": "Este es un texto corto sobre el mar y la vieja casa de la colina",
-    "fa": "این یک متن کوتاه درباره دریا و خانه قدیمی روی تپه است",
-    "fi": "Tämä on lyhyt kirjoitus merestä ja vanhasta talosta kukkulalla",
-    "fr": "Ceci est un texte court sur la mer et la vieille maison sur la colline",
-    "gu": "આ સમુદ્ર અને જૂના ઘર વિશે એક ટૂંકું લખાણ છે",
     "hi": "यह समुद्र और पुराने घर के बारे में एक छोटा लेख है",
-    "it": "Questo è un breve testo sul mare e sulla vecchia casa in collina",
-    "kn": "ಇದು ಸಮುದ್ರ ಮತ್ತು ಹಳೆಯ ಮನೆಯ ಬಗ್ಗೆ ಒಂದು ಸಣ್ಣ ಬರಹ",
     "ko": "이것은 바다와 언덕 위의 오래된 집에 대한 짧은 글입니다",
-    "mr": "हा समुद्र आणि टेकडीवरील जुन्या घराबद्दल एक छोटा लेख आहे",
-    "ne": "यो समुद्र र पुरानो घरको बारेमा एउटा छोटो लेख हो",
-    "pa": "ਇਹ ਸਮੁੰਦਰ ਅਤੇ ਪੁਰਾਣੇ ਘਰ ਬਾਰੇ ਇੱਕ ਛੋਟੀ ਲਿਖਤ ਹੈ",
-    "pt": "Este é um texto curto sobre o mar e a velha casa na colina não muito longe",
     "ru": "Это короткий текст о море и о старом доме на холме",
-    "sw": "Hii ni habari fupi kuhusu bahari na nyumba ya zamani juu ya kilima",
-    "ta": "இது கடல் மற்றும் பழைய வீடு பற்றிய ஒரு சிறிய கட்டுரை",
-    "te": "ఇది సముద్రం మరియు పాత ఇల్లు గురించి ఒక చిన్న రచన",
-    "th": "นี่คือข้อความสั้นๆ เกี่ยวกับทะเลและบ้านเก่าบนเนินเขา",
-    "ur": "یہ سمندر اور پہاڑی پر پرانے گھر کے بارے میں ایک مختصر تحریر ہے",
-    "vi": "Đây là một đoạn văn ngắn về biển và ngôi nhà cũ trên đồi",
 }
 
 
@@ -81,7 +62,8 @@ def body(asked: dict[str, dict[str, Any]]) -> list[str]:
     language = asked.get("language:response_language")
     letter = asked.get("keywords:letter_frequency", {})
     rare = letter.get("letter", "#") if few(letter) else "#"
-    pool = [FOREIGN[language["language"]]] if language else [one.strip() for one in ENGLISH if one.strip()]
+    pool = [one.strip() for one in ENGLISH if one.strip()]
+    pool = [FOREIGN.get(language["language"], "7")] if language else pool  # no letter: of any language
     pool = [one for one in pool if rare not in one.lower()]
     words = list(asked.get("keywords:existence", {}).get("keywords", []))
     repeated = asked.get("keywords:frequency", {})
@@ -145,7 +127,8 @@ def test_all_25_occur_and_every_prompt_can_be_followed_to_the_letter() -> None:
         assert 1 <= len(example.extra["instruction_id_list"]) <= 3
     assert set(seen) == set(INSTRUCTIONS)
     assert min(seen.values()) > 10
-    assert set(WORDS["languages"]) == set(FOREIGN)
+    langdetect.detector_factory.init_factory()
+    assert {*FOREIGN} < {*WORDS["languages"]} < {*langdetect.detector_factory._factory.get_lang_list()}
 
 
 def test_kwargs_are_complete_and_every_requirement_is_in_the_prompt() -> None:
@@ -241,7 +224,7 @@ def test_the_prompts_of_a_file_are_held_out_and_never_drawn(tmp_path: Path) -> N
     examples = drawn(40)
     rows = [{"prompt": f" {example.query.upper()}\n", **example.extra} for example in examples[::2]]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    write_rows(path, rows)
     config = Config(seed=SEED)
     config.env.dataset, config.env.eval_path, config.env.max_samples = "instructions", str(path), 40
     config.reward.all_weight = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -28,6 +27,7 @@ from sota_grpo.rl.task import chat, scorer_of
 from sota_grpo.tasks import task_class
 from sota_grpo.training.runs import signature
 from tests.config.test_config import composed
+from tests.data_files import write_rows
 
 
 class ParityTask:
@@ -132,7 +132,7 @@ class Half:
 def riddles(folder: Path) -> str:
     (folder / "riddles.py").write_text(SOURCE)
     rows = [{"riddle": f"No. {number}?", "solution": str(number)} for number in range(9)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(folder / "rows.jsonl", rows)
     return f"{folder / 'riddles.py'}:Riddles"
 
 

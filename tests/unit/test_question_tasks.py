@@ -23,7 +23,7 @@ from sota_grpo.tasks.questions import (
     parse_response,
     split_gold,
 )
-from tests.unit.test_tasks import shared_data, write
+from tests.data_files import shared_data, write_rows
 
 RNG = random.Random(random.randrange(1 << 30))
 GOLDS = (
@@ -71,7 +71,7 @@ def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Examp
 @pytest.mark.parametrize("answer_format", ANSWER_FORMATS)
 @pytest.mark.parametrize(("name", "rows", "least"), [("gsm8k", gsm8k_rows, 0.0), ("math", math_rows, -0.5)])
 def test_gold_earns_the_most_in_every_format(tmp_path, name: str, rows: Any, least: float, answer_format: str) -> None:
-    path = write(tmp_path / "rows.jsonl", rows(30))
+    path = write_rows(tmp_path / "rows.jsonl", rows(30))
     task = make_task(name, path=path, num_heldout=5, answer_format=answer_format, format_weight=0.25)
     assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], least)
     assert "<<" not in (task.gold_response(task.train[0]) or "")
@@ -114,7 +114,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, name: str, row: dict
     rows = [{"question": f"No. {number}?", "answer": f"#### {number}"} for number in range(6)]
     rows[2] = row
     with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 3: .*{sentence}"):
-        task_class(name).load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=2)
+        task_class(name).load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=2)
 
 
 def test_terms_of_gsm8k() -> None:

@@ -20,6 +20,7 @@ from sota_grpo.rl.records import Example
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.questions import MathTask
 from sota_grpo.tasks.table import MATH_SOURCES, TableTask, is_right
+from tests.data_files import write_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -47,14 +48,6 @@ def random_value(depth: int = 0) -> Any:
         lambda: {f"k{i}": random_value(depth + 1) for i in range(random.randint(1, 3))},
     ]
     return random.choice(kinds if depth < 3 else kinds[:4])()
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
 
 
 def both(task: TableTask) -> list[Example]:
@@ -98,7 +91,7 @@ def test_columns_keep_their_types(tmp_path: Path, suffix: str) -> None:
         extra |= {"list": [random.random() for _ in range(3)], "dict": {"a": [{"b": index}], "c": "d"}}
         extra |= {"any": random_value()} if suffix == ".jsonl" else {}
         rows.append({"prompt": f"No. {index}?", "ground_truth": index / 4, **extra})
-    task = TableTask.load(path=write(tmp_path / f"rows{suffix}", rows), num_heldout=1)
+    task = TableTask.load(path=write_rows(tmp_path / f"rows{suffix}", rows), num_heldout=1)
     actual = {example.query: example for example in both(task)}
     for row in rows:
         extra = actual[row.pop("prompt")].extra
@@ -111,13 +104,13 @@ def test_columns_keep_their_types(tmp_path: Path, suffix: str) -> None:
 def test_a_column_that_a_row_lacks_is_none_and_what_json_lacks_becomes_text_or_a_number(tmp_path: Path) -> None:
     """As in parquet, so that a reward function finds every column in every row."""
     rows = [{"prompt": "a", "ground_truth": "1", "level": 3}, {"prompt": "b", "ground_truth": "2", "tags": []}]
-    for example in both(TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1)):
+    for example in both(TableTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=1)):
         empty = {"level": None, "tags": None}
         assert {**empty, **rows["ab".index(example.query)]} == {"prompt": example.query, **example.extra["columns"]}
     made = datetime.datetime(2026, 11, 2, 12, 30, tzinfo=datetime.UTC)
     prices = [decimal.Decimal("2.50"), decimal.Decimal("3.00")]
     row = {"prompt": "?", "ground_truth": "1", "made": made, "day": made.date(), "prices": prices}
-    task = TableTask.load(path=write(tmp_path / "a.parquet", [row, {**row, "prompt": "??"}]), num_heldout=1)
+    task = TableTask.load(path=write_rows(tmp_path / "a.parquet", [row, {**row, "prompt": "??"}]), num_heldout=1)
     columns = task.train[0].extra["columns"]
     assert (columns["made"], columns["day"]) == ("2026-11-02T12:30:00+00:00", "2026-11-02")
     assert columns["prices"] == [2.5, 3]
@@ -155,7 +148,7 @@ def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
     splits = []
     for _ in range(2):
         random.shuffle(rows)
-        task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=7)
+        task = TableTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=7)
         assert len(task.train) + len(task.heldout) == len(chats)
         keys = [normalised(example.query) for example in both(task)]
         assert len(set(keys)) == len(chats), "a query tells prompts apart"
@@ -168,7 +161,7 @@ def test_each_prompt_comes_once_and_never_on_both_sides(tmp_path: Path) -> None:
 def test_rows_of_one_prompt_are_all_trained_on_where_any_column_differs(tmp_path: Path) -> None:
     """What a reward function reads: 64 rows of one prompt, of which the last equals the first."""
     rows = [{**GOOD, "max_words": number % 63} for number in range(64)]
-    path = write(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     task = TableTask.load(path=path, num_heldout=0)
     assert [example.extra["columns"]["max_words"] for example in task.train] == list(range(63))
     assert task.heldout == []
@@ -176,28 +169,22 @@ def test_rows_of_one_prompt_are_all_trained_on_where_any_column_differs(tmp_path
         TableTask.load(path=path)
     other = {**GOOD, "prompt": "2+2?"}
     for _ in range(2):  # whichever of the two questions is held out, all rows of it are
-        task = TableTask.load(path=write(tmp_path / "rows.jsonl", [*rows, other]), num_heldout=1)
+        task = TableTask.load(path=write_rows(tmp_path / "rows.jsonl", [*rows, other]), num_heldout=1)
         assert {len(task.train), len(task.heldout)} == {63, 1}
 
 
 def test_a_held_out_chat_is_another_prompt_where_an_earlier_turn_differs(tmp_path: Path) -> None:
-    train = write(tmp_path / "a.jsonl", [{"prompt": [OTHER, USER], "ground_truth": 4}])
-    evals = write(tmp_path / "b.jsonl", [{"prompt": [SYSTEM, USER], "ground_truth": 4}])
+    train = write_rows(tmp_path / "a.jsonl", [{"prompt": [OTHER, USER], "ground_truth": 4}])
+    evals = write_rows(tmp_path / "b.jsonl", [{"prompt": [SYSTEM, USER], "ground_truth": 4}])
     task = TableTask.load(path=train, eval_path=evals)
     assert [task.messages(example) for example in both(task)] == [[OTHER, USER], [SYSTEM, USER]]
     assert task.train[0].query == "system: Rhyme.\n\nuser: 2+2?"
 
 
-def test_columns_have_any_names_and_a_path_may_be_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("question,target\n1+1?,2\n2+2?,4\n")
-    task = TableTask.load(path=str(path), prompt_column="question", answer_column="target", num_heldout=1)
-    assert {example.query: example.answer for example in both(task)} == {"1+1?": "2", "2+2?": "4"}
-    prompts, rows = [], [{"prompt": f"No. {index}?", "ground_truth": str(index)} for index in range(4)]
-    hub = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args: prompts.append(args) or {"train": hub})
-    assert len(TableTask.load(path="someone/sums", num_heldout=1).train) == 3
-    assert prompts == [("someone/sums", None)]
+def test_columns_have_any_names(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.csv", [{"question": f"{n}?", "target": n} for n in range(2)])
+    task = TableTask.load(path=path, prompt_column="question", answer_column="target", num_heldout=1)
+    assert {example.query: example.answer for example in both(task)} == {"0?": "0", "1?": "1"}
 
 
 GOOD = {"prompt": "1+1?", "ground_truth": "2"}
@@ -207,7 +194,7 @@ VERL = verl_row(1)
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"question": "?", "ground_truth": "2"}, r"row 2: column 'prompt' holds no prompt; .* 'question', "),
+        ({"question": "?", "ground_truth": "2"}, r"row 2: column 'prompt' holds no prompt; .* 'question'"),
         ({**GOOD, "prompt": float("nan")}, "row 2: column 'prompt' holds no prompt"),
         ({**GOOD, "prompt": " \n"}, "row 2: column 'prompt' holds no prompt"),
         ({**GOOD, "ground_truth": float("nan")}, "row 2: column 'ground_truth' holds no ground truth"),
@@ -227,12 +214,12 @@ VERL = verl_row(1)
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DatasetError, match=sentence):
-        TableTask.load(path=write(tmp_path / "rows.jsonl", [GOOD, row]), num_heldout=1)
+        TableTask.load(path=write_rows(tmp_path / "rows.jsonl", [GOOD, row]), num_heldout=1)
 
 
 def test_without_required_answers_any_ground_truth_will_do(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b", "ground_truth": {"cases": [1, 2]}}]
-    task = TableTask.load(path=write(tmp_path / "rows.jsonl", rows), num_heldout=1, answer_required=False)
+    task = TableTask.load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=1, answer_required=False)
     actual = {example.query: example for example in both(task)}
     assert (actual["a"].answer, actual["a"].extra["ground_truth"]) == ("", None)
     assert json.loads(actual["b"].answer) == actual["b"].extra["ground_truth"] == {"cases": [1, 2]}
@@ -240,7 +227,7 @@ def test_without_required_answers_any_ground_truth_will_do(tmp_path: Path) -> No
 
 
 def test_a_column_that_cannot_travel_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.parquet", [{**GOOD, "image": {"bytes": b"\x89PNG"}}])
+    path = write_rows(tmp_path / "rows.parquet", [{**GOOD, "image": {"bytes": b"\x89PNG"}}])
     with pytest.raises(DatasetError, match=r"row 1: column 'image' holds bytes, .* remove the column"):
         TableTask.load(path=path, num_heldout=1)
     with pytest.raises(DatasetError, match=r"row 1: column 'price' holds Decimal"):
@@ -276,6 +263,25 @@ def test_the_same_number_is_right_and_another_is_not(answer_format: str) -> None
             assert is_right(response, "mine", truth, answer_format) is right, (response, truth)
 
 
+HALF = "\\frac12"
+OF_SOURCES = [
+    ("#### 1,080", "openai/gsm8k", "1080", True),
+    ("<answer>1080</answer>", "openai/gsm8k", "1080", False),
+    *(("So \\boxed{\\frac{2}{4}}.", source, HALF, True) for source in MATH_SOURCES),
+    *(("So \\boxed{\\frac{3}{4}}.", source, HALF, False) for source in MATH_SOURCES),
+    *(("So 1/2.", source, HALF, False) for source in MATH_SOURCES),
+]
+
+
+@pytest.mark.parametrize(("response", "source", "truth", "right"), OF_SOURCES)
+def test_answers_of_a_known_source_are_graded_by_its_rule(response: str, source: str, truth: str, right: bool) -> None:
+    assert is_right(response, source, truth, None) is right
+    assert is_right(f"<answer>{truth}</answer>", source, truth, "any")
+    task = TableTask()
+    gold = task.gold_response(task.read_row({"data_source": source, "ground_truth": truth}, "demo"))
+    assert gold == ("#### 1080" if truth == "1080" else f"The answer is \\boxed{{{truth}}}.")
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "right"),
     [
@@ -304,21 +310,6 @@ def test_the_same_number_is_right_and_another_is_not(answer_format: str) -> None
 )
 def test_text_is_compared_without_case_and_spacing(response: str, truth: object, right: bool) -> None:
     assert is_right(response, "mine", truth, None) is right
-
-
-def test_gsm8k_of_verl_is_graded_where_its_prompt_asks() -> None:
-    assert is_right("#### 1,080", "openai/gsm8k", "1080", None)
-    assert not is_right("<answer>1080</answer>", "openai/gsm8k", "1080", None)
-    assert is_right("<answer>1080</answer>", "openai/gsm8k", "1080", "any")
-
-
-@pytest.mark.parametrize("source", MATH_SOURCES)
-def test_math_is_graded_by_equivalence(source: str) -> None:
-    assert is_right("So \\boxed{\\frac{2}{4}}.", source, "\\frac12", None)
-    assert not is_right("So \\boxed{\\frac{3}{4}}.", source, "\\frac12", None)
-    assert not is_right("So 1/2.", source, "\\frac12", None)
-    example = TableTask().read_row({"data_source": source, "ground_truth": "\\frac{1}{2}"}, "demo")
-    assert TableTask().gold_response(example) == "The answer is \\boxed{\\frac{1}{2}}."
 
 
 @pytest.mark.parametrize("answer_format", [None, *ANSWER_FORMATS])

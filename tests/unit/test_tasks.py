@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import random
 from collections import Counter
@@ -21,6 +19,7 @@ from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks import TASKS, make_task, task_class
 from sota_grpo.tasks.dataset import DatasetError, normalised
 from sota_grpo.tasks.procedural import HELDOUT_SHARE, is_heldout
+from tests.data_files import write_rows
 
 SEED = random.randrange(1 << 30)
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
@@ -39,20 +38,6 @@ def rows_of(name: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
     return [ROWS[name](number) for number in numbers]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
-def shared_data(*names: str) -> Path:
-    """A file or folder of real data; the test is skipped where it is not there."""
-    folder = os.environ.get("SOTA_GRPO_DATA") or Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    path = Path(folder, *names)
-    if not path.exists():
-        pytest.skip(f"{path} is not there; SOTA_GRPO_DATA names the data folder")
-    return path
-
-
 def questions(examples: Any) -> list[str]:
     return [normalised(example.query) for example in examples]
 
@@ -65,12 +50,12 @@ def shouted(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: Path, name: str) -> None:
     rows = rows_of(name, range(40))
-    path = write(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     task = make_task(name, path=path, num_heldout=15)
     heldout = set(questions(task.heldout))
     assert len(heldout) == len(task.heldout) == 15
     assert questions(task.train) == [f"no. {i}?" for i in range(40) if f"no. {i}?" not in heldout], "the file's order"
-    mixed = write(tmp_path / "mixed.jsonl", random.sample([*rows, *map(shouted, rows)], 80))
+    mixed = write_rows(tmp_path / "mixed.jsonl", random.sample([*rows, *map(shouted, rows)], 80))
     again = make_task(name, path=mixed, num_heldout=15, max_samples=10)
     assert set(questions(again.heldout)) == heldout
     assert len(set(questions(again.train))) == len(again.train) == 10
@@ -83,26 +68,26 @@ def test_a_file_is_split_whole_each_question_once_whatever_its_order(tmp_path: P
 def test_what_is_measured_first_is_a_sample_of_a_sorted_file(tmp_path: Path) -> None:
     """By a hash that no order of the rows and no seed of a run changes; 20 of 200 are expected of each level."""
     rows = [{"prompt": f"No. {index}?", "ground_truth": "1", "level": index // 100} for index in range(1000)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    task = make_task("table", path=write(tmp_path / "train.jsonl", rows_of("table", [5000])), eval_path=path)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    task = make_task("table", path=write_rows(tmp_path / "train.jsonl", rows_of("table", [5000])), eval_path=path)
     first = task.heldout[:200]
     levels = Counter(example.extra["columns"]["level"] for example in first)
     assert sorted(levels) == list(range(10))
     assert 10 <= min(levels.values()) <= max(levels.values()) <= 35, levels
-    mixed = write(tmp_path / "mixed.jsonl", random.sample(rows, 1000))
+    mixed = write_rows(tmp_path / "mixed.jsonl", random.sample(rows, 1000))
     config = compose("grpo_cpu", ["env.dataset=table", f"env.eval_path={mixed}", "seed=5"])
     assert questions(heldout_task(config).heldout[:200]) == questions(first)
     config.env.eval_path, config.env.dataset_path = None, mixed
     assert len(task_of(config).heldout) == 100
-    config.env.dataset_path = write(tmp_path / "many.jsonl", rows_of("table", range(6000)))
+    config.env.dataset_path = write_rows(tmp_path / "many.jsonl", rows_of("table", range(6000)))
     assert len(task_of(config).heldout) == 512, "the most that are held out of a file"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_of_held_out_problems_takes_the_place_of_a_split(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / "rows.jsonl", rows_of(name, range(20)))
+    path = write_rows(tmp_path / "rows.jsonl", rows_of(name, range(20)))
     held = [*map(shouted, rows_of(name, range(2, 5))), ROWS[name](40), ROWS[name](40)]
-    task = make_task(name, path=path, eval_path=write(tmp_path / "held.jsonl", held), max_samples=9)
+    task = make_task(name, path=path, eval_path=write_rows(tmp_path / "held.jsonl", held), max_samples=9)
     assert sorted(questions(task.heldout)) == ["no. 2?", "no. 3?", "no. 40?", "no. 4?"]
     assert questions(task.train) == [f"no. {i}?" for i in (0, 1, *range(5, 12))]
     with pytest.raises(DatasetError, match=r"every question of .*rows\.jsonl is in the held-out split"):
@@ -135,7 +120,7 @@ def test_a_scorer_and_a_task_travel_and_a_system_prompt_is_what_one_says(name: s
         pytest.importorskip("reasoning_gym")
         options |= {"tasks": {"chain_sum": 1}}
     if name in ROWS:
-        options = {"path": write(tmp_path / "rows.jsonl", rows_of(name, range(200))), "num_heldout": 1}
+        options = {"path": write_rows(tmp_path / "rows.jsonl", rows_of(name, range(200))), "num_heldout": 1}
     task = make_task(name, **options)
     example = task.train[5]
     assert isinstance(task, Task)

@@ -22,7 +22,8 @@ from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.records import GroupOutput, GroupRequest, SampledText, Sampling
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks import make_task
-from sota_grpo.tasks.agents import Agent, agent_spec
+from sota_grpo.tasks.agents import AGENT, Agent
+from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.tasks.wrappers import with_tools
 from sota_grpo.workers.instances import Instances
 from tests.process_rigs import is_gone, wait_for
@@ -111,7 +112,7 @@ def run(file: Path) -> Iterator[Callable[..., GroupOutput]]:
 
     def run_agent(name: str, num_samples: int = 1, timeout_s: float = 20.0, max_turns: int = 8) -> GroupOutput:
         value = name if " " in name else f"{file}:{name}"
-        instances = Instances(agent_spec(value), timeout_s=timeout_s, per_worker=2)
+        instances = Instances(instance_spec(value, AGENT), timeout_s=timeout_s, per_worker=2)
         opened.append(instances)
         instances.wait_ready()
         engine = AgentEngine(rig.engine, rig.gateway, env, {None: Agents(instances, max_turns)})
@@ -200,7 +201,8 @@ def test_a_command_ends_with_all_that_it_started_when_its_episode_is_dropped(run
     pids = tmp_path / "pids"
     program = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
     program += f"print(os.getpid(), child.pid, file=open({str(pids)!r}, 'w')); time.sleep(600)"
-    with closing(Instances(agent_spec(shlex.join([sys.executable, "-c", program])), timeout_s=600.0)) as instances:
+    spec = instance_spec(shlex.join([sys.executable, "-c", program]), AGENT)
+    with closing(Instances(spec, timeout_s=600.0)) as instances:
         instances.wait_ready()
         engine = AgentEngine(run.rig.engine, run.rig.gateway, run.env, {None: Agents(instances, 8)})
         future = engine.submit(GroupRequest(0, (), 1, seed=1, example=run.task.train[0]), Sampling(max_tokens=30))
@@ -220,7 +222,7 @@ def test_rows_of_agents_are_graded_by_their_rewards(run, file) -> None:
     task = with_tools(run.task, has_reward=True, adds_task_terms=False)
     grader = LocalGrader(scorer_of(task), task.term_weights)
     env = PromptSource(task, run.rig.tokenizer, repeats=2, grader=grader, multi_turn=True)
-    with closing(Instances(agent_spec(f"{file}:run"), timeout_s=60.0)) as instances:
+    with closing(Instances(instance_spec(f"{file}:run", AGENT), timeout_s=60.0)) as instances:
         instances.wait_ready()
         engine = AgentEngine(run.rig.engine, run.rig.gateway, env, {None: Agents(instances, 8)})
         (graded,) = Rollouts(env, engine).stream([Prompt(0, task.train[0], 2, 5)], Sampling(max_tokens=30))
