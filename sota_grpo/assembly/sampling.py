@@ -433,6 +433,8 @@ def judged_task(config: Config, task: Task, run_dir: Path | None) -> tuple[Task,
     else:
         configs = task_configs(config).items()
         rules = {name: _rules_of(entry, f"{name}/{TERM}") for name, entry in configs if entry.reward.judge.kind}
+    for term in {rule.term for rule in rules.values()} & task.term_weights.keys():
+        raise UserError(f"{term} is the name of the judge's reward; give the reward function another name.")
     starting("Connecting to the judge")
     endpoint = Endpoint(options.kind, options.model or "", extra_body=options.extra_body or {})
     cache = VerdictCache(run_dir and run_dir / CACHE_FILE)

@@ -56,10 +56,9 @@ class Agent:
             self._run = _function(value) if file_reference(value) else None
         if self._run is None and shutil.which(shlex.split(value)[0]) is None:
             raise UserError(f"{OPTION}={value} is neither FILE.py:NAME nor a command on the PATH; correct it.")
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def reset(self, **row: Any) -> None:
-        """Store the dataset row for the agent."""
         self._row = row
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -79,22 +78,23 @@ class Agent:
             address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_API_KEY": api_key}
             address["ANTHROPIC_BASE_URL"] = base_url.removesuffix("/v1")
             inherited = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
-            self._process = process = subprocess.Popen(
-                [*shlex.split(self._value), str(row)],
-                env={**inherited, **address},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            # not pipes, which a child in the background may keep open
+            files = Path(folder) / "stdout", Path(folder) / "stderr"
+            with files[0].open("wb") as stdout, files[1].open("wb") as stderr:
+                self._process = process = subprocess.Popen(
+                    [*shlex.split(self._value), str(row)],
+                    env={**inherited, **address},
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
             try:
-                said, complained = process.communicate()
+                process.wait()
             finally:
                 self.kill()  # children that are still running
                 self._process = None  # the process id may be reused
-        last, last_error = (printed.strip().rpartition("\n")[2] for printed in (said, complained))
+            last, last_error = (file.read_text("utf-8", "replace").strip().rpartition("\n")[2] for file in files)
         if process.returncode != 0:
             why = one_line(last_error, 200)
             raise InstanceLost(f"the agent ended with status {process.returncode}; its last line on stderr is {why!r}")

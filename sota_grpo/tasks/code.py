@@ -65,10 +65,7 @@ class CodeTask(FileTask):
         column = row.get("tests")
         tests = list(column) if isinstance(column, (list, tuple)) else [column]
         for test in tests:
-            pair = False
-            if isinstance(test, Mapping) and isinstance(test.get("stdout"), str):
-                pair = not any(SURROGATE.search(str(text)) for text in test.values())
-            if not pair and not (isinstance(test, str) and _is_code(test)):
+            if not _is_test(test):
                 raise DatasetError(
                     f"{location}: tests must be Python code with assertions that run (a function needs a call), or a "
                     f"list of such code and of {{'stdin', 'stdout'}} pairs, without halves of surrogate pairs, found "
@@ -80,9 +77,11 @@ class CodeTask(FileTask):
         return Example(optional_text(row, ["prompt"]), optional_text(row, ["answer"]), {"tests": copied})
 
 
-def _is_code(text: str) -> bool:
-    """Return whether a text is Python code with at least one test; it is parsed, not executed."""
+def _is_test(test: object) -> bool:
+    """Return whether a value is a pair, or Python code with at least one test; it is parsed, not executed."""
+    if isinstance(test, Mapping):
+        return isinstance(test.get("stdout"), str) and not any(SURROGATE.search(str(text)) for text in test.values())
     try:
-        return any(is_test for _, is_test in parse_tests(text))
+        return isinstance(test, str) and any(is_test for _, is_test in parse_tests(test))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False

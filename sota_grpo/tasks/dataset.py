@@ -213,10 +213,8 @@ def _read_csv(path: Path) -> list[dict[str, Any]]:
                 raise DatasetError(f"{path}: two columns have equal names: {', '.join(map(repr, names))}; rename one.")
             for cells in filter(None, reader):
                 if len(cells) != len(names):
-                    raise DatasetError(
-                        f"{path}, row {len(rows) + 1} (line {reader.line_num}): has {len(cells)} cells, but the "
-                        f"header has {len(names)}; put cells that hold a comma or a line break in quotation marks."
-                    )
+                    fix = "put cells that hold a comma or a line break in quotation marks"
+                    raise csv.Error(f"has {len(cells)} cells, but the header has {len(names)}; {fix}")
                 rows.append(dict(zip(names, cells, strict=True)))
         except csv.Error as error:
             location = f"{path}, row {len(rows) + 1} (line {reader.line_num})"
@@ -403,7 +401,6 @@ class FileTask(BaseTask):
             return load_rows(name, splits)
 
     def _problem(self, row: Row, location: str) -> Example:
-        """Return the example of a row; raise ``DatasetError`` if its question is missing or empty."""
         question = first_text(row, self.question_columns, location)
         if not question.strip():
             raise DatasetError(f"{location}: the question is empty; mend or remove the row.")

@@ -97,7 +97,6 @@ class IFEvalTask(FileTask):
         checks.is_language("word", "en")
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the terms ``instructions`` and ``all``, and ``info``; see the class."""
         ids, kwargs = example.extra["instruction_id_list"], example.extra["kwargs"]
         strict, loose = follow_lists(answer_text(response), ids, kwargs)
         share, everything = sum(strict) / len(strict), float(all(strict))
@@ -248,7 +247,6 @@ def _draw_instructions(rng: random.Random, heldout: bool) -> tuple[str, dict[str
 
 
 def _aspects(name: str, kwargs: Kwargs) -> tuple[set[str], set[str]]:
-    """Return the sets of aspects that an instruction decides and relies on."""
     one, requires_few = texts()["instructions"][name], "less than" in kwargs.values()
     decided = {aspect.rstrip("?") for aspect in one["decides"].split() if requires_few or aspect[-1] != "?"}
     return decided, set(one["relies"].split())
@@ -293,7 +291,6 @@ def _draw_kwargs(rng: random.Random, name: str, words: list[str], request: str) 
 
 
 def _say(rng: random.Random, name: str, kwargs: Kwargs) -> str:
-    """Return the text of the instruction, by one of its templates."""
     numerals, amounts = texts()["numerals"], texts()["amounts"]
 
     def written(number: int) -> str:

@@ -135,12 +135,10 @@ class MixtureTask:
         return name, self.tasks[name], untagged
 
     def messages(self, example: Example) -> list[dict[str, str]]:
-        """Return the messages that the example's task makes of it."""
         _, task, untagged = self.resolve(example)
         return task.messages(untagged)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the gold response that the example's task gives, or None."""
         _, task, untagged = self.resolve(example)
         return task.gold_response(untagged)
 
@@ -183,7 +181,6 @@ class MixtureScorer:
         return self._joined(name, self._tasks[name].score(response, untagged))
 
     def prepare(self) -> None:
-        """Prepare the scorers of all tasks."""
         for task in self._tasks.values():
             prepare(task.score)
 

@@ -1,9 +1,6 @@
 """Procedurally generated tasks, with Countdown, which supports multi-turn dialogs.
 
-A Countdown problem has numbers and a target; the answer is an expression of the numbers whose value is the target, by
-the rules of TinyZero's task (Pan et al. 2025): every number exactly once, ``+ - * /`` and brackets. The reply to a
-wrong response names the mistake. TinyZero's rows (columns ``nums`` and ``target``) can be used as data. Arithmetic is
-exact, and no model text is executed (:mod:`sota_grpo.rewards.expressions`).
+Arithmetic is exact, and no model text is executed (:mod:`sota_grpo.rewards.expressions`).
 """
 
 from __future__ import annotations
@@ -94,7 +91,6 @@ class ProceduralTask(BaseTask):
         return Score({"correct": float(success)}, success)
 
     def gold_response(self, example: Example) -> str | None:
-        """Return the gold solution."""
         return example.answer
 
     def read_row(self, row: Row, location: str) -> Example:
@@ -111,7 +107,9 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": ope
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CountdownTask(ProceduralTask):
-    """Countdown problems; the two splits share no problem, whatever the seeds.
+    """Countdown: find an expression of all given numbers, each once, whose value is the target (Pan et al. 2025).
+
+    The two splits share no problem, whatever the seeds. Rows of TinyZero (``nums``, ``target``) can be used as data.
 
     ``reward = 1.0 * correct + format_weight * format``. ``format`` is 1 if the last ``<answer>`` outside the thinking
     is a valid expression that uses each number exactly once; ``correct`` is 1 if, in addition, its value is the target.
@@ -156,7 +154,6 @@ class CountdownTask(ProceduralTask):
                 return _example(numbers, target, solution)
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the terms ``correct`` and ``format``, and for a wrong response the reply."""
         numbers, target = example.extra["numbers"], example.extra["target"]
         answer = extract_answer(response, "tags")
         if answer is None:

@@ -96,7 +96,6 @@ class GSM8KTask(QuestionTask):
     what = "number"
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the terms ``correct`` and ``format``; see the class."""
         answer = extract_answer(response, self._format)
         number = None if answer is None else parse_number(answer)
         gold = parse_number(extract_answer(example.answer, "hash") or example.answer)

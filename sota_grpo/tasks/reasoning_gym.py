@@ -184,7 +184,6 @@ class ReasoningGymTask(BaseTask):
                 _source(name, chosen)
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the term ``correct``; see the class."""
         name, answer = example.extra[SUBTASK], extract_answer(response, self.answer_format)
         wrong = Score({"correct": 0.0}, success=False, info={"task": name})
         if answer is None or len(answer) > _MAX_ANSWER_CHARS or (name in _TOO_MUCH and _TOO_MUCH[name].search(answer)):

@@ -238,7 +238,6 @@ class OpenEnv:
 
     @cached_property
     def _action(self) -> Mapping[str, Any]:
-        """Return the JSON schema of the actions."""
         server = HttpClient(self._url, headers=headers_of(self._url), option="env.environment", max_bytes=_MOST_BYTES)
         try:
             described = server.get("/schema", timeout_s=30.0)
@@ -267,7 +266,10 @@ class OpenEnv:
 
     @cached_property
     def _actions(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-        return {schema["function"]["name"]: (schema, fields) for schema, fields in action_types(self._action)}
+        try:
+            return {schema["function"]["name"]: (schema, fields) for schema, fields in action_types(self._action)}
+        except (AttributeError, TypeError) as error:  # such as a title that is a number
+            raise self._unlike() from error
 
     def _first(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open a new session, waiting for the server's capacity; return the response to ``message``."""
@@ -325,12 +327,19 @@ class OpenEnv:
     def _observed(self, data: Mapping[str, Any]) -> str | None:
         """Return an observation as text: a tool's result, its only text field, or its fields as JSON; None if empty."""
         seen = {name: value for name, value in data["observation"].items() if name != "metadata"}
-        if self._lists_tools and "tool_name" in seen:
-            return _tool_answer(seen)
-        if not seen:
-            return None
-        first, *others = seen.values()
-        return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
+        if not (self._lists_tools and "tool_name" in seen):
+            texts = list(seen.values())
+            only = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(seen, ensure_ascii=False)
+            return only if seen else None
+        result, error = seen.get("result"), seen.get("error")
+        if isinstance(error, Mapping):
+            raise ActionFailed(joined(str(error.get("message"))))
+        blocks = result.get("content") if isinstance(result, Mapping) else None
+        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        if isinstance(result, Mapping) and result.get("is_error"):
+            raise ActionFailed(joined(content_text(blocks)))
+        return content_text(blocks)
 
     def _unlike(self) -> InstanceLost:
         return InstanceLost(f"the response of {self._url} does not follow the OpenEnv protocol")
@@ -341,7 +350,6 @@ class _NoRoom(Exception):
 
 
 def _error(data: Mapping[str, Any]) -> Exception:
-    """Return the exception for an error message of the server."""
     message, code = str(data.get("message")), data.get("code")
     if code == "CAPACITY_REACHED":
         return _NoRoom(message)
@@ -350,19 +358,6 @@ def _error(data: Mapping[str, Any]) -> Exception:
     if isinstance(details := data.get("errors"), list):
         message += "".join(f"; {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
     return ActionFailed(joined(message))
-
-
-def _tool_answer(seen: Mapping[str, Any]) -> str:
-    """Return the result of a tool as text; raise ``ActionFailed`` if it is an error."""
-    result, error = seen.get("result"), seen.get("error")
-    if isinstance(error, Mapping):
-        raise ActionFailed(joined(str(error.get("message"))))
-    blocks = result.get("content") if isinstance(result, Mapping) else None
-    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    if isinstance(result, Mapping) and result.get("is_error"):
-        raise ActionFailed(joined(content_text(blocks)))
-    return content_text(blocks)
 
 
 def action_types(schema: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

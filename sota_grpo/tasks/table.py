@@ -179,7 +179,6 @@ class TableTask(FileTask):
         return [{"role": "system", "content": self.system_prompt}, *rest] if self.system_prompt else rest
 
     def score(self, response: str, example: Example) -> Score:
-        """Return the term ``correct``: 1 if the response is right by :func:`is_right`, else 0."""
         right = is_right(response, source_of(example), example.extra["ground_truth"], self.answer_format)
         return Score({"correct": float(right)}, success=right)
 
@@ -258,7 +257,6 @@ class TableTask(FileTask):
             self._require_gradable(example, example.place)
 
     def _require_gradable(self, example: Example, location: str) -> None:
-        """Raise ``DatasetError`` if the ground truth is missing or :func:`is_right` cannot grade it."""
         ground_truth = example.extra["ground_truth"]
         if not example.answer.strip():
             raise DatasetError(

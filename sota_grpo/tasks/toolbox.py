@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sota_grpo.errors import UserError
 from sota_grpo.files import load_python
@@ -42,22 +42,21 @@ def load(spec: InstanceSpec) -> Callable[[], Any]:
     wanted, form = ("functions", "NAME,NAME") if spec.kind == "functions" else ("one class or function", "NAME")
     if (not spec.names and path.suffix != PICKLED) or (len(spec.names) > 1 and spec.kind != "functions"):
         raise ToolboxError(f"{spec} does not name {wanted}; write {spec.path}:{form}.")
-    members = _pickled(path) if path.suffix == PICKLED else load_python(path, "the path", ToolboxError)
+    if path.suffix != PICKLED:
+        members: Mapping[str, Any] = load_python(path, "the path", ToolboxError)
+    else:
+        try:
+            members = pickle.loads(path.read_bytes())
+        except Exception as error:
+            raise ToolboxError(
+                f"{path}, with the tools or the environment that were passed in Python, cannot be loaded "
+                f"({sentence(error).rstrip('.')}); give them as FILE.py:NAME instead."
+            ) from error
     callables = [_member(members, name, spec) for name in spec.names or members]
     if spec.kind == "functions":
         return partial(Toolbox, callables)
     (factory,) = callables
     return lambda: Environment(factory())
-
-
-def _pickled(path: Path) -> Mapping[str, Any]:
-    try:
-        return cast(Mapping[str, Any], pickle.loads(path.read_bytes()))
-    except Exception as error:
-        raise ToolboxError(
-            f"{path}, with the tools or the environment that were passed in Python, cannot be loaded "
-            f"({sentence(error).rstrip('.')}); give them as FILE.py:NAME instead."
-        ) from error
 
 
 def _member(members: Mapping[str, Any], name: str, spec: InstanceSpec) -> Callable[..., Any]:
@@ -81,7 +80,7 @@ class Toolbox:
     """Functions, plain or ``async``, with type hints and Google-style docstrings as tools, without state."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
-        self._tools = {tool.__name__: tool for tool in tools}
+        self._tools = {getattr(tool, "__name__", repr(tool)): tool for tool in tools}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

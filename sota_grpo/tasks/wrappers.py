@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -107,34 +107,32 @@ def no_gold_response(example: Example) -> None:
     """Return None: the ``gold_response`` of a task for which no response is known to earn the full reward."""
 
 
+@dataclass(eq=False, repr=False)
 class FunctionScorer:
     """The scorer of :func:`with_reward_functions`; ``term_weights`` are weights by name, ``task`` has no examples.
 
     It has ``score_group`` if a function is TRL's. Pickling keeps the path of the file, which is then executed again.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        path: str,
-        term_weights: Mapping[str, float],
-        success_above: float,
-        functions: Functions | None = None,
-    ) -> None:
-        self._task, self.term_weights, self._success_above = task, dict(term_weights), success_above
-        self._path = str(Path(path).expanduser().resolve())  # a grading process may have another working directory
-        self._is_pickled = self._path.endswith(PICKLED)
+    task: Task
+    path: str
+    term_weights: dict[str, float]
+    success_above: float
+    passed: Functions | None = None
+
+    def __post_init__(self) -> None:
+        self.path = str(Path(self.path).expanduser().resolve())  # a grading process may have another working directory
+        self._is_pickled = self.path.endswith(PICKLED)
         # the task is also scored if its replies answer turns
-        self._adds_task_terms = BUILTIN in term_weights or getattr(task, "replies", False)
-        self._passed = functions
-        if len(self._functions) == len(term_weights) == 1:  # the only function of a file needs no name
-            self.term_weights = dict.fromkeys(self._functions, *term_weights.values())
+        self._adds_task_terms = BUILTIN in self.term_weights or getattr(self.task, "replies", False)
+        if len(self._functions) == len(self.term_weights) == 1:  # the only function of a file needs no name
+            self.term_weights = dict.fromkeys(self._functions, *self.term_weights.values())
         forms = {function.form for function in self._functions.values()}
         if TRL in forms:  # without a TRL function, each response is graded alone, with a separate time limit
             self.score_group = self._scores
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_functions"} | {"_passed": None}
+        return {name: value for name, value in vars(self).items() if name != "_functions"} | {"passed": None}
 
     def __call__(self, response: str, example: Example) -> Score:
         return self._scores([(response, example)])[0]
@@ -143,27 +141,26 @@ class FunctionScorer:
         """Load the functions, and prepare the task's scorer if it is used, outside the first response's time limit."""
         _ = self._functions
         if self._adds_task_terms:
-            prepare(self._task.score)
+            prepare(self.task.score)
 
     def _scores(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """Return the scores of a group; an exception of a TRL function is raised if the group has several responses."""
         # Copies, because a function may modify its arguments and the group shares one example.
-        group = [reward_inputs(self._task, response, copy.deepcopy(example)) for response, example in pairs]
+        group = [reward_inputs(self.task, response, copy.deepcopy(example)) for response, example in pairs]
         builtin: Sequence[Score | None] = [None] * len(group)
         if self._adds_task_terms:
-            builtin = guarded_scores(self._task.score, self._task.term_weights, pairs)
+            builtin = guarded_scores(self.task.score, self.task.term_weights, pairs)
         outputs = {name: call_function(f, self._file_of(f), group) for name, f in self._functions.items()}
         rows = zip(*outputs.values(), builtin, strict=True)
         return [self._total(dict(zip(outputs, row, strict=True)), score) for *row, score in rows]
 
     def require_columns(self, example: Example) -> None:
         """Raise ``RewardFunctionError`` if a required parameter of a TRL function is neither a column nor TRL's own."""
-        offered = [*reward_inputs(self._task, "", example).columns, "ground_truth"]
+        offered = [*reward_inputs(self.task, "", example).columns, "ground_truth"]
         for function in self._functions.values():
             missing = [name for name in function.required if name not in (*offered, *TRL_PARAMETERS)]
             if function.form == TRL and missing:
                 raise RewardFunctionError(
-                    f"{self._path}: {function.name} has the parameters {', '.join(missing)}, but the data has "
+                    f"{self.path}: {function.name} has the parameters {', '.join(missing)}, but the data has "
                     f"the columns {', '.join(offered)}; rename a column or give the parameter a default value."
                 )
 
@@ -175,21 +172,19 @@ class FunctionScorer:
     @cached_property
     def _functions(self) -> dict[str, RewardFunction]:
         names = [name for name in self.term_weights if name != BUILTIN]
-        if self._passed is None and not self._is_pickled:
-            return {function.name: function for function in load_functions(self._path, names)}
-        functions = unpickled(Path(self._path)) if self._passed is None else self._passed
+        if self.passed is None and not self._is_pickled:
+            return {function.name: function for function in load_functions(self.path, names)}
+        functions = unpickled(Path(self.path)) if self.passed is None else self.passed
         for name in names:
             if name not in functions:
-                raise RewardFunctionError(no_function(self._path, name, functions))
+                raise RewardFunctionError(no_function(self.path, name, functions))
         return {name: recognise(functions[name], name, "reward") for name in names}
 
     def _file_of(self, function: RewardFunction) -> str:
-        """Return the file with the code of ``function``, for error messages."""
         code = getattr(function.call, "__code__", None)
-        return code.co_filename if self._is_pickled and code is not None else self._path
+        return code.co_filename if self._is_pickled and code is not None else self.path
 
     def _total(self, outputs: Mapping[str, RewardOutput], builtin: Score | None) -> Score:
-        """Return the score of one response from the functions' outputs and the task's score."""
         terms = {name: output.value for name, output in outputs.items()}
         errors = [output.error for output in outputs.values() if output.error is not None]
         verdicts = [verdict for output in outputs.values() for verdict in _verdicts(output.info)]
@@ -200,14 +195,14 @@ class FunctionScorer:
         }
         reply = None if builtin is None else builtin.reply
         if builtin is not None and BUILTIN in self.term_weights:
-            terms[BUILTIN] = _reward(builtin.terms, self._task.term_weights)
+            terms[BUILTIN] = _reward(builtin.terms, self.task.term_weights)
             errors += [builtin.error] if builtin.error is not None else []
             verdicts.append(builtin.success)
             info |= dict(builtin.info)
         if errors:
             return failed_score(self.term_weights, errors[0])
         reward = _reward(terms, self.term_weights)
-        success = verdicts[0] if verdicts else reward is not None and reward > self._success_above
+        success = verdicts[0] if verdicts else reward is not None and reward > self.success_above
         return Score({name: terms[name] for name in self.term_weights}, success, info=info, reply=reply)
 
 
@@ -288,8 +283,12 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
         task: any task, with its own reward or that of functions.
         has_reward: the environment has ``get_reward``, which becomes the term ``environment`` with weight 1.
         adds_task_terms: also use the task's terms; else success is an environment reward above ``success_above``.
+
+    RewardFunctionError if a function of the task has the name of the environment's reward.
     """
     weights = {**(task.term_weights if adds_task_terms else {}), **({ENVIRONMENT: 1.0} if has_reward else {})}
+    if adds_task_terms and ENVIRONMENT in task.term_weights:
+        raise RewardFunctionError(f"{ENVIRONMENT} names the environment's reward; give the function another name.")
     change = partial(_of_dialog, weights, adds_task_terms, success_above)
     scorer = ChangedScorer(scorer_of(task) if adds_task_terms else _no_score, change)
     if adds_task_terms and not has_reward:
@@ -310,11 +309,9 @@ class ChangedScorer:
         return self._change(response, self._score(response, example))
 
     def prepare(self) -> None:
-        """Prepare the wrapped scorer."""
         prepare(self._score)
 
     def _score_group(self, pairs: Sequence[tuple[str, Example]]) -> list[Score]:
-        """Score a group; dialogs whose environment was lost are not passed to the scorer."""
         sound = [pair for pair in pairs if not _record_of(pair[0]).get("error")]
         scores = self._score.score_group(sound) if sound else []
         if len(scores) != len(sound):  # the caller reports it
@@ -329,7 +326,6 @@ class ChangedScorer:
 def _of_dialog(
     term_weights: Mapping[str, float], adds_task_terms: bool, success_above: float, response: str, score: Score
 ) -> Score:
-    """Return the score of a dialog with tools (:func:`with_tools`)."""
     record = _record_of(response)
     if not record and NEEDS_ENVIRONMENTS in (score.error or ""):
         score = Score(dict.fromkeys(score.terms), success=False)  # a start-up check grades a text without a dialog

@@ -24,7 +24,6 @@ from sota_grpo.rewards.grading import guarded_scores
 from sota_grpo.rewards.sandbox import BwrapRunner, FusionRunner, Limits, Ran, make_runner, run_tests, why_no_bwrap
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.code import CodeTask
-from sota_grpo.tasks.dataset import DatasetError
 from tests.data_files import write_rows
 from tests.process_rigs import wait_for
 from tests.unit.fake_judge import FakeJudge, Say
@@ -280,15 +279,3 @@ def test_the_reward_is_the_share_and_the_gold_program_earns_all(tmp_path: Path) 
     assert (half.terms, half.success, half.info) == ({"tests": 0.5}, False, {"num_tests": 2, "num_passed": 1})
     assert score("def f(x): return 1", example).terms == {"tests": 0.0}
     assert task.messages(example)[-1] == {"role": "user", "content": example.query}
-
-
-UNTESTED = ["x = 1", "def test():\n    assert f() == 1", "f(1) == 2"]
-HALVES = ["assert f() == '\ud83d'", [{"stdout": "\ud83d"}], [{"stdin": "\ud83d", "stdout": "1"}]]
-
-
-@pytest.mark.parametrize(
-    "tests", [None, "", "# nothing", "assert (", 7, [], [7], [{"stdin": "1"}], ["x = 1", {}], *UNTESTED, *HALVES]
-)
-def test_rows_without_tests_are_refused(tests: object) -> None:
-    with pytest.raises(DatasetError, match="here: "):
-        CodeTask(sandbox=NOWHERE).read_row({"prompt": "?", "tests": tests}, "here")

@@ -89,7 +89,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path: Path, enco
         ("a.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", "line 2: the JSON cannot be parsed"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: the JSON cannot be parsed"),
         *(("a.json", text, "does not hold a list of objects") for text in ('{"a": "a"}', "[1]")),
-        ("a.csv", "a,b\n1,2\n3\n", "row 2 (line 3): has 1 cells, but the header has 2"),
+        ("a.csv", "a,b\n1,2\n3\n", "row 2 (line 3): not valid CSV (has 1 cells, but the header has 2; put"),
         ("a.csv", 'a,b\n"1\n2",3\n"4,5\n', "row 2 (line 4): not valid CSV"),
         ("a.csv", "a,b,a\n1,2,3\n", "two columns have equal names"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import pickle
 import random
 import re
 from collections import Counter
@@ -21,7 +20,6 @@ from sota_grpo.config import Config
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, read_kwargs
 from sota_grpo.rewards.ifeval.checks import CHOICES
 from sota_grpo.rl.records import Example
-from sota_grpo.rl.task import Task, scorer_of
 from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.ifeval import InstructionsTask, texts
 from tests.data_files import shared_data, write_rows
@@ -37,6 +35,7 @@ We all saw the little sea and the land in the sun | It is the end and there is n
 There are other things that people like to do here | This is what we had to find out in the end
 The house is at the end of the old road | In the end all of us are at home and read
 """.replace("\n", "|").split("|")
+LENGTH = "length_constraints:number_"
 FOREIGN = {
     "de": "Das ist ein kurzer Text über das Meer und das alte Haus auf dem Hügel",
     "hi": "यह समुद्र और पुराने घर के बारे में एक छोटा लेख है",
@@ -59,26 +58,25 @@ def few(kwargs: dict[str, Any]) -> bool:
 
 def body(asked: dict[str, dict[str, Any]]) -> list[str]:
     """Sentences with the words, letters and lengths that are required, in English or the language."""
-    language = asked.get("language:response_language")
+
+    def least(name: str, key: str) -> int:
+        kwargs = asked.get(name, {})
+        return 0 if few(kwargs) else kwargs.get(key, 0)
+
     letter = asked.get("keywords:letter_frequency", {})
-    rare = letter.get("letter", "#") if few(letter) else "#"
-    pool = [one.strip() for one in ENGLISH if one.strip()]
-    pool = [FOREIGN.get(language["language"], "7")] if language else pool  # no letter: of any language
-    pool = [one for one in pool if rare not in one.lower()]
-    words = list(asked.get("keywords:existence", {}).get("keywords", []))
-    repeated = asked.get("keywords:frequency", {})
-    words += [] if few(repeated) else [repeated["keyword"]] * repeated["frequency"] if repeated else []
-    words += [] if few(letter) or not letter else [letter["letter"] * letter["let_frequency"]]
-    capitals = asked.get("change_case:capital_word_frequency", {})
-    words += [] if few(capitals) or not capitals else ["NASA"] * capitals["capital_frequency"]
-    words += ["[7]"] * asked.get("detectable_content:number_placeholders", {}).get("num_placeholders", 0)
-    sentences = [*pool, " ".join(words)] if words else pool
-    length, count = (asked.get(f"length_constraints:number_{what}", {}) for what in ("words", "sentences"))
-    if few(length) or few(count):
-        sentences = [" ".join([pool[0], *words])]
-    while (length and not few(length) and len(" ".join(sentences).split()) < length["num_words"]) or (
-        count and not few(count) and len(sentences) < count["num_sentences"]
-    ):
+    language = asked.get("language:response_language")
+    pool = [FOREIGN.get(language["language"], "7")] if language else map(str.strip, ENGLISH)  # a 7 is of any language
+    pool = [one for one in pool if one and (not few(letter) or letter["letter"] not in one.lower())]
+    words = [*asked.get("keywords:existence", {}).get("keywords", [])]
+    words += [asked.get("keywords:frequency", {}).get("keyword")] * least("keywords:frequency", "frequency")
+    words += ["".join([letter.get("letter", "")] * least("keywords:letter_frequency", "let_frequency"))]
+    words += ["NASA"] * least("change_case:capital_word_frequency", "capital_frequency")
+    words += ["[7]"] * least("detectable_content:number_placeholders", "num_placeholders")
+    said = " ".join(filter(None, words))
+    is_short = any(few(asked.get(LENGTH + of, {})) for of in ("words", "sentences"))
+    sentences = [f"{pool[0]} {said}"] if is_short else [*pool, *filter(None, [said])]
+    num_words, num_sentences = (least(LENGTH + of, f"num_{of}") for of in ("words", "sentences"))
+    while len(" ".join(sentences).split()) < num_words or len(sentences) < num_sentences:
         sentences.append(pool[0])
     return sentences
 
@@ -229,11 +227,9 @@ def test_the_prompts_of_a_file_are_held_out_and_never_drawn(tmp_path: Path) -> N
     config.env.dataset, config.env.eval_path, config.env.max_samples = "instructions", str(path), 40
     config.reward.all_weight = 0.5
     task = task_of(config)
-    assert isinstance(task, Task)
     assert sorted(example.query for example in task.heldout) == sorted(row["prompt"] for row in rows)
     assert list(task.train)[1::2] == examples[1::2]
     assert not set(map(str.casefold, (e.query for e in task.train))) & {e.query.casefold() for e in examples[::2]}
-    assert pickle.loads(pickle.dumps(scorer_of(task)))("", examples[0]).terms == {"instructions": 0.0, "all": 0.0}
     path.write_text('{"prompt": "Hi"}')
     assert task_of(config, bare=True).term_weights == {"instructions": 1.0, "all": 0.5}  # reads no data
     with pytest.raises(DatasetError, match="row 1"):

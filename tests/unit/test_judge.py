@@ -587,6 +587,10 @@ def test_a_judge_adds_to_the_task_or_is_alone(tmp_path: Path, monkeypatch: pytes
         assert sum(fake.asked.values()) == 1
     with pytest.raises(UserError, match="No judge answers at"):
         judged_task(config, task_of(config), None)
+    named = task_of(config)
+    named.term_weights = {"judge": 1.0}
+    with pytest.raises(UserError, match="judge is the name of the judge's reward; give the reward function another"):
+        judged_task(config, named, None)
     (tmp_path / "empty.txt").write_text(" ")
     for name in ("missing.md", "empty.txt"):
         config.reward.judge.rubric = str(tmp_path / name)

@@ -237,6 +237,11 @@ def test_an_action_whose_schema_has_null_for_what_is_absent_is_a_tool() -> None:
         ((tool, fields),) = server_tools.action_types(schema | {"properties": properties})
         assert (tool["function"]["name"], tool["function"]["parameters"]["required"]) == ("stop", [])
         assert fields == ({"kind": "stop"} if properties else {})
+    for action in ({"title": 5}, {"oneOf": [True]}):
+        game = server_tools.OpenEnv("http://127.0.0.1:9")
+        game._action = action
+        with pytest.raises(InstanceLost, match="does not follow the OpenEnv protocol"):
+            _ = game.schemas
 
 
 def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:

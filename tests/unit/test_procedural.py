@@ -8,12 +8,13 @@ from fractions import Fraction
 
 import pytest
 
+from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example, SampledText, Score
 from sota_grpo.rl.task import scorer_of
 from sota_grpo.tasks.arithmetic import LARGEST_VALUE, TEMPLATES, ArithmeticTask, solve
-from sota_grpo.tasks.dataset import DatasetError
 from sota_grpo.tasks.procedural import TARGETS, CountdownTask, calculate
 from sota_grpo.tasks.wrappers import MESSAGE, think_again, with_tools
+from tests.unit.test_mixture import GroupScorer
 
 SEED = random.randrange(1 << 30)
 COUNTDOWN = CountdownTask()
@@ -125,13 +126,6 @@ def test_rows_of_countdown_are_read_with_or_without_a_solution() -> None:
     assert example == COUNTDOWN.read_row({**row, "nums": row.pop("numbers")}, "here")
 
 
-def test_a_row_that_is_no_problem_is_refused() -> None:
-    both = (("1, 2", 3), ([1, "2"], 3), ([1], 1), ([1, 2], 3.0), ([1, True], 2))
-    for row in ({}, {"nums": [1, 2]}, {"target": 3}, *({"nums": nums, "target": target} for nums, target in both)):
-        with pytest.raises(DatasetError, match=r"rows\.jsonl, line 3: nums must be"):
-            COUNTDOWN.read_row(row, "rows.jsonl, line 3")
-
-
 def test_the_calculator_is_exact_for_integers() -> None:
     rng = random.Random(SEED)
     for _ in range(100):
@@ -164,16 +158,8 @@ def test_a_failed_grader_asks_nothing_and_a_reply_of_the_tasks_own_comes_first()
 
 
 def test_a_scorer_of_whole_groups_stays_one() -> None:
-    class Together:
-        def __call__(self, response: str, example: Example) -> Score:
-            return self.score_group([(response, example)])[0]
-
-        def score_group(self, pairs: list[tuple[str, Example]]) -> list[Score]:
-            shortest = min(len(response) for response, _ in pairs)
-            return [Score({"correct": 0.0}, len(response) == shortest) for response, _ in pairs]
-
     inner = ArithmeticTask()
-    inner.score = Together()
+    inner.score = GroupScorer()
     actual = think_again(inner, "Again?").score.score_group([("a", PRODUCT), ("bb", PRODUCT)])
     assert [one.reply for one in actual] == [None, {"role": "user", "content": "Again?"}]
     assert not hasattr(think_again(COUNTDOWN).score, "score_group")
@@ -181,3 +167,6 @@ def test_a_scorer_of_whole_groups_stays_one() -> None:
     pairs = [(SampledText("bb", record={"ended": "answer"}), PRODUCT), (lost, PRODUCT)]
     actual = with_tools(inner, has_reward=False, adds_task_terms=True).score.score_group(pairs)
     assert [(one.success, one.error) for one in actual] == [(True, None), (False, "InstanceLost: gone")], "not compared"
+    inner.term_weights = {"environment": 1.0}  # its value would be lost
+    with pytest.raises(UserError, match="environment names the environment's reward; give the function another name"):
+        with_tools(inner, has_reward=False, adds_task_terms=True)

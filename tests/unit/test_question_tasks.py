@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ import pytest
 from sota_grpo.rewards.extract import ANSWER_FORMATS
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import Task
-from sota_grpo.tasks import make_task, task_class
-from sota_grpo.tasks.dataset import DatasetError, normalised
+from sota_grpo.tasks import make_task
+from sota_grpo.tasks.dataset import normalised
 from sota_grpo.tasks.questions import (
     GSM8KTask,
     MathTask,
+    QuestionTask,
     ReasoningTask,
     answers_equal,
     count_words,
@@ -55,7 +55,7 @@ def reward(task: Task, response: str, example: Example) -> float:
 
 
 def assert_gold_is_the_most_and_empty_the_least(task: Task, examples: list[Example], least: float) -> None:
-    most = sum(task.term_weights.values())
+    most = 1.2 if task.name == "reasoning" else sum(task.term_weights.values())
     for example in examples:
         gold = task.gold_response(example)
         if gold is None:  # words cannot be there
@@ -77,80 +77,56 @@ def test_gold_earns_the_most_in_every_format(tmp_path, name: str, rows: Any, lea
     assert "<<" not in (task.gold_response(task.train[0]) or "")
 
 
-@pytest.mark.data
-def test_every_real_gold_answer_earns_the_most() -> None:
-    real = GSM8KTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
-    examples = [*real.train, *real.heldout]
-    assert (len(real.heldout), len(examples)) == (512, 7473)
-    assert not {normalised(e.query) for e in real.train} & {normalised(e.query) for e in real.heldout}
-    for answer_format in ANSWER_FORMATS:
-        task = GSM8KTask(answer_format=answer_format, format_weight=0.1)
-        every = 1 if answer_format == "hash" else 20  # the others differ in what they write around the answer
-        assert_gold_is_the_most_and_empty_the_least(task, examples[::every], 0.0)
+SCORED: list[tuple[Task, Example, dict[str, tuple[float, ...]]]] = [  # responses, and the terms in the task's order
+    (GSM8KTask(), TWICE, {"so\n#### $18.00": (1, 1), "#### 19": (0, 1), "#### eighteen": (0, 0)}),
+    (GSM8KTask(), TWICE, {"#### 18 or 19": (0, 0), "<think>#### 18</think> 18": (0, 0)}),
+    (MathTask(correct=3.0, wrong=-2.0, no_answer=0.5), HALF, {"so \\boxed{0.5}": (3, 1), "so \\boxed{2}": (-2, 1)}),
+    (MathTask(correct=3.0, wrong=-2.0, no_answer=0.5), HALF, {"so 0.5": (0.5, 0), "so \\boxed{0.5": (0.5, 0)}),
+    (ReasoningTask(), TWICE, {f"<think>{THOUGHT}</think><answer>18</answer>": (1, 1, 0)}),
+    (ReasoningTask(), TWICE, {f"<think>{THOUGHT}more</think><answer>19</answer>": (0, 1, 0)}),
+    (ReasoningTask(), TWICE, {"<think>Nine and nine is 18.</think>\n<answer>18</answer>": (1, 1, 5 / 20 - 1)}),
+    (ReasoningTask(), TWICE, {"<answer>18</answer>": (1, 0.25, -1), "18": (0, 0, -1), "": (0, 0, -1)}),
+    (ReasoningTask(answer_format="any"), TWICE, {"<think>a</think>\\boxed{18}": (1, 0.25, 1 / 20 - 1)}),
+    (ReasoningTask(answer_format="any"), TWICE, {"<answer>18</answer> 19": (1, 0.25, -1)}),
+    (ReasoningTask(answer_format="boxed"), TWICE, {"So \\boxed{18}.": (1, 0, -1)}),
+    (ReasoningTask(answer_format="hash"), TWICE, {"So\n#### 18": (1, 0, -1)}),
+    (ReasoningTask(answer_format="last_number"), TWICE, {"So it is 18.": (1, 0, -1)}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "sentence"),
-    [
-        *(("gsm8k", {"question": "?", "answer": answer}, "the gold answer must be one number, or end in")
-          for answer in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")),
-        ("math", {"question": "?"}, "no column 'ground_truth' or .* columns found are 'question'"),
-        ("math", {"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),
-        ("math", {"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
-        ("math", {"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
-        ("math", {"ground_truth": "1"}, "no column 'question' or 'problem' or 'prompt' has a value"),
-        ("math", {"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
-        ("reasoning", {"answer": "2"},
-         "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
-        ("reasoning", {"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion' has .* 'question'"),
-        ("reasoning", {"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
-        ("reasoning", {"question": " ", "answer": "2"}, "the question is empty"),
-        ("reasoning", {"question": "?", "answer": "the </answer> tag"}, "the gold answer .* contains a think"),
-        ("reasoning", {"question": "?", "answer": True}, "column 'answer' holds bool, not text"),
-        ("reasoning", {"prompt": [{"role": "user"}], "answer": "2"}, "'prompt' holds list.*env.dataset=table"),
-    ],
-)  # fmt: skip
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, name: str, row: dict, sentence: str) -> None:
-    rows = [{"question": f"No. {number}?", "answer": f"#### {number}"} for number in range(6)]
-    rows[2] = row
-    with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 3: .*{sentence}"):
-        task_class(name).load(path=write_rows(tmp_path / "rows.jsonl", rows), num_heldout=2)
-
-
-def test_terms_of_gsm8k() -> None:
-    task = GSM8KTask(format_weight=0.1)
-    for response, correct, is_number in (
-        *(("so\n#### $18.00", 1, 1), ("#### 19", 0, 1), ("#### eighteen", 0, 0), ("#### 18 or 19", 0, 0)),
-        ("<think>#### 18</think> 18", 0, 0),
-    ):
-        assert task.score(response, TWICE).terms == {"correct": correct, "format": is_number}, response
-    assert reward(task, "#### 19", TWICE) == pytest.approx(0.1)
-
-
-def test_right_wrong_and_missing_answers_of_math_earn_what_is_asked() -> None:
-    task = MathTask(correct=3.0, wrong=-2.0, no_answer=0.5)
-    earned = {"so \\boxed{0.5}": (3.0, 1.0), "so \\boxed{2}": (-2.0, 1.0), "so 0.5": (0.5, 0.0)}
-    for response, (answer, form) in (earned | {"so \\boxed{0.5": (0.5, 0.0)}).items():
-        assert task.score(response, HALF).terms == {"answer": answer, "format": form}
-    assert task.score("\\boxed{0.5}", HALF).info == {"extracted": "0.5"}
-    assert task.term_weights == {"answer": 1.0, "format": 0.0}
-    assert "\\boxed{<answer>}" in task.messages(HALF)[0]["content"]
+def test_terms_by_hand() -> None:
+    for task, example, responses in SCORED:
+        for response, terms in responses.items():
+            score = task.score(response, example)
+            assert score.terms == dict(zip(task.term_weights, terms, strict=True)), response
+            assert score.success == (terms[0] in (1, 3)), response
+    weights = {MathTask(): (1, 0), GSM8KTask(format_weight=0.1): (1, 0.1), ReasoningTask(): (1, 0.2, 0.2)}
+    assert all(tuple(task.term_weights.values()) == expected for task, expected in weights.items())
+    assert MathTask().score("\\boxed{0.5}", HALF).info == {"extracted": "0.5"}
+    assert "\\boxed{<answer>}" in MathTask().messages(HALF)[0]["content"]
     assert "<answer><answer></answer>" in MathTask(answer_format="tags").messages(HALF)[0]["content"]
+    assert all(tag in ReasoningTask().messages(HALF)[0]["content"] for tag in ("<think>", "</think>", "<answer>"))
 
 
-def test_gold_answers_of_math_are_read_bare_delimited_boxed_or_from_a_solution() -> None:
-    for row, gold in (
-        ({"question": "?", "ground_truth": 42}, "42"),
-        ({"question": "?", "ground_truth": " $\\frac12$ "}, "$\\frac12$"),
-        ({"problem": "?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
-        ({"problem": "?", "solution": "so it is $\\boxed 5$."}, "5"),
-        ({"problem": "?", "solution": "so they are $\\boxed{5}$ and $\\boxed{6}$."}, "5 and 6"),
-        ({"problem": "?", "answer": "2\\sqrt{3}", "solution": "\\boxed{7}"}, "2\\sqrt{3}"),
-        ({"question": "?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}, "10"),
-        ({"prompt": "?", "answer": "\\boxed{x}", "ground_truth": None}, "x"),
-        ({"answer": "7"}, "7"),
-    ):
-        assert MathTask().read_row(row, "demo, row 1") == Example("?" if len(row) > 1 else "", gold)
+READ: list[tuple[type[QuestionTask], dict[str, Any], str]] = [  # a row's question is "?", or it has none
+    (MathTask, {"question": "?", "ground_truth": 42}, "42"),
+    (MathTask, {"question": "?", "ground_truth": " $\\frac12$ "}, "$\\frac12$"),
+    (MathTask, {"problem": "?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}"),
+    (MathTask, {"problem": "?", "solution": "so it is $\\boxed 5$."}, "5"),
+    (MathTask, {"problem": "?", "solution": "so they are $\\boxed{5}$ and $\\boxed{6}$."}, "5 and 6"),
+    (MathTask, {"problem": "?", "answer": "2\\sqrt{3}", "solution": "\\boxed{7}"}, "2\\sqrt{3}"),
+    (MathTask, {"question": "?", "answer": "5 * 2 = <<5*2=10>>10\n#### 10"}, "10"),
+    (MathTask, {"prompt": "?", "answer": "\\boxed{x}", "ground_truth": None}, "x"),
+    (MathTask, {"answer": "7"}, "7"),
+    (ReasoningTask, {"response": "x", "answer": "#### 2"}, "#### 2"),
+    (ReasoningTask, {"ground_truth": 2.5, "prompt": [{"role": "user"}]}, "2.5"),
+    (ReasoningTask, {"answer": None, "ground_truth": "2", "prompt": "?"}, "2"),
+]
+
+
+def test_gold_answers_are_read_from_any_of_their_columns_and_a_row_to_score_needs_no_question() -> None:
+    for kind, row, gold in READ:
+        assert kind().read_row(row, "demo, row 1") == Example("?" if "?" in row.values() else "", gold)
 
 
 FORMS = [  # a response of the reasoning task, its thinking, its answer, and what its form is worth
@@ -225,30 +201,10 @@ def test_equal_and_different_answers(table: str, equal: bool) -> None:
         assert answers_equal(answer.strip(), gold) is equal, pair
 
 
-def test_reward_of_reasoning_by_hand() -> None:
-    task = ReasoningTask()
-    for response, value in {
-        f"<think>{THOUGHT}</think><answer>18</answer>": 1.2,
-        f"<think>{THOUGHT}more</think><answer>19</answer>": 0.2,
-        "<think>Nine and nine is 18.</think>\n<answer>18</answer>": 1 + 0.2 + 0.2 * (5 / 20 - 1),
-        "<answer>18</answer>": 1 + 0.2 * 0.25 - 0.2,
-        "18": -0.2,
-        "": -0.2,
-    }.items():
-        assert reward(task, response, TWICE) == pytest.approx(value)
-    heavy = ReasoningTask(format_weight=2.0)
-    assert reward(heavy, "<think>a b c d e</think><answer>no</answer>", TWICE) == pytest.approx(2.0 - 0.15)
-
-
-def test_success_is_the_answer_alone() -> None:
-    task, example = ReasoningTask(), Example("Capital of France?", "Paris")
-    right = task.score("I know it. <ANSWER> paris. </ANSWER>", example)
+def test_what_reasoning_writes_of_a_response() -> None:
+    score = ReasoningTask().score("I know it. <ANSWER> paris. </ANSWER>", Example("Capital of France?", "Paris"))
     info = {"think_words": 0, "answer_found": "paris."}
-    assert right == Score({"answer": 1.0, "format": 0.0, "thinking": -1.0}, success=True, info=info)
-    wrong = task.score(f"<think>{THOUGHT}</think><answer>Rome</answer>", example)
-    info = {"think_words": 20, "answer_found": "Rome"}
-    assert wrong == Score({"answer": 0.0, "format": 1.0, "thinking": 0.0}, success=False, info=info)
-    assert all(tag in task.messages(example)[0]["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    assert score == Score({"answer": 1.0, "format": 0.0, "thinking": -1.0}, success=True, info=info)
 
 
 def test_every_right_answer_earns_more_than_every_wrong_one_under_the_default_weights() -> None:
@@ -284,18 +240,6 @@ def test_the_gold_response_is_the_worked_answer_where_that_is_long_enough() -> N
     )
 
 
-def test_the_answer_may_be_looked_for_elsewhere() -> None:
-    for answer_format, response in (
-        ("any", "<think>a</think>\\boxed{18}"),
-        ("boxed", "So \\boxed{18}."),
-        ("hash", "So\n#### 18"),
-        ("last_number", "So it is 18."),
-        ("any", "<answer>18</answer> 19"),
-    ):
-        assert ReasoningTask(answer_format=answer_format).score(response, TWICE).success
-        assert ReasoningTask().score(response, TWICE).success == ("<answer>" in response)
-
-
 @pytest.mark.timeout(30)  # half a second; what is quadratic takes minutes
 def test_a_long_text_takes_no_longer_than_its_length() -> None:
     task = ReasoningTask()
@@ -305,20 +249,16 @@ def test_a_long_text_takes_no_longer_than_its_length() -> None:
             task.score(response, Example("9 times 2?", "Paris"))
 
 
-def test_a_single_row_of_reasoning_needs_no_question() -> None:
-    read = ReasoningTask().read_row
-    assert read({"response": "x", "answer": "#### 2"}, "line 1") == Example("", "#### 2")
-    assert read({"ground_truth": 2.5, "prompt": [{"role": "user"}]}, "line 1") == Example("", "2.5")
-    assert read({"answer": None, "ground_truth": "2", "prompt": "?"}, "line 1") == Example("?", "2")
-    with pytest.raises(DatasetError, match=r"^line 7: no column 'answer' or .* has a value.*'response'"):
-        read({"response": "x"}, "line 7")
-
-
 @pytest.mark.data
-def test_every_real_gold_response_of_reasoning_earns_the_full_reward() -> None:
-    task = ReasoningTask.load(path=str(shared_data("gsm8k", "train.jsonl")))
+@pytest.mark.parametrize("name", ["gsm8k", "reasoning"])
+def test_every_real_gold_answer_earns_the_most(name: str) -> None:
+    task = make_task(name, path=str(shared_data("gsm8k", "train.jsonl")))
     assert (len(task.train), len(task.heldout)) == (6961, 512)
-    for example in (*task.train, *task.heldout):
-        score = task.score(task.gold_response(example), example)
-        assert score.terms == {"answer": 1.0, "format": 1.0, "thinking": 0.0}, example
+    assert not {normalised(e.query) for e in task.train} & {normalised(e.query) for e in task.heldout}
+    least = -0.2 if name == "reasoning" else 0.0
+    assert_gold_is_the_most_and_empty_the_least(task, [*task.train, *task.heldout], least)
+    for answer_format in ANSWER_FORMATS if name == "gsm8k" else ():  # which differ in what is around the answer
+        other = GSM8KTask(answer_format=answer_format, format_weight=0.1)
+        assert_gold_is_the_most_and_empty_the_least(other, task.train[::20], 0.0)
+    for example in task.train if name == "reasoning" else ():
         assert not task.score(f"<answer>{split_gold(example.answer)[1]}1</answer>", example).success

@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -53,12 +53,6 @@ JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
 )
 SPECIAL = "<|im_end|> <|im_start|> <|endoftext|> user assistant system tool </s> [INST] {{7*7}} {%raw%} \n \x00 \u202e"
-
-
-@contextlib.contextmanager
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
 
 
 # options -------------------------------------------------------------------------------------------------------------
@@ -104,8 +98,8 @@ _TABLE = st.tuples(
 
 def check_table(drawn: tuple[str, bytes, str | None]) -> None:
     suffix, content, answer_format = drawn
-    with folder() as where:
-        path = where / f"table{suffix}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"table{suffix}")
         path.write_bytes(content)
         task = TableTask.load(path=str(path), num_heldout=1, answer_format=answer_format)
         for example in [*task.train, *task.heldout]:
@@ -152,8 +146,8 @@ _RUN = st.lists(st.tuples(st.integers(0, 100), _CHANGE), min_size=1, max_size=3)
 
 
 def check_run(changes: list[tuple[int, tuple[str, int, Any]]]) -> None:
-    with folder() as where:
-        run = where / "run"
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
         shutil.copytree(_a_run(), run)
         files = sorted(path for path in run.rglob("*") if path.is_file())
         for index, change in changes:
@@ -161,7 +155,7 @@ def check_run(changes: list[tuple[int, tuple[str, int, Any]]]) -> None:
             path.write_bytes(_replaced(path.read_bytes(), change))
         for reader in (
             lambda: report_json(*read_runs([run]), budget=10**6),
-            lambda: as_text(read_sweep(where)),
+            lambda: as_text(read_sweep(Path(folder))),
             lambda: load_config(run),
             lambda: CheckpointStore(run / "checkpoints").latest(),
         ):

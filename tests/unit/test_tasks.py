@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,81 @@ def test_a_made_up_problem_depends_on_the_seed_and_its_place_alone(name: str) ->
     for size, value in (("num_heldout", -1), ("num_train", 0)):
         with pytest.raises(ValueError, match=f"{size}={value} must be at least {value + 1}"):
             make_task(name, **{size: value}, **options)
+
+
+CHAT, SYSTEM = {"role": "user", "content": "2+2?"}, {"role": "system", "content": "Be brief."}
+IMAGE, SAID = {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "So"}
+GOOD, UNTESTED = {"prompt": "?", "ground_truth": "2"}, ("x = 1", "def test():\n    assert f() == 1", "f(1) == 2")
+VERL = {"data_source": "openai/gsm8k", "prompt": "?"}
+NAN, HALF = float("nan"), "\ud83d"  # which UTF-8 lacks
+GSM8K = "the gold answer must be one number, or end in"
+BAD_ROWS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gsm8k": [
+        ({"question": "?", "answer": end}, GSM8K) for end in ("1 and 8", "#### ", "#### eighteen", "#### 1 or 2")
+    ],
+    "math": [
+        ({"question": "?"}, "no column 'ground_truth' or .* columns found are 'question'"),
+        ({"question": "?", "ground_truth": ["1"]}, "column 'ground_truth' holds list, not text"),
+        ({"question": "?", "ground_truth": "x" * 1001}, r"the gold answer .* \(1001 characters\) cannot"),
+        ({"problem": "?", "solution": "It is 5."}, r"the solution has no \\boxed{answer} \(it ends in"),
+        ({"ground_truth": "1"}, "no column 'question' or 'problem' or 'prompt' has a value"),
+        ({"question": "?", "ground_truth": " "}, r"the gold answer '' \(0 characters\) cannot be compared"),
+    ],
+    "reasoning": [
+        ({"answer": "2"}, "no column 'question' or 'prompt' has a value; the columns found are 'answer'"),
+        ({"question": "?"}, "no column 'answer' or 'ground_truth' or 'completion' has .* 'question'"),
+        ({"question": "?", "answer": "so\n#### "}, r"answer is empty \(it ends in 'so\\n#### '\)"),
+        ({"question": " ", "answer": "2"}, "the question is empty"),
+        ({"question": "?", "answer": "the </answer> tag"}, "the gold answer .* contains a think"),
+        ({"question": "?", "answer": True}, "column 'answer' holds bool, not text"),
+        ({"prompt": [{"role": "user"}], "answer": "2"}, "'prompt' holds list.*env.dataset=table"),
+    ],
+    "table": [
+        ({"question": "?", "ground_truth": "2"}, "column 'prompt' holds no prompt; .* 'question'"),
+        *(({**GOOD, "prompt": prompt}, "column 'prompt' holds no prompt") for prompt in (NAN, " \n")),
+        ({**GOOD, "ground_truth": NAN}, "column 'ground_truth' holds no ground truth"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": NAN}}, "no ground truth"),
+        ({**VERL, "reward_model": {"style": "rule", "ground_truth": "two"}}, GSM8K),
+        ({**GOOD, "ground_truth": ["2", NAN]}, "the ground truth is a list: .* reward.path"),
+        ({**GOOD, "ground_truth": {"a": 1}}, 'ground truth is a dict: {"a": 1}, which only .*; set reward.path'),
+        ({**GOOD, "chat_template_kwargs": {"enable_thinking": False}}, "set env.chat_template_kwargs"),
+        ({**GOOD, "prompt": 3}, "column 'prompt' is neither text nor a chat"),
+        ({**GOOD, "prompt": [{"role": "user"}]}, "turn 1: 'content' is missing; role and content must be text"),
+        ({**GOOD, "prompt": [CHAT, IMAGE]}, "turn 2: 'content' holds list"),
+        ({**GOOD, "prompt": [SYSTEM]}, "a chat must have a user turn"),
+        ({**GOOD, "prompt": [CHAT, SAID]}, "not end in an assistant turn"),
+        ({"prompt": "?", "solution": "2"}, r"'ground_truth' holds no .*'solution': set env.answer_column"),
+        ({"prompt": "?", "answer": "#### 2"}, "column 'ground_truth' holds no ground truth"),
+    ],
+    "countdown": [
+        *(({"nums": nums, "target": 3}, "nums must be") for nums in (None, "1, 2", [1, "2"], [1], [1, True])),
+        *(({"nums": [1, 2], "target": target}, "nums must be") for target in (None, 3.0)),
+    ],
+    "reasoning_gym": [
+        ({"answer": "4", "metadata": "text"}, "metadata.source_dataset is missing"),
+        ({"answer": 4, "metadata": {"source_dataset": "gcd"}}, "'answer' holds int"),
+        ({"answer": "4", "metadata": {"source_dataset": "bitwise_arithmetic", "problem": "1"}}, "is refused"),
+        ({"answer": "4", "metadata": {"source_dataset": "gdc"}}, "did you mean gcd"),
+    ],
+    "code": [
+        *(({"tests": text}, "") for text in (None, "", "# nothing", "assert (", 7, *UNTESTED)),
+        ({"tests": f"assert f() == '{HALF}'"}, "surrogate"),
+        *(({"tests": []}, "at least one"), ({"tests": [7]}, ""), ({"tests": ["x = 1", {}]}, "")),
+        *(({"tests": [pair]}, "") for pair in ({"stdin": "1"}, {"stdout": HALF}, {"stdin": HALF, "stdout": "1"})),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "row", "sentence"), [(name, *bad) for name in BAD_ROWS for bad in BAD_ROWS[name]])
+def test_a_row_that_cannot_be_used_is_named(name: str, row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    task = task_class(name)(**({"sandbox": "http://127.0.0.1:9"} if name == "code" else {}))
+    read = partial(task.read_row, row, "rows.jsonl, row 2")
+    if name in ROWS:
+        read = partial(task.load, path=write_rows(tmp_path / "rows.jsonl", [ROWS[name](1), row]))
+    with pytest.raises(DatasetError, match=rf"rows\.jsonl, row 2: .*{sentence}"):
+        read()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from sota_grpo.errors import UserError
 from sota_grpo.tasks.toolbox import Environment, Toolbox, ToolboxError, load
 from sota_grpo.workers.instances import InstanceSpec
 
@@ -78,6 +79,8 @@ def test_a_reset_is_given_the_columns_that_it_takes() -> None:
         Environment(Strict()).reset(answer="4", prompt="?")
     with pytest.raises(ToolboxError, match=r"environment (Posix)?Path has no method reset"):
         Environment(Path())
+    with pytest.raises(UserError, match="the tool 'partial' cannot be called by name; define it with def"):
+        _ = Toolbox([functools.partial(int, base=2)]).schemas
 
 
 def test_a_list_of_records_with_a_type_is_no_content() -> None:

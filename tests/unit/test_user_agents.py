@@ -138,11 +138,14 @@ def test_an_agents_requests_are_one_sample_with_its_reward(run) -> None:
     assert output.prompt_ids == run.env.prompt_ids(run.task.train[0])
 
 
-@pytest.mark.parametrize(("name", "reward"), [("later", 2.0), ("command", 0.25), ("silent", 1.0)])
+LEAVES = "sh -c 'sleep 600 & echo 0.75'"  # a child in the background, with the output of its parent
+
+
+@pytest.mark.parametrize(("name", "reward"), [("later", 2.0), ("command", 0.25), ("silent", 1.0), (LEAVES, 0.75)])
 def test_an_agent_may_be_async_a_command_or_make_no_request(run, file, name, reward) -> None:
     (sample,) = run(f"{sys.executable} {file}" if name == "command" else name).samples
     assert (sample.record["reward"], sample.record["error"]) == (reward, None)
-    assert (len(sample.token_ids) == 0) == (name == "silent")
+    assert (len(sample.token_ids) == 0) == (name in ("silent", LEAVES))
 
 
 @pytest.mark.parametrize(
