@@ -90,28 +90,21 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
             f"the tool {name!r} cannot be called by name; define it with def, under a name of letters, digits and "
             "underscores"
         )
-    if not inspect.getdoc(function):
-        raise UserError(f"the tool {name} has no docstring; write one, with its arguments, if any, under Args:")
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
             raise UserError(
                 f"the tool {name} takes {argument}, which is not passed by name; declare it without *, ** or /"
             )
-        if argument.annotation is argument.empty:
-            raise UserError(
-                f"the argument {argument.name!r} of the tool {name} has no type hint; write {argument.name}: str, or "
-                "another type"
-            )
     try:
         annotations = get_type_hints(function)
         schema = get_json_schema(function)
-    except Exception as error:  # such as an undefined name in a hint
+    except Exception as error:  # such as an undefined name in a hint, or no docstring
         reason = first_line(error).rstrip(".")
         if "no description for the argument" in reason:
             reason = f"its docstring does not describe {reason.rpartition(' ')[2]}"
         raise UserError(
-            f"the tool {name} cannot be described by a JSON schema ({reason}); use type hints that JSON has, and "
-            "describe every argument under Args: in its docstring, as in 'city: Where to look.'"
+            f"the tool {name} cannot be described by a JSON schema ({reason}); give every argument a type hint that "
+            "JSON has, as in city: str, and describe it under Args: in the docstring, as in 'city: Where to look.'"
         ) from error
     for label, annotation in annotations.items():
         if label != "return" and not _is_json(annotation):

@@ -50,9 +50,9 @@ def _open(*city: str) -> None:
 @pytest.mark.parametrize(
     ("functions", "reason"),
     [
-        ([_undocumented], "the tool _undocumented has no docstring; write"),
-        ([_unhinted], "the argument 'city' of the tool _unhinted has no type hint; write city: str"),
-        ([_undescribed], r"the tool _undescribed .* does not describe 'city'\); .*describe every argument"),
+        ([_undocumented], "the tool _undocumented .*because it has no docstring"),
+        ([_unhinted], "the tool _unhinted .*city is missing a type hint.*as in city: str"),
+        ([_undescribed], r"the tool _undescribed .* does not describe 'city'\); .*describe it under Args:"),
         ([_odd], "the argument 'city' of the tool _odd has the type .*Path.*; use int"),
         ([_open], r"the tool _open takes \*city: .*; declare"),
         ([look_up, look_up], "two tools are called 'look_up'; rename one"),
