@@ -66,7 +66,7 @@ class QuestionTask(FileTask):
     format_weight: float | None = None
 
     def __post_init__(self) -> None:
-        self._format = self.default_format if self.answer_format is None else self.answer_format
+        self.answer_format = self._format = self.default_format if self.answer_format is None else self.answer_format
         extract_answer("", self._format)  # raises if it is unknown
         self._requested_format = self.default_format if self._format == "any" else self._format
         if not self.default_prompt:

@@ -21,7 +21,6 @@ from sota_grpo.training.learner import Learner
 from tests.config.test_config import composed
 from tests.data_files import write_rows
 from tests.e2e.conftest import SMALL, metrics, without_clock
-from tests.forked import ForkServer
 
 QUICK = (
     *(*SMALL, "engine=scripted", "check.mode=off", "eval.mode=off", "train.export_hf=false", "env.num_heldout=4"),
@@ -95,21 +94,6 @@ def test_a_policy_that_computes_nan_ends_in_a_sentence_and_the_checkpoint_has_it
     sentence = "cannot be evaluated: the engine returned a log-prob that is not finite"
     with pytest.raises(RunFailed, match=sentence), open_evaluator(find_target(str(run_dir))) as evaluator:
         evaluator.evaluate()
-
-
-def test_a_bug_keeps_its_traceback(tmp_path: Path, fork_server: ForkServer) -> None:
-    """An OSError of the program is not taken for a directory that the user chose badly."""
-    script = tmp_path / "bug.py"
-    script.write_text(
-        "import sota_grpo.run.app as app, sota_grpo.run.entry as entry\n"
-        "def deep(config, run_dir, passed, **_): raise OSError('deep inside')\n"
-        "app.train = deep\n"
-        "entry.entry('sync')"
-    )
-    done = fork_server.run([str(script), "--config-name=grpo_cpu", f"hydra.run.dir={tmp_path / 'run'}"], cwd=tmp_path)
-    assert done.code == 1
-    assert "Traceback" in done.stderr
-    assert "in deep" in done.stderr
 
 
 def test_unwritable_output_directory(tmp_path: Path, grpo) -> None:

@@ -133,6 +133,12 @@ def test_what_ends_a_run_is_one_sentence(error: Exception, code: int, command, c
     assert capsys.readouterr().err == f"grpo.py: {error}\n"
 
 
+def test_a_bug_keeps_its_traceback(command) -> None:
+    """An OSError of the program is not taken for a directory that the user chose badly."""
+    with pytest.raises(OSError, match="deep inside"):
+        command(Mock(side_effect=OSError("deep inside")))
+
+
 @pytest.mark.parametrize("how", ["between two steps", "at once", "after the last step"])
 def test_an_interrupt_ends_the_whole_sweep(how: str, command, capsys: pytest.CaptureFixture) -> None:
     """After the last step the run is finished, its export too; as the only run of a command it has succeeded."""
