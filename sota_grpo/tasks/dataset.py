@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -306,11 +307,9 @@ def two_sides(
     if heldout is None:
         count = min(_MOST_HELD_OUT, max(1, len(train) // 10)) if num_heldout is None else num_heldout
         rows = Counter(normalised(example.query) for example in train)
-        chosen: Counter[str] = Counter()
-        for question in sorted(rows, key=_hash):
-            if chosen.total() >= count:
-                break
-            chosen[question] = rows[question]
+        ordered = sorted(rows, key=_hash)
+        before = accumulate((rows[question] for question in ordered), initial=0)
+        chosen = {question for question, held_out in zip(ordered, before) if held_out < count}
         if count and len(chosen) == len(rows):
             fewer = f"env.num_heldout={max(1, len(rows) // 10)}, " if len(rows) > 1 else ""
             raise DatasetError(
