@@ -21,6 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from sota_grpo import files
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import Example, Score
 from sota_grpo.rl.task import chat
@@ -168,10 +169,7 @@ def require_file(path: Path) -> None:
     """Raise ``DatasetError`` unless ``path`` ends in one of ``SUFFIXES`` and is an existing file."""
     if path.suffix not in _READERS:
         raise DatasetError(f"{path} ends in none of {', '.join(_READERS)}; give a file that ends in one of these.")
-    if not path.is_file():
-        raise DatasetError(
-            f"there is no file {path} (relative to {Path.cwd()}); correct env.dataset_path or env.eval_path."
-        )
+    files.require_file(path, "env.dataset_path or env.eval_path", DatasetError)
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -87,19 +87,19 @@ def with_reward_functions(
         raise RewardFunctionError(fault)
     term_weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
     scorer = FunctionScorer(without_examples(task), path, term_weights, success_above, functions)
-    term_weights = scorer.term_weights
-    for fault in naming_faults([*term_weights], weights):
+    for fault in naming_faults([*scorer.term_weights], weights):
         raise RewardFunctionError(fault)
     for example in task.train[:1]:
         scorer.require_columns(example)
-    changes = {"term_weights": term_weights, "gold_response": no_gold_response}
-    return _scored_by(scorer, task, reads_environments=scorer.reads_environments, **changes)
+    return _scored_by(scorer, task, scorer.term_weights, reads_environments=scorer.reads_environments)
 
 
-def _scored_by(score: Scorer, task: Task, **changes: Any) -> Task:
-    """Return a copy of ``task`` with the scorer ``score`` and without benchmark ``counts`` unless passed."""
+def _scored_by(score: Scorer, task: Task, term_weights: Mapping[str, float] | None = None, **changes: Any) -> Task:
+    """Return a copy of ``task`` with another scorer; with other terms it has neither gold response nor ``counts``."""
     wrapped = copy.copy(task)
-    vars(wrapped).update({"score": score, "counts": None, **changes})
+    if term_weights is not None:
+        changes |= {"term_weights": term_weights, "gold_response": no_gold_response, "counts": None}
+    vars(wrapped).update(changes, score=score)
     return wrapped
 
 
@@ -261,7 +261,7 @@ def _reward(terms: Mapping[str, float | None], weights: Mapping[str, float]) -> 
 
 def without_terms(task: Task) -> Task:
     """Return a copy of ``task`` without reward terms, for a reward that only a judge or an environment gives."""
-    return _scored_by(_no_score, task, term_weights={}, gold_response=no_gold_response)
+    return _scored_by(_no_score, task, {})
 
 
 def _no_score(response: str, example: Example) -> Score:
@@ -291,9 +291,7 @@ def with_tools(task: Task, *, has_reward: bool, adds_task_terms: bool, success_a
         raise RewardFunctionError(f"{ENVIRONMENT} names the environment's reward; give the function another name.")
     change = partial(_of_dialog, weights, adds_task_terms, success_above)
     scorer = ChangedScorer(scorer_of(task) if adds_task_terms else _no_score, change)
-    if adds_task_terms and not has_reward:
-        return _scored_by(scorer, task, counts=getattr(task, "counts", None))
-    return _scored_by(scorer, task, term_weights=weights, gold_response=no_gold_response)
+    return _scored_by(scorer, task, weights if has_reward or not adds_task_terms else None)
 
 
 class ChangedScorer:
@@ -366,7 +364,7 @@ def think_again(task: Task, message: str = MESSAGE) -> Task:
     """
     reply = {"role": "user", "content": message}
     scorer = ChangedScorer(scorer_of(task), partial(_with_reply, reply))
-    return _scored_by(scorer, task, counts=getattr(task, "counts", None))
+    return _scored_by(scorer, task)
 
 
 def _with_reply(reply: Mapping[str, str], response: str, score: Score) -> Score:
