@@ -21,7 +21,7 @@ from typing import Any
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import extract_answer
 from sota_grpo.rl.records import SUBTASK, Example, Score
-from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, normalised, optional_text
+from sota_grpo.tasks.dataset import BaseTask, DatasetError, Row, normalised, optional_text, text_of
 from sota_grpo.tasks.procedural import DrawnExamples, is_heldout
 from sota_grpo.tasks.questions import answering
 from sota_grpo.text import first_line
@@ -125,16 +125,18 @@ class ReasoningGymTask(BaseTask):
         super().__post_init__()
         self._weights: dict[str, int] = {}
         self._options: dict[str, dict[int | None, str]] = {}  # by task and level: options as JSON, the cache key
-        for sentence in task_faults(self.tasks) if self.tasks is not None else ():
+        if self.tasks is None:  # rows are scored with the default options
+            return
+        for sentence in task_faults(self.tasks):
             raise UserError(sentence)
-        for name, value in (self.tasks or {}).items():
+        for name, value in self.tasks.items():
             options = dict(value) if isinstance(value, Mapping) else {"weight": value}
             levels = _levels_of(options)
             self._weights[name] = options.pop("weight", 1)
             options.pop("level", None)
             made = {level: options if level is None else {**options, "level": level} for level in levels}
             self._options[name] = {level: json.dumps(chosen, sort_keys=True) for level, chosen in made.items()}
-        self._sources()
+        self.prepare()
 
     @classmethod
     def load(
@@ -145,8 +147,6 @@ class ReasoningGymTask(BaseTask):
         UserError if ``tasks`` is empty, or at access if a task has too few problems. ``options``: see the class.
         """
         task = cls(tasks=tasks, **options)
-        if not task._weights:
-            raise UserError(next(task_faults({})))
         task.train = DrawnExamples([partial(task._draw, task._weights)], seed, False, num_train)
         alone = [partial(task._draw, {name: weight}) for name, weight in task._weights.items() if weight]
         task.heldout = DrawnExamples(alone, seed, True, num_heldout)
@@ -176,9 +176,6 @@ class ReasoningGymTask(BaseTask):
     def prepare(self) -> None:
         """Import the package and its data, so that the first response's time limit does not include that."""
         _package()
-        self._sources()
-
-    def _sources(self) -> None:
         for name, options in self._options.items():
             for chosen in options.values():
                 _source(name, chosen)
@@ -211,18 +208,16 @@ class ReasoningGymTask(BaseTask):
 
     def read_row(self, row: Row, location: str) -> Example:
         """Return the example of a row of reasoning-gym, with or without ``answer``; DatasetError if it is malformed."""
-        metadata, answer = row.get("metadata"), row.get("answer")
-        name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
-        if not isinstance(metadata, Mapping) or not isinstance(name, str):
+        metadata = row.get("metadata")
+        if not isinstance(metadata, Mapping) or not isinstance(name := metadata.get("source_dataset"), str):
             raise DatasetError(f"{location}: metadata.source_dataset is missing or no text; give reasoning-gym's rows.")
-        if answer is not None and not isinstance(answer, str):
-            raise DatasetError(f"{location}: column 'answer' holds {type(answer).__name__}, not text; mend the row.")
+        answer = "" if row.get("answer") is None else text_of(row, "answer", location)
         try:
             _require_known(name)
         except UserError as error:
             raise DatasetError(f"{location}: {error}") from error
         extra = {SUBTASK: name, "metadata": dict(metadata)}
-        return Example(optional_text(row, ["question"]), answer or "", extra)
+        return Example(optional_text(row, ["question"]), answer, extra)
 
 
 def _package() -> Any:
