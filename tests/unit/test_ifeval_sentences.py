@@ -11,9 +11,9 @@ import pytest
 
 from sota_grpo.rewards.ifeval import INSTRUCTIONS, checks, follow_lists, read_kwargs
 from sota_grpo.rewards.ifeval.checks import find_punkt, num_capital_tokens, sentences
+from tests.data_files import shared_data
 from tests.unit.test_ifeval_checks import CASES
 from tests.unit.test_ifeval_torchrl import random_text
-from tests.unit.test_tasks import shared_data
 
 SEED = random.randrange(1 << 30)
 COUNTED = ["sentences", "words", "placeholders", "highlights", "sections"]
