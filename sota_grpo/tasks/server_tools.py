@@ -69,13 +69,7 @@ class McpTools:
             # anyio requires that the same task enters and leaves the session
             self._portal = opened.enter_context(start_blocking_portal())
             try:
-                try:
-                    self._client = self._connected(opened, mode="legacy")
-                except Exception as error:
-                    refused = _cause(error)
-                    if not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
-                        raise
-                    self._client = self._connected(opened)
+                self._client = self._connected(opened, mode="legacy")
             except Exception as error:
                 where, cause = " ".join(command) if command else url, sentence(_cause(error))
                 if self._refused:
@@ -87,7 +81,13 @@ class McpTools:
         server: Any = self._over_http()
         if not self._url:
             server = mcp.StdioServerParameters(command=self._command[0], args=list(self._command[1:]))
-        return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
+        try:
+            return opened.enter_context(self._portal.wrap_async_context_manager(mcp.Client(server, **options)))
+        except Exception as error:
+            refused = _cause(error)
+            if not options or not isinstance(refused, mcp.MCPError) or refused.code == CONNECTION_CLOSED:
+                raise
+        return self._connected(opened)  # without the ``initialize`` that the server rejects
 
     @asynccontextmanager
     async def _over_http(self) -> AsyncIterator[Any]:
@@ -327,10 +327,11 @@ class OpenEnv:
     def _observed(self, data: Mapping[str, Any]) -> str | None:
         """Return an observation as text: a tool's result, its only text field, or its fields as JSON; None if empty."""
         seen = {name: value for name, value in data["observation"].items() if name != "metadata"}
+        if not seen:
+            return None
         if not (self._lists_tools and "tool_name" in seen):
-            texts = list(seen.values())
-            only = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(seen, ensure_ascii=False)
-            return only if seen else None
+            first, *others = seen.values()
+            return first if isinstance(first, str) and not others else json.dumps(seen, ensure_ascii=False)
         result, error = seen.get("result"), seen.get("error")
         if isinstance(error, Mapping):
             raise ActionFailed(joined(str(error.get("message"))))
