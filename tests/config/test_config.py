@@ -365,7 +365,7 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str)
     config = composed("grpo_cpu", *shlex.split(overrides))
     sentence = next({actual.__name__: actual for actual in validators.RULES}[rule](config))
     assert expected in sentence
-    assert re.search(r"[.]$", sentence)
+    assert re.search(r"[.?]$", sentence)
     with pytest.raises(ConfigError):
         validate(config)
 
