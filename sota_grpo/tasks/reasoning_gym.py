@@ -12,7 +12,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
@@ -255,7 +255,7 @@ def _source(name: str, options: str) -> Any:
     for option in chosen.keys() - known:
         takes = ", ".join(sorted(["weight", *(["level"] if name in factory.CURRICULA else []), *known]))
         raise UserError(f"env.tasks.{name} has no option {option}; available: {takes}.")
-    values: dict[str, Any] = {}
+    configure: Callable[..., Any] = config_class
     if level is not None:  # an attribute of the curriculum with fewer levels has its last one
         if name not in factory.CURRICULA:
             raise UserError(f"env.tasks.{name} has level={level}, but this task has no curriculum; remove level.")
@@ -264,11 +264,9 @@ def _source(name: str, options: str) -> Any:
         if level > highest:
             raise UserError(f"env.tasks.{name} has level={level}, but its highest level is {highest}.")
         curriculum.set_global_level(level)
-        made = curriculum.generate_configuration()
-        values = {field: getattr(made, field) for field in made.__dataclass_fields__}
-    values |= chosen | {"seed": 0, "size": _SIZES.get(name, _SIZE)}
+        configure = partial(replace, curriculum.generate_configuration())
     try:
-        return kind(config=config_class(**values))
+        return kind(config=configure(**chosen, seed=0, size=_SIZES.get(name, _SIZE)))
     except Exception as error:  # assertions and type errors of the config class
         what = f"level={level} " if level is not None else ""
         raise UserError(
