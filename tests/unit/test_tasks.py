@@ -141,10 +141,9 @@ def test_a_scorer_and_a_task_travel_and_a_system_prompt_is_what_one_says(name: s
 
 def problem_of(example: Example) -> str:
     """Without names, items and order, which are decoration."""
-    extra = dict(example.extra)
-    if "template" in extra:
-        return f"{extra['template']} {sorted(extra['numbers'].items())}"
-    return f"{sorted(extra['numbers'])} {extra['target']}" if extra else example.query
+    numbers = example.extra["numbers"]
+    ordered = sorted(numbers.items() if isinstance(numbers, dict) else numbers)
+    return f"{example.extra.get('template')} {example.extra.get('target')} {ordered}"
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "countdown"])
