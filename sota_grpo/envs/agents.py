@@ -15,7 +15,7 @@ from typing import Any
 from sota_grpo.engines import Engine
 from sota_grpo.engines.stepping import Task, Wrapped, result
 from sota_grpo.envs.chat_tokens import num_shared
-from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine, SampleGroup
+from sota_grpo.envs.dialogs import ANSWERED, LOST, TRUNCATED, DialogEngine, SampleGroup, example_of
 from sota_grpo.envs.gateway import Gateway, SessionQueue
 from sota_grpo.envs.prompts import PromptSource
 from sota_grpo.rewards.functions import plain
@@ -51,15 +51,14 @@ class AgentEngine(Wrapped):
 
     def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
         """Start one episode of the agent per sample; return the group's future. ValueError without an example."""
-        if request.example is None:
-            raise ValueError(f"Group {request.group_id} has no example for its agent; set GroupRequest.example.")
-        agents = self._agents.get(request.example.extra.get(TASK))
+        example = example_of(request)
+        agents = self._agents.get(example.extra.get(TASK))
         if agents is None:
             is_read = isinstance(self.engine, DialogEngine)  # engines of single responses take no examples
             return self.engine.submit(request if is_read else replace(request, example=None), sampling)
-        messages = [dict(message) for message in self._env.task.messages(request.example)]
-        row = row_of(self._env.task, request.example)
-        return GroupEpisodes(request, row | {"prompt": messages}, agents, self._gateway, sampling)
+        messages = [dict(message) for message in self._env.task.messages(example)]
+        row = {**row_of(self._env.task, example), "prompt": messages}
+        return GroupEpisodes(request, row, agents, self._gateway, sampling)
 
     def close(self) -> None:
         """Close the gateway and the wrapped engine, but not the agents' processes, which belong to the caller."""
@@ -87,7 +86,7 @@ class GroupEpisodes(SampleGroup):
         self._records: dict[int, dict[str, Any]] = {}
         self._keys: dict[int, int] = {}
         for index in range(request.num_samples):
-            Task(self._episode(index))
+            Task(self._counted(self._episode(index)))
 
     def _leave(self) -> None:
         """Refuse further requests, and end the agents."""
@@ -97,31 +96,26 @@ class GroupEpisodes(SampleGroup):
             self._agents.instances.drop(key)
 
     async def _episode(self, index: int) -> None:
-        """Run the agent for sample ``index``; the last episode that ends resolves the group."""
+        """Run the agent for sample ``index``, to its record."""
         session, instances = self.sessions[index], self._agents.instances
         record: dict[str, Any] = {"reward": None, "error": None}
         try:
-            try:
-                opened = await result(instances.open(self._row))
-                self._keys[index] = opened.key
-                if self.done():  # meanwhile
-                    instances.drop(opened.key)
-                    return
-                called = {"base_url": session.base_url, "api_key": session.key}
-                (answer,) = await result(instances.call(opened.key, [(RUN, called)]))
-                record |= _result(answer.content, answer.is_error)
+            opened = await result(instances.open(self._row))
+            self._keys[index] = opened.key
+            if self.done():  # meanwhile
                 instances.drop(opened.key)
-            except InstanceLost as error:
-                record["error"] = str(error)
-            finally:
-                session.close()
-            if session.failure is not None:
-                raise session.failure
-        except Exception as error:  # of the engine; or no worker starts any more
-            self._ended(error)
-            return
+                return
+            called = {"base_url": session.base_url, "api_key": session.key}
+            (answer,) = await result(instances.call(opened.key, [(RUN, called)]))
+            record |= _result(answer.content, answer.is_error)
+            instances.drop(opened.key)
+        except InstanceLost as error:
+            record["error"] = str(error)
+        finally:
+            session.close()
+        if session.failure is not None:
+            raise session.failure
         self._records[index] = record
-        self._ended()
 
     def _output(self) -> GroupOutput:
         prompts = [session.tree.prompt for session in self.sessions if session.tree.num_sampled]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,11 +84,10 @@ class GradedTurns:
     """Grades each policy turn and answers with the score's ``reply``; an error or no reply ends the dialog."""
 
     def __init__(self, grader: Grader, turns: TurnTokens):
-        self._grader, self._turns = grader, turns
+        self.grader, self.turns = grader, turns
 
     async def begin(self, request: GroupRequest, index: int) -> Episode:
-        assert request.example is not None
-        return GradedEpisode(self._grader, self._turns, request.example)
+        return GradedEpisode(self, example_of(request))
 
 
 class GradedEpisode:
@@ -96,12 +95,13 @@ class GradedEpisode:
 
     prompt_ids: tuple[int, ...] | None = None
 
-    def __init__(self, grader: Grader, turns: TurnTokens, example: Example):
-        self._grader, self._turns, self._example = grader, turns, example
+    def __init__(self, responder: GradedTurns, example: Example):
+        self._responder, self._example = responder, example
         self._replies: list[Messages] = []
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
-        (score,) = await result(self._grader.scores([(self._turns.text(token_ids), self._example)]))
+        text = self._responder.turns.text(token_ids)
+        (score,) = await result(self._responder.grader.scores([(text, self._example)]))
         if score.reply is None or score.error is not None:
             return None
         self._replies.append([score.reply])
@@ -143,8 +143,7 @@ class ToolResponder:
 
         The samples of a group reset with one seed, to start in the same state; their later calls differ in seed.
         """
-        example = request.example
-        assert example is not None
+        example = example_of(request)
         seeds = sample_seed(request.seed), sample_seed(request.seed, request.first_sample + index)
         try:
             there = await result(self.instances.open(row_of(self._env.task, example), seeds))
@@ -182,32 +181,30 @@ class ToolEpisode:
         prompt_ids: tuple[int, ...] | None = None,
         error: str | None = None,
     ) -> None:
-        self.prompt_ids = prompt_ids
-        self._responder, self._key, self._error = responder, key, error
+        self.prompt_ids, self._responder, self._key = prompt_ids, responder, key
+        self._num_parsed = 0
         self._messages: list[dict[str, Any]] = []
-        self._num_parsed = self._num_calls = 0
         self._failed: list[int] = []
-        self._ended = ANSWERED if error is None else LOST
+        ended = ANSWERED if error is None else LOST
+        self._record: dict[str, Any] = {"messages": self._messages, "failed": self._failed, "tool_calls": 0}
+        self._record |= {"tool_errors": 0, "ended": ended, "reward": None, "error": error}
 
     async def answer(self, token_ids: torch.Tensor) -> Messages | None:
         """Run the turn's tool calls; return one message per call, in order, or None without a call or an instance."""
         calls = self._parse(token_ids)
-        if not calls or self._error is not None:
+        if not calls or self._key is None:
             return None
         sound = [(call.name, call.arguments) for call in calls if call.error is None]
-        answers: list[Answer] = []
-        if sound:
-            assert self._key is not None
-            try:
-                answers = await result(self._responder.instances.call(self._key, sound))
-            except InstanceLost as error:
-                self._key, self._error, self._ended = None, str(error), LOST
-                return None
-        self._num_calls += len(calls)
-        left = iter(answers)
-        replies: list[dict[str, str]] = []
+        try:
+            made = await result(self._responder.instances.call(self._key, sound)) if sound else []
+        except InstanceLost as error:
+            self._key = None
+            self._record |= {"error": str(error), "ended": LOST}
+            return None
+        self._record["tool_calls"] += len(calls)
+        answers, replies = iter(made), list[dict[str, str]]()
         for call in calls:
-            answer = next(left) if call.error is None else Answer(f"error: {call.error}", is_error=True)
+            answer = next(answers) if call.error is None else Answer(f"error: {call.error}", is_error=True)
             if answer.is_error:
                 self._failed.append(len(self._messages) + len(replies))
             name = call.name or "unknown"
@@ -218,25 +215,21 @@ class ToolEpisode:
     async def end(self, unanswered: torch.Tensor | None, truncated: bool) -> Mapping[str, Any] | None:
         """Get the instance's reward, end the instance and return the record; arguments: :class:`Episode`."""
         calls = () if unanswered is None else self._parse(unanswered)
-        if truncated:
-            self._ended = TRUNCATED
-        elif calls:
-            self._ended = TURNS
+        if truncated or calls:
+            self._record["ended"] = TRUNCATED if truncated else TURNS
+        self._record["tool_errors"] = len(self._failed)
         key, self._key = self._key, None
-        reward = state = None
         if key is not None:
             instances = self._responder.instances
             seen = instances.state(key) if self._responder.reads_environments else None
             rewarded = instances.finish(key)
             try:
-                known = None if seen is None else await result(seen)
-                reward, state = await result(rewarded), known
+                state = None if seen is None else await result(seen)
+                self._record["reward"] = await result(rewarded)
+                self._record |= {} if state is None else {"environment": state}
             except InstanceLost as error:
-                self._error = str(error)
-        counts = {"tool_calls": self._num_calls, "tool_errors": len(self._failed)}
-        ended = {"ended": self._ended, "reward": reward, "error": self._error}
-        environment = {} if state is None else {"environment": state}
-        return {"messages": self._messages, "failed": self._failed, **counts, **ended, **environment}
+                self._record["error"] = str(error)
+        return self._record
 
     def leave(self) -> None:
         """Drop the instance without reading its reward; idempotent."""
@@ -246,9 +239,7 @@ class ToolEpisode:
 
     def _parse(self, token_ids: torch.Tensor) -> tuple[ToolCall, ...]:
         turn = self._responder.reader.read(token_ids.tolist())
-        calls = tuple(
-            replace(call, id=call.id or call_id(number)) for number, call in enumerate(turn.calls, self._num_parsed)
-        )
+        calls = tuple(replace(call, id=call.id or call_id(at)) for at, call in enumerate(turn.calls, self._num_parsed))
         self._num_parsed += len(calls)
         self._messages.append(message_of(turn.content, calls))
         return calls
@@ -334,14 +325,11 @@ def _inserted(token_ids: Sequence[int]) -> Sample:
 
 def _joined(turns: Sequence[Sample]) -> SamplingSupport | None:
     """Concatenate the sampling supports of the turns; inserted tokens have count 0. None if no turn has one."""
-    supports = [turn.support for turn in turns]
-    if not any(supports):
+    if not any(turn.support for turn in turns):
         return None
-    ids, counts = [], []
-    for turn, support in zip(turns, supports):
-        ids += [] if support is None else [support.ids]
-        counts.append(torch.zeros(len(turn.token_ids), dtype=torch.int32) if support is None else support.counts)
-    return SamplingSupport(torch.cat(ids), torch.cat(counts))
+    none = torch.zeros(0, dtype=torch.int32)
+    supports = [turn.support or SamplingSupport(none, none.new_zeros(len(turn.token_ids))) for turn in turns]
+    return SamplingSupport(*map(torch.cat, zip(*supports)))
 
 
 class TurnOrder:
@@ -426,11 +414,18 @@ class _Turn(Future[Future[GroupOutput]]):
         self._request(self)
 
 
+def example_of(request: GroupRequest) -> Example:
+    """Return the example of a request; ValueError if it has none."""
+    if request.example is None:
+        raise ValueError(f"Group {request.group_id} has no example for its dialogs or agent; set GroupRequest.example.")
+    return request.example
+
+
 class SampleGroup(Future[GroupOutput]):
     """Future of a group whose samples end independently: it resolves when the last has ended, or the first fails.
 
-    A subclass begins the samples and calls :meth:`_ended` for each. It defines ``_output``, which returns the group's
-    output, and ``_leave``, which abandons the samples when the group fails or is cancelled.
+    A subclass runs each sample in :meth:`_counted`. It defines ``_output``, which returns the group's output, and
+    ``_leave``, which abandons the samples when the group fails or is cancelled.
     """
 
     _output: Callable[[], GroupOutput]
@@ -447,21 +442,30 @@ class SampleGroup(Future[GroupOutput]):
             self._leave()
         return cancelled
 
-    def _ended(self, error: BaseException | None = None) -> None:
-        """Count a sample as ended; resolve the group at its first exception, or when all samples have ended."""
+    async def _counted(self, sample: Coroutine[Any, Any, None]) -> None:
+        """Run one sample; resolve the group at the first exception of a sample, or when all samples have ended."""
+        try:
+            await sample
+        except GeneratorExit:  # it is dropped
+            raise
+        except BaseException as error:
+            if self._ends(now=True):
+                self.set_exception(error)
+                self._leave()
+            raise
+        if self._ends():
+            resolve(self, self._output)
+            if self.exception() is not None:
+                self._leave()
+
+    def _ends(self, *, now: bool = False) -> bool:
+        """Count a sample as ended; return whether the caller must resolve the group: with its last sample, or now."""
         with self._lock:
             self._num_open -= 1
-            if self._finished or (self._num_open and error is None):
-                return
+            if self._finished or (self._num_open and not now):
+                return False
             self._finished = True
-        if not self.set_running_or_notify_cancel():
-            return
-        if error is None:
-            resolve(self, self._output)
-        else:
-            self.set_exception(error)
-        if self.exception() is not None:
-            self._leave()
+        return self.set_running_or_notify_cancel()
 
 
 class GroupDialogs(SampleGroup):
@@ -489,23 +493,12 @@ class GroupDialogs(SampleGroup):
         try:
             for index in range(self._request.num_samples):
                 self._expect(index)
-                dialog = Task(self._to_its_end(index), partial(self._go_on, index))
+                dialog = Task(self._counted(self._dialog(index)), partial(self._go_on, index))
                 if dialog.done() and index not in self._last_turns:
                     dialog.result()
         except BaseException:
             self.cancel()  # also the turns that the engine accepted
             raise
-
-    async def _to_its_end(self, index: int) -> None:
-        """Run one dialog; the last dialog that ends, or the first that fails, resolves the group."""
-        try:
-            await self._dialog(index)
-        except GeneratorExit:  # it is dropped
-            raise
-        except BaseException as error:
-            self._ended(error)
-            raise
-        self._ended()
 
     async def _dialog(self, index: int) -> None:
         """Run one dialog, from its opening to its record."""
@@ -620,9 +613,7 @@ class DialogEngine(Wrapped):
 
         ValueError without an example or, at once or in the future, if the prompt leaves no room for a response.
         """
-        self._check([request])
-        assert request.example is not None
-        rules = self._rules.get(request.example.extra.get(TASK))
+        rules = self._rules.get(example_of(request).extra.get(TASK))
         if rules is None:
             return self.engine.submit(replace(request, example=None), sampling)
         group = GroupDialogs(request, rules, partial(self.engine.submit, sampling=sampling), self._order)
@@ -638,10 +629,6 @@ class DialogEngine(Wrapped):
 
         ValueError at the call if a prompt leaves no room for a response, or a request has no example.
         """
-        self._check(requests)
-        return super().generate(requests, sampling)
-
-    def _check(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
-            if request.example is None:
-                raise ValueError(f"Group {request.group_id} has no example for grading; set GroupRequest.example.")
+            example_of(request)
+        return super().generate(requests, sampling)
