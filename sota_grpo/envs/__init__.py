@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from sota_grpo.envs.prompts import PromptSource, PromptStream
-from sota_grpo.envs.task_env import DialogRows, TaskEnv, Tools
+from sota_grpo.envs.task_env import DialogRows, TaskEnv
 from sota_grpo.rl.collate import complete_rows, finish_rows, prompt_rows
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.dataset import SUFFIXES
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 
+_OF_ENV = {*inspect.signature(TaskEnv.__init__).parameters} - {"self"}
+
+
 class DatasetEnv(TaskEnv):
     """A :class:`TaskEnv` with the keywords of TorchRL's dataset environments, in tokens mode.
 
@@ -49,9 +53,8 @@ class DatasetEnv(TaskEnv):
         tokenizer: the policy's tokenizer; required.
         apply_template: whether to refuse a tokenizer without a chat template; an existing template is always applied.
         collate_fn, input_mode: only the default is supported; use TorchRL's wrapper in tokens mode as well.
-        shuffle, num_envs, device, template_kwargs, compute_reward, max_prompt_tokens, max_steps, tools, environment:
-            see :class:`TaskEnv`.
-        options: further keywords of the task.
+        options: keywords of :class:`TaskEnv` (``shuffle``, ``num_envs``, ``device``, ``template_kwargs``,
+            ``compute_reward``, ``max_prompt_tokens``, ``max_steps``, ``tools``, ``environment`` ..), and of the task.
     """
 
     def __init__(
@@ -59,25 +62,16 @@ class DatasetEnv(TaskEnv):
         task: str,
         data: Mapping[str, Any],
         *,
-        shuffle: bool = True,
-        num_envs: int = 1,
         repeats: int | None = None,
         batch_size_dl: int = 1,
         seed: int | None = None,
         group_repeats: bool = False,
         tokenizer: Any = None,
-        device: torch.device | str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
         apply_template: bool | None = False,
-        compute_reward: bool = True,
         collate_fn: Callable[..., Any] | None = None,
-        max_steps: int = 1,
         input_mode: str = "tokens",
         ray_backend: bool = False,
         dataloader_actor_name: str | None = None,
-        max_prompt_tokens: int | None = None,
-        tools: Tools | None = None,
-        environment: str | Callable[[], Any] | None = None,
         **options: Any,
     ):
         for name, value, only in (("collate_fn", collate_fn, None), ("input_mode", input_mode, "tokens")):
@@ -89,23 +83,11 @@ class DatasetEnv(TaskEnv):
             )
         if apply_template and not getattr(tokenizer, "chat_template", None):
             raise ValueError("apply_template=True, but the tokenizer has no chat template; use apply_template=False.")
+        of_env = {name: options.pop(name) for name in _OF_ENV & options.keys()}
         if Path(str(data.get("path"))).suffix in SUFFIXES:
             options.setdefault("num_heldout", 0)
-        super().__init__(
-            make_task(task, **data, **options),
-            tokenizer,
-            max_steps=max_steps,
-            tools=tools,
-            environment=environment,
-            num_envs=num_envs,
-            repeats=1 if repeats is None else repeats,
-            shuffle=shuffle,
-            seed=_seed(seed),
-            max_prompt_tokens=max_prompt_tokens,
-            compute_reward=compute_reward,
-            template_kwargs=template_kwargs,
-            device=device,
-        )
+        made = make_task(task, **data, **options)
+        super().__init__(made, tokenizer, repeats=1 if repeats is None else repeats, seed=_seed(seed), **of_env)
 
 
 class GSM8KEnv(DatasetEnv):

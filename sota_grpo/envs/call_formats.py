@@ -19,6 +19,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -236,8 +237,7 @@ def without_specials(text: str, specials: Sequence[str]) -> str:
 
 
 def _skip(text: str, position: int) -> int:
-    match = _SPACE.match(text, position)
-    return match.end() if match else position
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # it always matches
 
 
 def _after(text: str, ends: str, position: int) -> int:
@@ -320,14 +320,14 @@ class TemplateCalls:
             _extent(body, 0)
             value = parse_content(body, field.content, field.content_args)
         check_json(value)
-        plain = replace(field, content="json", content_args={})
-        made = process_field(json.dumps(value), plain, captures)
-        calls = made if isinstance(made, list) else [made]
-        functions = [call.get("function", call) for call in calls]
-        return [
-            ParsedCall(function.get("name"), function.get("arguments"), untyped=self._untyped, id=call.get("id"))
-            for call, function in zip(calls, functions)
-        ]
+        made = process_field(json.dumps(value), replace(field, content="json", content_args={}), captures)
+        parsed = []
+        for call in made if isinstance(made, list) else [made]:
+            function = call.get("function", call)
+            parsed.append(
+                ParsedCall(function.get("name"), function.get("arguments"), None, self._untyped, call.get("id"))
+            )
+        return parsed
 
     def _tags(self, body: str, deadline: float) -> dict[str, Any]:
         """Parse ``xml-inline`` arguments as transformers does, but with the time limit."""
@@ -379,8 +379,7 @@ def derive(one: str, two: str | None, name: str, arguments: Mapping[str, Any], e
     >>> derive(turn, turn + "\\n" + turn, "f", {"x": 1}, "").opening
     '<call>'
     """
-    call = _call_in(one, 0, name, arguments)
-    if call is None:
+    if (call := _call_in(one, 0, name, arguments)) is None:
         return None
     start, end, keys = call
     before, after = one[:start], one[end:].removesuffix(ending)
@@ -408,20 +407,15 @@ def _call_in(
     text: str, start: int, name: str, arguments: Mapping[str, Any]
 ) -> tuple[int, int, tuple[str, str] | None] | None:
     """Return (start, end, keys) of the first JSON object that is the call, or its arguments (keys None)."""
-    for opened in re.finditer(r"\{", text[start:]):
-        begin = start + opened.start()
-        try:
-            end = _extent(text, begin)
-            value = read_json(text[begin:end]) if end is not None else None
-        except BadCall:
-            continue
-        assert end is not None or value is None
-        if not isinstance(value, dict) or end is None:
-            continue
-        if value == arguments and name in text[start:begin]:
-            return begin, end, None
-        of_name = [key for key, item in value.items() if item == name]
-        of_arguments = [key for key, item in value.items() if item == arguments]
-        if of_name and of_arguments:
-            return begin, end, (of_name[0], of_arguments[0])
+    for opened in re.compile(r"\{").finditer(text, start):
+        begin = opened.start()
+        with suppress(BadCall):
+            end = _extent(text, begin) or begin  # not closed: empty text, which is not JSON
+            value = read_json(text[begin:end])
+            if value == arguments and name in text[start:begin]:
+                return begin, end, None
+            of_name = [key for key, item in value.items() if item == name]
+            of_arguments = [key for key, item in value.items() if item == arguments]
+            if of_name and of_arguments:
+                return begin, end, (of_name[0], of_arguments[0])
     return None

@@ -1,9 +1,9 @@
 """Requests and replies of two chat APIs: OpenAI's ``/v1/chat/completions`` and Anthropic's ``/v1/messages``.
 
-A request of either becomes a :class:`ChatRequest`, whose messages have the form of chat templates: ``role``
-(``system``, ``user``, ``assistant``, ``tool``), ``content`` as text, ``tool_calls`` with arguments as a dict,
-``tool_call_id``. A reply that an agent sends back as history is parsed to the same message, so that a request which
-continues it is recognised.
+A request of either becomes a :class:`ChatRequest` (one of Anthropic's by way of OpenAI's form), whose messages have the
+form of chat templates: ``role`` (``system``, ``user``, ``assistant``, ``tool``), ``content`` as text, ``tool_calls``
+with arguments as a dict, ``tool_call_id``. A reply that an agent sends back as history is parsed to the same message,
+so that a request which continues it is recognised.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sota_grpo.envs.tool_calls import message_of
 from sota_grpo.rl.tool_schemas import ToolCall
 from sota_grpo.text import one_line
 
@@ -57,6 +58,16 @@ class Reply:
     truncated: bool
     num_tokens: int
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message of chat templates."""
+        return message_of(self.content, self.calls)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the response ended, as OpenAI's API names it."""
+        return "length" if self.truncated else "tool_calls" if self.calls else "stop"
+
 
 def openai_request(body: Any) -> ChatRequest:
     """Parse the body of ``/v1/chat/completions``; BadRequest if it is malformed or cannot be answered.
@@ -72,24 +83,32 @@ def openai_request(body: Any) -> ChatRequest:
             raise BadRequest(f"{name} is not supported; leave it out.")
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise BadRequest("response_format is not supported; leave it out.")
-    choice, tools = body.get("tool_choice") or "auto", body.get("tools") or []
+    choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice={one_line(str(choice), 60)} is not supported; use auto or none.")
-    messages = [_openai_message(message) for message in _messages(body)]
+    messages = [_message(message) for message in _messages(body)]
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's; end with a message of the user or a tool result.")
+    calls = [call for message in messages for call in message.get("tool_calls", ()) if call["id"]]
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    for message in messages:  # templates write the name of a tool with its result
+        if message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    tools = _list(body.get("tools") or [], "tools")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    usage = _object(body.get("stream_options") or {}, "stream_options").get("include_usage")
     return ChatRequest(
-        _named(messages),
-        tuple(_tool(tool) for tool in _list(tools, "tools")) if choice == "auto" else (),
+        tuple(messages),
+        tuple(_tool(tool) for tool in tools) if choice == "auto" else (),
         _count(body.get(limit), limit),
         _count(body.get("n"), "n") or 1,
-        _strings(body.get("stop"), "stop"),
+        tuple(_strings(body.get("stop"), "stop")),
         bool(body.get("stream")),
-        bool(usage),
+        bool(_object(body.get("stream_options") or {}, "stream_options").get("include_usage")),
     )
 
 
-def _openai_message(message: Any) -> dict[str, Any]:
+def _message(message: Any) -> dict[str, Any]:
+    """Parse one of OpenAI's messages."""
     message = _object(message, "a message")
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
@@ -98,8 +117,15 @@ def _openai_message(message: Any) -> dict[str, Any]:
     calls = []
     for call in _list(message.get("tool_calls") or [], "tool_calls"):
         function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
-        calls.append(_call(call.get("id"), function.get("name"), _arguments(function.get("arguments"))))
-    return parsed | ({"tool_calls": calls} if calls else {}) | _id_of(message.get("tool_call_id"))
+        if not isinstance(function.get("name"), str):
+            raise BadRequest("a tool call has no name, or one that is not a string.")
+        function = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+        calls.append({"type": "function", "id": str(call.get("id") or ""), "function": function})
+    if calls:
+        parsed["tool_calls"] = calls
+    if message.get("tool_call_id") is not None:
+        parsed["tool_call_id"] = str(message["tool_call_id"])
+    return parsed
 
 
 def anthropic_request(body: Any) -> ChatRequest:
@@ -115,25 +141,20 @@ def anthropic_request(body: Any) -> ChatRequest:
     choice = _object(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
     if choice not in ("auto", "none"):
         raise BadRequest(f"tool_choice of type {one_line(str(choice), 60)} is not supported; use auto or none.")
-    messages: list[dict[str, Any]] = []
-    if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"])})
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in _messages(body):
-        messages += _anthropic_messages(_object(message, "a message"))
-    tools = [_object(tool, "a tool") for tool in _list(body.get("tools") or [], "tools")] if choice == "auto" else []
+        messages += _openai_messages(_object(message, "a message"))
     names, left_out = {"input_schema": "parameters"}, ("type", "cache_control")
+    tools = [_object(tool, "a tool") for tool in _list(body.get("tools") or [], "tools")] if choice == "auto" else []
     functions = [{names.get(name, name): tool[name] for name in tool if name not in left_out} for tool in tools]
-    return ChatRequest(
-        _named(messages),
-        tuple(_tool({"function": function}) for function in functions),
-        _count(body.get("max_tokens"), "max_tokens"),
-        stop=_strings(body.get("stop_sequences"), "stop_sequences"),
-        stream=bool(body.get("stream")),
-    )
+    read = {name: body.get(name) for name in ("max_tokens", "stream")}
+    stop = _strings(body.get("stop_sequences"), "stop_sequences")
+    made = {"messages": messages, "tools": [{"function": function} for function in functions], "stop": stop}
+    return openai_request(read | made)
 
 
-def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield one Anthropic message as messages of chat templates: tool results first, then the text and the calls."""
+def _openai_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield one of Anthropic's messages as OpenAI's: tool results first, then the text and the calls."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise BadRequest(f"a message has the role {one_line(str(role), 40)!r}; use user or assistant.")
@@ -142,23 +163,32 @@ def _anthropic_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     blocks = [_object(block, "a content block") for block in _list(content, "content")]
     of_kind = {kind: [block for block in blocks if block.get("type") == kind] for kind in ("tool_result", "tool_use")}
     for block in of_kind["tool_result"]:
-        yield {"role": "tool", "content": _text(block.get("content"))} | _id_of(block.get("tool_use_id"))
+        yield {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
     thoughts = (*of_kind, "thinking", "redacted_thinking")
     text = _text([block for block in blocks if block.get("type") not in thoughts])
-    calls = [_call(block.get("id"), block.get("name"), _arguments(block.get("input"))) for block in of_kind["tool_use"]]
+    calls = [
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+        for block in of_kind["tool_use"]
+    ]
     if role == "assistant":
-        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+        yield {"role": role, "content": text, "tool_calls": calls}
     elif text or not of_kind["tool_result"]:
         yield {"role": role, "content": text}
 
 
 def openai_reply(replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return the body of the response to ``/v1/chat/completions``, with one choice per reply."""
+    """Return the body of the response to ``/v1/chat/completions``, with one choice per reply.
+
+    A message's ``content`` is None if the reply has only calls.
+    """
+    choices = []
+    for index, reply in enumerate(replies):
+        message = reply.message
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        message["content"] = reply.content or (None if reply.calls else "")
+        choices.append({"index": index, "message": message, "logprobs": None, "finish_reason": reply.finish_reason})
     num, num_tokens = num_prompt_tokens, sum(reply.num_tokens for reply in replies)
-    choices = [
-        {"index": index, "message": _openai_reply(reply), "logprobs": None, "finish_reason": _finish(reply)}
-        for index, reply in enumerate(replies)
-    ]
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
@@ -167,20 +197,6 @@ def openai_reply(replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, 
         "choices": choices,
         "usage": {"prompt_tokens": num, "completion_tokens": num_tokens, "total_tokens": num + num_tokens},
     }
-
-
-def _openai_reply(reply: Reply) -> dict[str, Any]:
-    """Return a reply as OpenAI's assistant message; ``content`` is None if the reply has only calls."""
-    functions = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in reply.calls]
-    calls = [
-        {"id": call.id, "type": "function", "function": function} for call, function in zip(reply.calls, functions)
-    ]
-    content = reply.content or (None if calls else "")
-    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def _finish(reply: Reply) -> str:
-    return "length" if reply.truncated else "tool_calls" if reply.calls else "stop"
 
 
 def openai_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str]:
@@ -198,14 +214,14 @@ def openai_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str
     yield "data: [DONE]\n\n"
 
 
-def anthropic_reply(reply: Reply, num_prompt_tokens: int) -> dict[str, Any]:
-    """Return the body of the response to ``/v1/messages``."""
-    content: list[dict[str, Any]] = (
-        [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
-    )
-    content += [
+def anthropic_reply(replies: Sequence[Reply], num_prompt_tokens: int) -> dict[str, Any]:
+    """Return the body of the response to ``/v1/messages``, which has one reply."""
+    (reply,) = replies
+    content: list[dict[str, Any]] = [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in reply.calls
     ]
+    if reply.content or not content:
+        content.insert(0, {"type": "text", "text": reply.content})
     reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
     return {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -213,13 +229,13 @@ def anthropic_reply(reply: Reply, num_prompt_tokens: int) -> dict[str, Any]:
         "role": "assistant",
         "model": MODEL,
         "content": content,
-        "stop_reason": reasons[_finish(reply)],
+        "stop_reason": reasons[reply.finish_reason],
         "stop_sequence": None,
         "usage": {"input_tokens": num_prompt_tokens, "output_tokens": reply.num_tokens},
     }
 
 
-def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
+def anthropic_events(request: ChatRequest, body: Mapping[str, Any]) -> Iterator[str]:
     """Yield the response ``body`` of :func:`anthropic_reply` as server-sent events; a content block is one delta."""
     usage = body["usage"]
 
@@ -241,20 +257,15 @@ def anthropic_events(body: Mapping[str, Any]) -> Iterator[str]:
     yield event("message_stop")
 
 
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRequest(
-            f"{what} is {'missing or null' if value is None else f'a {type(value).__name__}'}, not a JSON object."
-        )
+def _object(value: Any, what: str, kind: type = dict) -> Any:
+    if not isinstance(value, kind):
+        is_a = "missing or null" if value is None else f"a {type(value).__name__}"
+        raise BadRequest(f"{what} is {is_a}, not a JSON {'object' if kind is dict else 'array'}.")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise BadRequest(
-            f"{what} is {'missing or null' if value is None else f'a {type(value).__name__}'}, not a JSON array."
-        )
-    return value
+    return _object(value, what, list)
 
 
 def _messages(body: Mapping[str, Any]) -> list[Any]:
@@ -263,11 +274,11 @@ def _messages(body: Mapping[str, Any]) -> list[Any]:
     return messages
 
 
-def _strings(value: Any, name: str) -> tuple[str, ...]:
+def _strings(value: Any, name: str) -> list[str]:
     strings = [value] if isinstance(value, str) else value or []
     if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
         raise BadRequest(f"{name} must be a string or an array of strings.")
-    return tuple(strings)
+    return strings
 
 
 def _count(value: Any, name: str) -> int | None:
@@ -304,16 +315,6 @@ def _arguments(arguments: Any) -> Any:
     return arguments or {}
 
 
-def _call(given: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    if not isinstance(name, str):
-        raise BadRequest("a tool call has no name, or one that is not a string.")
-    return {"type": "function", "id": str(given or ""), "function": {"name": name, "arguments": arguments}}
-
-
-def _id_of(value: Any) -> dict[str, str]:
-    return {} if value is None else {"tool_call_id": str(value)}
-
-
 def _tool(tool: Any) -> dict[str, Any]:
     """Return a tool's schema as chat templates need it: with a description and parameters."""
     function = _object(_object(tool, "a tool").get("function"), "the function of a tool")
@@ -325,17 +326,8 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**function, **described, "parameters": parameters}}
 
 
-def _named(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the messages, tool results with the name of their call; BadRequest if the last is the assistant's."""
-    if messages[-1]["role"] == "assistant":
-        raise BadRequest("the last message is the assistant's; end with a message of the user or a tool result.")
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls") or ()
-        if call["id"]
-    }
-    return tuple(
-        message | {"name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
-        for message in messages
-    )
+#: By path: the parser of a request's body, and what makes the body of a response, and its events, from replies.
+APIS = {
+    "/v1/chat/completions": (openai_request, openai_reply, openai_events),
+    "/v1/messages": (anthropic_request, anthropic_reply, anthropic_events),
+}

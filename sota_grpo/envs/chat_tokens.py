@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class ChatTokens:
     for the special tokens that the template writes, so that only these become special.
 
     Markers that are no special tokens (``[INST]`` of Llama 2, ``User:``) are not protected: a content can imitate them.
-    ``render`` returns the text of messages, by the chat template.
+    ``render`` returns the text of a list of messages, by the chat template.
 
     >>> from sota_grpo.policy.load import load_tokenizer
     >>> tokenizer = load_tokenizer("tiny")
@@ -94,7 +94,7 @@ class ChatTokens:
 
     def _render(self, messages: Messages) -> str:
         try:
-            return self._template(messages)
+            return self._template([*messages])
         except UserError:
             raise
         except Exception as error:  # a template is code from the model repository: it may raise anything
@@ -103,6 +103,15 @@ class ChatTokens:
                 f"the chat template cannot render messages of the roles {roles} ({sentence(error).rstrip('.')}); use a "
                 "model whose template supports them."
             ) from error
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the rendered text leaves a thinking block (``<think>``) open, in which every response begins."""
+        try:
+            prompt = self._template([{"role": "user", "content": _PROBE}])
+        except Exception:  # as in _render; the error is reported where a prompt needs the template
+            return False
+        return bool(opened_thinking(prompt.rpartition(_PROBE)[2]))
 
     def _specials_of(self, ids: Sequence[int]) -> list[int]:
         return [number for number in ids if number in self._special]
@@ -117,9 +126,9 @@ class ChatTokens:
 
         words = [{name: plain(name, value) for name, value in message.items()} for message in messages]
         key = json.dumps(words, default=str)
-        if len(self._framings) >= _MOST_FRAMINGS:
-            self._framings.clear()
         if key not in self._framings:
+            if len(self._framings) >= _MOST_FRAMINGS:
+                self._framings.clear()
             ids = self._tokenizer(self._render(words), add_special_tokens=self._add_special_tokens)["input_ids"]
             self._framings[key] = self._specials_of(ids)
         return self._framings[key]
@@ -159,15 +168,24 @@ class ChatTokens:
         """
         reader, salt = copy.deepcopy(self._tokenizer), secrets.token_hex(8)
         words = {token.content: f"zq{salt}x{number}z" for number, token in self._special.items()}
-        flags = ("single_word", "lstrip", "rstrip", "normalized")
-        reader.add_tokens(
-            [
-                AddedToken(words[token.content], special=False, **{flag: getattr(token, flag) for flag in flags})
-                for token in self._special.values()
-            ]
-        )
-        numbers = {reader.convert_tokens_to_ids(words[t.content]): number for number, t in self._special.items()}
+        numbers = {}
+        for number, token in self._special.items():
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            reader.add_tokens([AddedToken(words[token.content], special=False, **flags)])
+            numbers[reader.convert_tokens_to_ids(words[token.content])] = number
         return reader, numbers, words
+
+
+def prompt_tokens(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> ChatTokens:
+    """Return the tokens of prompts, up to the policy's turn; without a chat template, blank lines end the messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ChatTokens(tokenizer, _blank_lines, add_special_tokens=True)
+    options = {"add_generation_prompt": True, "tokenize": False, **template_kwargs}
+    return ChatTokens(tokenizer, partial(tokenizer.apply_chat_template, **options))
+
+
+def _blank_lines(messages: Messages) -> str:
+    return "".join(f"{message['content']}\n\n" for message in messages)
 
 
 class TurnTokens:
@@ -197,11 +215,8 @@ class TurnTokens:
 
     def text(self, token_ids: torch.Tensor) -> SampledText:
         """Return the text that graders read: the turn ``[R]`` decoded without end tokens and padding."""
-        return SampledText(response_text(self._tokenizer, token_ids), token_ids.tolist(), thinks=self._thinks)
-
-    @cached_property
-    def _thinks(self) -> bool:
-        return opens_thinking(self._rendered)
+        text = response_text(self._tokenizer, token_ids)
+        return SampledText(text, token_ids.tolist(), thinks=self._chat.opens_thinking)
 
     def ids(self, replies: Messages, last_id: int) -> tuple[int, ...]:
         """Return the token ids between ``last_id``, the policy's last sampled token, and the policy's next turn.
@@ -254,13 +269,17 @@ class TurnTokens:
 
     def _rendered(self, replies: Messages) -> str:
         if not self._has_template:
-            return "".join(f"\n\n{reply['content']}\n\n" for reply in replies)
+            return _blank_lines([{"content": f"\n\n{reply['content']}"} for reply in replies])
         before: list[dict[str, Any]] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _EARLIER}]
-        calls = []
-        for reply in replies if self._needs_calls else ():
-            if reply["role"] == "tool":
-                function = {"name": reply.get("name", "tool"), "arguments": {}}
-                calls.append({"type": "function", "id": reply["tool_call_id"], "function": function})
+        calls = [
+            {
+                "type": "function",
+                "id": reply["tool_call_id"],
+                "function": {"name": reply.get("name", "tool"), "arguments": {}},
+            }
+            for reply in replies
+            if self._needs_calls and reply["role"] == "tool"
+        ]
         if calls:
             before[1] |= {"content": "", "tool_calls": calls}
         text = self._applied([*before, *replies], add_generation_prompt=True)
@@ -283,15 +302,6 @@ def opened_thinking(prompt: str) -> str:
     ('</think>', '')
     """
     return next((ends for begins, ends in THINKING if prompt.rfind(begins) > prompt.rfind(ends)), "")
-
-
-def opens_thinking(render: Callable[[Messages], str]) -> bool:
-    """Return whether the prompt that ``render`` makes of messages leaves thinking open; False if it raises."""
-    try:
-        prompt = render([{"role": "user", "content": _PROBE}])
-    except Exception:  # a template is code from the model repository; its error is reported where a prompt needs it
-        return False
-    return bool(opened_thinking(prompt.rpartition(_PROBE)[2]))
 
 
 def num_shared(sequences: Sequence[Sequence[Any]]) -> int:

@@ -25,26 +25,16 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from sota_grpo.engines import Engine
-from sota_grpo.envs.chat_api import (
-    MODEL,
-    BadRequest,
-    ChatRequest,
-    Reply,
-    anthropic_events,
-    anthropic_reply,
-    anthropic_request,
-    openai_events,
-    openai_reply,
-    openai_request,
-)
-from sota_grpo.envs.chat_tokens import ChatTokens, TurnTokens
+from sota_grpo.envs.chat_api import APIS, MODEL, BadRequest, ChatRequest, Reply
+from sota_grpo.envs.chat_tokens import TurnTokens, prompt_tokens
 from sota_grpo.envs.token_tree import TokenTree
-from sota_grpo.envs.tool_calls import ToolCallReader, message_of
+from sota_grpo.envs.tool_calls import ToolCallReader
 from sota_grpo.errors import UserError
 from sota_grpo.rl.records import GroupOutput, GroupRequest, Sample, Sampling, sample_seed
 from sota_grpo.rl.tool_schemas import ToolCall, call_id
@@ -74,12 +64,7 @@ class ChatForm:
         kwargs = {**template_kwargs, **({"tools": [*tools]} if tools else {})}
         self.turns = TurnTokens(tokenizer, kwargs)
         self._reader = ToolCallReader(tokenizer, tools, template_kwargs) if tools else None
-        self.prompt = ChatTokens(
-            tokenizer,
-            lambda messages: tokenizer.apply_chat_template(
-                [*messages], tokenize=False, add_generation_prompt=True, **kwargs
-            ),
-        )
+        self.prompt = prompt_tokens(tokenizer, kwargs)
 
     def reply(self, sample: Sample, num_calls: int, stop: Sequence[str]) -> Reply:
         """Parse a sampled response; a call without an id gets one from its number, counted from ``num_calls``.
@@ -116,7 +101,7 @@ class Session:
         self._num_requested = self._num_pending = 0  # responses, of which clients may have given up some
         self.truncated = False  # the last response
         self.failure: Exception | None = None
-        self._gateway, self._request, self._sampling, self._max_turns = gateway, request, sampling, max_turns
+        self._gateway, self._request, self.sampling, self._max_turns = gateway, request, sampling, max_turns
         self._seed = sample_seed(request.seed, request.first_sample + index)
         self._ends: dict[bytes, int] = {}  # digest of tools and messages -> position of the last token
         self._pending: set[Future[GroupOutput]] = set()
@@ -178,9 +163,9 @@ class Session:
             if not self.is_open:
                 raise BadRequest("the session has ended.", 401)
             seed = sample_seed(self._seed, self._num_requested)
-            most = min(self._sampling.max_tokens, chat.max_tokens or self._sampling.max_tokens)
+            most = min(self.sampling.max_tokens, chat.max_tokens or self.sampling.max_tokens)
             request = GroupRequest(self._request.group_id, tuple(prompt_ids), chat.n, seed)
-            future = self._gateway.engine.submit(request, replace(self._sampling, max_tokens=most))
+            future = self._gateway.engine.submit(request, replace(self.sampling, max_tokens=most))
             self._pending.add(future)
             self._num_requested += chat.n
             self._num_pending += chat.n
@@ -206,8 +191,8 @@ class Session:
                 reply = form.reply(sample, self.num_calls, self._gateway.stop)
                 self.num_calls += len(reply.calls)
                 replies.append(reply)
-                self._ends.setdefault(_next(digests[-1], message_of(reply.content, reply.calls)), end)
-            self.messages = [*chat.messages, message_of(replies[0].content, replies[0].calls)]
+                self._ends.setdefault(_next(digests[-1], reply.message), end)
+            self.messages = [*chat.messages, replies[0].message]
             self.truncated = replies[-1].truncated
         return replies, len(prompt_ids)
 
@@ -300,13 +285,12 @@ class SessionQueue:
 
     def end(self, api_key: str, result: Any) -> None:
         """End an episode of :meth:`take`; no-op if none is open. ``result``: its reward, or a dict with ``reward``."""
-        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
-            ended.set_result([Answer(json.dumps(result), is_error=False)])
+        _settle(self._given.pop(api_key, None), [Answer(json.dumps(result), is_error=False)])
 
     def expire(self, api_key: str) -> None:
         """Fail the episode with the key ``api_key``, whose program sent no reward in time; no-op if it has ended."""
-        if (ended := self._given.pop(api_key, None)) is not None and not ended.done():
-            ended.set_exception(InstanceLost(f"TimeoutError: the program sent no reward within {self.timeout_s:g} s"))
+        lost = InstanceLost(f"TimeoutError: the program sent no reward within {self.timeout_s:g} s")
+        _settle(self._given.pop(api_key, None), lost)
 
     def wait_ready(self) -> None:
         """No-op: there are no workers to wait for; programs connect at any time."""
@@ -314,15 +298,21 @@ class SessionQueue:
     def drop(self, key: int) -> None:
         """Remove an episode and fail its future; no-op if a program has begun the episode."""
         self._rows.pop(key, None)
-        _, ended = self._waiting.pop(key, (None, None))
-        if ended is not None and not ended.done():
-            ended.set_exception(InstanceLost("it was dropped"))
+        _settle(self._waiting.pop(key, (None, None))[1], InstanceLost("it was dropped"))
 
     def close(self) -> None:
         """Fail all episodes that have not ended; idempotent."""
         for ended in [*self._given.values(), *(ended for _, ended in self._waiting.values())]:
-            if not ended.done():
-                ended.set_exception(InstanceLost("the run has ended"))
+            _settle(ended, InstanceLost("the run has ended"))
+
+
+def _settle(ended: Future[list[Answer]] | None, outcome: list[Answer] | InstanceLost) -> None:
+    if ended is None or ended.done():
+        return
+    if isinstance(outcome, InstanceLost):
+        ended.set_exception(outcome)
+    else:
+        ended.set_result(outcome)
 
 
 class Gateway:
@@ -347,19 +337,35 @@ class Gateway:
         stop: Sequence[str] = (),
         queue: SessionQueue | None = None,
     ):
-        self._queue = queue
+        try:
+            from aiohttp import web
+        except ImportError as error:
+            raise UserError(
+                "env.agent needs the package aiohttp, which is not installed; install the extra agents "
+                "(pip install -e '.[agents]')."
+            ) from error
+        self._web, self._queue = web, queue
         self.engine, self.max_model_len, self.stop = engine, engine.max_model_len, tuple(stop)
         self.sessions: dict[str, Session] = {}
         kwargs = dict(template_kwargs or {})
         self._form = lru_cache(maxsize=_MOST_FORMS)(lambda tools: ChatForm(tokenizer, json.loads(tools), kwargs))
-        self.url = ""
-        self._loop = asyncio.new_event_loop()
-        self._ready: Future[str] = Future()
-        self._stopping: asyncio.Event | None = None
         self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._serve, name="gateway", daemon=True)
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        routes = {**dict.fromkeys(APIS, self._complete), "/v1/sessions": self._next_session}
+        for path, answer in {**routes, "/v1/sessions/end": self._end_session}.items():
+            app.router.add_post(path, partial(self._handle, answer))
+        for path in ("/v1/models", "/v1/models/{name:.+}"):
+            app.router.add_get(path, partial(self._handle, self._models))
+        # a client that leaves ends its request, which is sampled no further
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
         self._thread.start()
-        self.url = self._ready.result(timeout=_START_S)
+        try:
+            self.url: str = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(timeout=_START_S)
+        except BaseException:
+            self.close()
+            raise
 
     def form(self, tools: str) -> ChatForm:
         """Return the cached :class:`ChatForm` of ``tools`` (JSON); BadRequest if the tools cannot be used."""
@@ -378,116 +384,85 @@ class Gateway:
         """End all sessions and the server, within 30 s; idempotent."""
         for session in [*self.sessions.values()]:
             session.close()
-        if self._stopping is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout=_START_S)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._run())
-        except BaseException as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            else:
-                logger.exception("The agents' server has ended.")
-        finally:
+        if self._thread.is_alive():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(timeout=_START_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
             self._loop.close()
 
-    async def _run(self) -> None:
+    async def _start(self) -> str:
+        await self._runner.setup()
+        port = int(os.environ.get(PORT, "0")) if self._queue is not None else 0
+        await self._web.TCPSite(self._runner, "127.0.0.1", port).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _handle(self, answer: Callable[[Any, Any, Any], Any], request: Any) -> Any:
+        """Check a request's API key, and respond with the JSON or server-sent events of ``answer``, or an error."""
         try:
-            from aiohttp import web
-        except ImportError as error:
-            raise UserError(
-                "env.agent needs the package aiohttp, which is not installed; install the extra agents "
-                "(pip install -e '.[agents]')."
-            ) from error
-        app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.router.add_post("/v1/chat/completions", self._handler(web, self._openai))
-        app.router.add_post("/v1/messages", self._handler(web, self._anthropic))
-        for path in ("/v1/models", "/v1/models/{name:.+}"):
-            app.router.add_get(path, self._handler(web, self._models))
-        app.router.add_post("/v1/sessions", self._handler(web, self._next_session))
-        app.router.add_post("/v1/sessions/end", self._handler(web, self._end_session))
-        self._stopping = asyncio.Event()
-        # a client that leaves ends its request, which is sampled no further
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, handler_cancellation=True)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", int(os.environ.get(PORT, "0")) if self._queue is not None else 0)
-            await site.start()
-            self._ready.set_result(f"http://127.0.0.1:{runner.addresses[0][1]}")
-            await self._stopping.wait()
-        finally:
-            await runner.cleanup()
+            made = await answer(self._session(request), await self._body(request), request)
+        except BadRequest as error:
+            return self._failed(request, error)
+        except asyncio.CancelledError:  # the session ended, or the run
+            return self._failed(request, BadRequest("the session has ended.", 401))
+        except ValueError as error:  # the engine refuses the prompt
+            return self._failed(request, BadRequest(sentence(error)))
+        except Exception as error:
+            logger.exception("A request of an agent failed.", extra={"file_only": True})
+            return self._failed(request, BadRequest(f"the run cannot answer: {sentence(error)}", 500, "server_error"))
+        if isinstance(made, dict):
+            return self._web.json_response(made)
+        return self._web.Response(body="".join(made), content_type="text/event-stream")
 
-    def _handler(self, web: Any, answer: Callable[[Any, Any, Any], Any]) -> Callable[[Any], Any]:
-        """Return an aiohttp handler that checks the API key and responds with JSON, server-sent events or an error."""
-
-        def failed(request: Any, error: BadRequest) -> Any:
-            is_anthropics = request.path == "/v1/messages"
-            kinds = {401: "authentication_error", 500: "api_error" if is_anthropics else "server_error"}
-            kind = kinds.get(error.status, "invalid_request_error")
-            made = {"message": str(error), "type": kind, "code": error.code, "param": None}
-            body = {"type": "error", "error": made} if is_anthropics else {"error": made}
-            return web.json_response(body, status=error.status)
-
-        async def handle(request: Any) -> Any:
-            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            given = [bearer, request.headers.get("x-api-key", "")]  # Anthropic's client may send both
-            try:
-                session: Any = next(filter(None, map(self.sessions.get, given)), None)
-                if request.path == "/v1/sessions" and self._queue is not None:
-                    is_right = secrets.compare_digest(_hash(bearer), _hash(self._queue.key))
-                    session = self._queue if is_right else None
-                if session is None:
-                    raise BadRequest(
-                        "the API key is neither that of an open session nor, for /v1/sessions, SOTA_GRPO_AGENTS_KEY.",
-                        401,
-                        "invalid_api_key",
-                    )
-                body = None
-                if request.method == "POST":
-                    try:
-                        body = await request.json()
-                    except web.HTTPRequestEntityTooLarge:
-                        raise BadRequest(f"the request has more than {LARGEST_REQUEST} bytes.", 413) from None
-                    except (ValueError, RecursionError, LookupError) as error:
-                        raise BadRequest(f"the request is not JSON ({one_line(str(error), 200)}).") from error
-                made = await answer(session, body, request)
-            except BadRequest as error:
-                return failed(request, error)
-            except asyncio.CancelledError:  # the session ended, or the run
-                return failed(request, BadRequest("the session has ended.", 401))
-            except ValueError as error:  # the engine refuses the prompt
-                return failed(request, BadRequest(sentence(error)))
-            except Exception as error:
-                logger.exception("A request of an agent failed.", extra={"file_only": True})
-                return failed(request, BadRequest(f"the run cannot answer: {sentence(error)}", 500, "server_error"))
-            if isinstance(made, dict):
-                return web.json_response(made)
-            return web.Response(body="".join(made), content_type="text/event-stream")
-
-        return handle
-
-    async def _openai(self, session: Session, body: Any, request: Any) -> Any:
-        chat = openai_request(body)
-        self._warn(session, body)
-        replies, size = await session.complete(chat)
-        made = openai_reply(replies, size)
-        return openai_events(chat, made) if chat.stream else made
-
-    async def _anthropic(self, session: Session, body: Any, request: Any) -> Any:
-        chat = anthropic_request(body)
-        self._warn(session, body)
-        (reply,), size = await session.complete(chat)
-        made = anthropic_reply(reply, size)
-        return anthropic_events(made) if chat.stream else made
-
-    async def _next_session(self, queue: SessionQueue, body: Any, request: Any) -> Any:
-        """Respond with the next episode, as JSON; with an empty object if none was queued for 20 s."""
-        if queue is not self._queue:
+    def _session(self, request: Any) -> Any:
+        """Return the open session, or the queue, of a request's API key."""
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = [bearer, request.headers.get("x-api-key", "")]  # Anthropic's client may send both
+        session: Any = next(filter(None, map(self.sessions.get, given)), None)
+        if request.path == "/v1/sessions" and self._queue is not None:
+            session = self._queue if secrets.compare_digest(_hash(bearer), _hash(self._queue.key)) else None
+        if session is None:
+            reason = "the API key is neither that of an open session nor, for /v1/sessions, SOTA_GRPO_AGENTS_KEY."
+            raise BadRequest(reason, 401, "invalid_api_key")
+        if request.path.startswith("/v1/sessions") and self._queue is None:
             raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+        return session
+
+    async def _body(self, request: Any) -> Any:
+        if request.method != "POST":
+            return None
+        try:
+            return await request.json()
+        except self._web.HTTPRequestEntityTooLarge:
+            raise BadRequest(f"the request has more than {LARGEST_REQUEST} bytes.", 413) from None
+        except (ValueError, RecursionError, LookupError) as error:
+            raise BadRequest(f"the request is not JSON ({one_line(str(error), 200)}).") from error
+
+    def _failed(self, request: Any, error: BadRequest) -> Any:
+        is_anthropics = request.path == "/v1/messages"
+        kinds = {401: "authentication_error", 500: "api_error" if is_anthropics else "server_error"}
+        kind = kinds.get(error.status, "invalid_request_error")
+        made = {"message": str(error), "type": kind, "code": error.code, "param": None}
+        body = {"type": "error", "error": made} if is_anthropics else {"error": made}
+        return self._web.json_response(body, status=error.status)
+
+    async def _complete(self, session: Session, body: Any, request: Any) -> Any:
+        parse, reply, events = APIS[request.path]
+        chat = parse(body)
+        for name in ("temperature", "top_p", "top_k"):
+            value, given = getattr(session.sampling, name), body.get(name)
+            if given is not None and given != value and name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "An agent requests %s=%s, which has no effect: every response is sampled with the run's %s=%s, "
+                    "because its log-probs are trained.",
+                    *(name, one_line(str(given), 40), name, value),
+                )
+        made = reply(*await session.complete(chat))
+        return events(chat, made) if chat.stream else made
+
+    async def _next_session(self, queue: SessionQueue, body: Any, request: Any) -> dict[str, Any]:
+        """Respond with the next episode, as JSON; with an empty object if none was queued for 20 s."""
         ends = self._loop.time() + _LONG_POLL_S
         while self._loop.time() < ends and request.transport is not None and not request.transport.is_closing():
             if (episode := queue.take()) is not None:
@@ -496,26 +471,12 @@ class Gateway:
             await asyncio.sleep(_POLL_S)
         return {}
 
-    async def _end_session(self, session: Session, body: Any, request: Any) -> Any:
-        if self._queue is None:
-            raise BadRequest("the run has its own agents; use env.agent=sessions.", 404)
+    async def _end_session(self, session: Session, body: Any, request: Any) -> dict[str, Any]:
+        assert self._queue is not None
         self._queue.end(session.key, body)
         return {}
 
-    async def _models(self, session: Session, body: Any, request: Any) -> Any:
+    async def _models(self, session: Session, body: Any, request: Any) -> dict[str, Any]:
         name = request.match_info.get("name")  # any: requests may name any model
         model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "sota_grpo"}
         return model if name else {"object": "list", "data": [model]}
-
-    def _warn(self, session: Session, body: Mapping[str, Any]) -> None:
-        """Warn, once per option, that a request's sampling option differs from the run's and has no effect."""
-        run = {name: getattr(session._sampling, name) for name in ("temperature", "top_p", "top_k")}
-        for name, value in run.items():
-            given = body.get(name)
-            if given is not None and given != value and name not in self._warned:
-                self._warned.add(name)
-                logger.warning(
-                    "An agent requests %s=%s, which has no effect: every response is sampled with the run's %s=%s, "
-                    "because its log-probs are trained.",
-                    *(name, one_line(str(given), 40), name, value),
-                )

@@ -21,7 +21,7 @@ import torch
 
 from sota_grpo import keys
 from sota_grpo.engines import Engine, stepping
-from sota_grpo.envs.chat_tokens import ChatTokens, Messages, opens_thinking
+from sota_grpo.envs.chat_tokens import prompt_tokens
 from sota_grpo.errors import UserError
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.policy.causal import response_text
@@ -209,17 +209,8 @@ class PromptSource:
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
         self.longest_prompt = 0  # tokens; set by check_prompts()
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
-        has_template = bool(getattr(tokenizer, "chat_template", None))
-        of_tasks = {name: {**self.template_kwargs, **own} for name, own in (task_kwargs or {}).items()}
-        self._chats = {
-            name: ChatTokens(tokenizer, partial(self._rendered, kwargs), add_special_tokens=not has_template)
-            for name, kwargs in [(None, self.template_kwargs), *of_tasks.items()]
-        }
-
-    def _rendered(self, kwargs: Mapping[str, Any], messages: Messages) -> str:
-        if not getattr(self.tokenizer, "chat_template", None):
-            return "".join(f"{message['content']}\n\n" for message in messages)
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **kwargs)
+        own: dict[str | None, Mapping[str, Any]] = {None: {}, **(task_kwargs or {})}
+        self._chats = {name: prompt_tokens(tokenizer, {**self.template_kwargs, **more}) for name, more in own.items()}
 
     def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
         """Return the token ids of the templated prompt of ``example``, cached if there is no ``observation``.
@@ -247,10 +238,10 @@ class PromptSource:
             )
         return ids
 
-    @cached_property
+    @property
     def opens_thinking(self) -> bool:
         """Whether prompts end in an opened thinking block (``<think>``), in which every response begins."""
-        return opens_thinking(partial(self._rendered, self.template_kwargs))
+        return self._chats[None].opens_thinking
 
     def check_prompts(self, *, skip: bool = False) -> int:
         """Tokenise all prompts of the task; return the length of the longest in tokens, also as ``longest_prompt``.
@@ -396,13 +387,11 @@ class Rollouts:
                     f"the engine returned a log-prob that is not finite for a token of group {prompt.group_id}; check "
                     "its weights and its sampling options."
                 )
-            texts = zip(rows.get(keys.RESPONSE_TEXT), samples)
-            responses = [
-                SampledText(text, last_turn(one).int().numpy().tobytes(), one.record, self.env.opens_thinking)
-                for text, one in texts
-            ]
-            scores = await stepping.result(self.env.grader.scores([(text, prompt.example) for text in responses]))
-        scores = [*map(rewarded, scores)]
+            pairs = []
+            for text, sample in zip(rows.get(keys.RESPONSE_TEXT), samples):
+                ids = last_turn(sample).int().numpy().tobytes()
+                pairs.append((SampledText(text, ids, sample.record, self.env.opens_thinking), prompt.example))
+            scores = [*map(rewarded, await stepping.result(self.env.grader.scores(pairs)))]
         write_scores(rows, scores, self.env.task.term_weights)
         return Graded(prompt, samples, rows, scores)
 

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,24 +183,24 @@ class TaskEnv(PromptSource, EnvBase):
             self._begin_anew()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        num_envs = self.batch_size[0]
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        chosen = [True] * num_envs if mask is None else mask.reshape(num_envs).tolist()
+        num_envs, mask = self.batch_size[0], None if tensordict is None else tensordict.get("_reset", None)
         if mask is None:  # all rows start together, with new prompts
             self._episodes = [max(self._episodes)] * num_envs
-        unknown = [index for index in range(num_envs) if not chosen[index] and self._dialogs[index] is None]
+        chosen = self._chosen(mask)
+        unknown = [index for index in range(num_envs) if index not in chosen and self._dialogs[index] is None]
         if unknown:
             raise ValueError(f"row {unknown[0]} has no dialog yet; reset all rows before single ones.")
-        indexes = [index for index, is_chosen in enumerate(chosen) if is_chosen]
-        self._leave(indexes)
-        begun = {index: self._begin(index) for index in indexes}
-        for index, future in begun.items():
+        self._leave(chosen)
+        for index, future in [(index, self._begin(index)) for index in chosen]:
             episode = future.result()
             prompt_ids = episode.prompt_ids or self._rows[index].get(keys.PROMPT_TOKENS).tolist()
             self._dialogs[index] = Dialog(episode, prompt_ids, self._rules)
         first = min(self._episodes) * num_envs // self.repeats
         self._prompts = {number: drawn for number, drawn in self._prompts.items() if number >= first}
         return self._stack([TensorDict(self._observation(index), []) for index in range(num_envs)])
+
+    def _chosen(self, mask: torch.Tensor | None) -> list[int]:
+        return [*range(self.batch_size[0])] if mask is None else mask.flatten().nonzero().flatten().tolist()
 
     def _begin(self, index: int) -> Future[Any]:
         """Sample the next prompt of row ``index`` and open its dialog; the future resolves to the episode."""
@@ -220,11 +219,8 @@ class TaskEnv(PromptSource, EnvBase):
         return stepping.Task(self._rules.responder.begin(request, sample))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        mask = tensordict.get("_step", None)
-        rows = tensordict.unbind(0)
-        chosen = [True] * len(rows) if mask is None else mask.reshape(len(rows)).tolist()
-        futures = [self._follow(index, row) for index, row in enumerate(rows) if chosen[index]]
-        for future in futures:
+        rows, chosen = tensordict.unbind(0), self._chosen(tensordict.get("_step", None))
+        for future in [self._follow(index, rows[index]) for index in chosen]:
             future.result()
         steps = [self._next(index) for index in range(len(rows))]
         if self.compute_reward:
@@ -246,33 +242,36 @@ class TaskEnv(PromptSource, EnvBase):
         return stepping.Task(dialog.follow(sample))
 
     def _observation(self, index: int) -> dict[str, Any]:
-        dialog = self._dialogs[index]
-        assert dialog is not None
+        dialog = self._dialog(index)
         prompt = torch.tensor(dialog.ids, dtype=torch.int64)
         masks = {"all_attention_mask": torch.ones_like(prompt, dtype=torch.bool)}
         observed = {**self._drawn(index), "tokens": {"prompt": prompt}, "masks": masks}
         return {**observed, keys.TURN: torch.tensor(dialog.num_turns)} if self.multi_turn else observed
+
+    def _dialog(self, index: int) -> Dialog:
+        dialog = self._dialogs[index]
+        assert dialog is not None
+        return dialog
 
     def _drawn(self, index: int) -> dict[str, Any]:
         return {key: self._rows[index].get(key) for key in _DRAWN}
 
     def _next(self, index: int) -> TensorDictBase:
         """Return the row in the form that graders read, with the output of step under ``next``."""
-        dialog = self._dialogs[index]
-        assert dialog is not None
+        dialog = self._dialog(index)
         text = SampledText(self.decode(dialog.last), dialog.last.tolist(), dialog.record, self.opens_thinking)
         truncated = dialog.is_over and dialog.truncated
         ends = {"done": dialog.is_over, "terminated": dialog.is_over and not truncated, "truncated": truncated}
         after = self._observation(index) | {name: torch.tensor([flag]) for name, flag in ends.items()}
         return TensorDict({**self._drawn(index), "text": {"response": text}, "next": after}, [])
 
-    def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[bool]) -> None:
+    def _grade(self, steps: Sequence[TensorDictBase], chosen: Sequence[int]) -> None:
         """Grade the dialogs that ended in this step, group by group; the reward of all other rows is 0."""
         ended: dict[int, list[TensorDictBase]] = {}
         others: list[TensorDictBase] = []
-        for step, is_chosen in zip(steps, chosen, strict=True):
-            siblings = ended.setdefault(int(step[keys.GROUP_ID]), []) if is_chosen and step[keys.DONE] else others
-            siblings.append(step)
+        for index, step in enumerate(steps):
+            is_graded = index in chosen and step[keys.DONE]
+            (ended.setdefault(int(step[keys.GROUP_ID]), []) if is_graded else others).append(step)
         futures = [self.grader.scores(graded_texts(group)) for group in ended.values()]
         for group, scores in zip(ended.values(), futures, strict=True):
             self._write(group, scores.result())
@@ -280,9 +279,9 @@ class TaskEnv(PromptSource, EnvBase):
             nothing = Score(dict.fromkeys(self.task.term_weights, 0.0), success=False)
             self._write(others, [nothing] * len(others))
 
-    def _write(self, rows: Sequence[TensorDictBase], scores: Sequence[Score]) -> None:
+    def _write(self, rows: list[TensorDictBase], scores: Sequence[Score]) -> None:
         """Write the scores under ``next``; every row gets all terms, and a term that does not apply is NaN."""
-        in_place(write_scores)(lazy_stack(list(rows)), scores, self.task.term_weights)
+        in_place(write_scores)(lazy_stack(rows), scores, self.task.term_weights)
         for row, score in zip(rows, scores, strict=True):
             for name in self.task.term_weights:
                 if score.terms[name] is None:
@@ -348,25 +347,22 @@ class TaskEnv(PromptSource, EnvBase):
 
 def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec:
     """Return the spec of the instances; objects are pickled to a temporary file, which ``opened`` removes."""
-    kind = "functions" if environment is None else "factory"
-    tools_or_environment: Any = tools if environment is None else environment
-    if isinstance(tools_or_environment, str):
-        return instance_spec(tools_or_environment, kind)
-    functions = list(tools_or_environment) if kind == "functions" else [tools_or_environment]
-    names = tuple(function.__name__ for function in functions)
+    kind, offered = ("functions", tools) if environment is None else ("factory", environment)
+    if isinstance(offered, str):
+        return instance_spec(offered, kind)
+    functions = {function.__name__: function for function in (offered if tools is not None else [offered])}
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
-    path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
-    return InstanceSpec(kind, str(path), names)
+    path.write_bytes(pickled(functions))
+    return InstanceSpec(kind, str(path), tuple(functions))
 
 
-@dataclass
-class _OpenDialog:
-    """The steps of a dialog so far; ``last`` is its final step, None before that."""
+class _StoredDialog(Dialog):
+    """The steps of a dialog so far; ``final``: its last step, None before that; ``lacks``: what its row cannot have."""
 
-    dialog: Dialog
-    has_log_probs: bool = True
-    has_versions: bool = True
-    last: TensorDictBase | None = None
+    def __init__(self, prompt_ids: Sequence[int]):
+        super().__init__(None, prompt_ids)
+        self.lacks: set[Any] = set()
+        self.final: TensorDictBase | None = None
 
 
 class DialogRows:
@@ -389,7 +385,7 @@ class DialogRows:
 
     def __init__(self, tokenizer: Any, group_size: int = 1):
         self._tokenizer, self._group_size = tokenizer, group_size
-        self._groups: dict[int, dict[int, _OpenDialog]] = {}
+        self._groups: dict[int, dict[int, _StoredDialog]] = {}
 
     def add(self, steps: TensorDictBase) -> list[TensorDictBase]:
         """Add steps; return the rows of each group whose last dialog has ended, in order of ``sample_id``.
@@ -402,74 +398,62 @@ class DialogRows:
         for step in _each(steps):
             group_id, sample_id = int(step[keys.GROUP_ID]), int(step[keys.SAMPLE_ID])
             group = self._groups.setdefault(group_id, {})
-            if sample_id in group and group[sample_id].last is not None:
+            if sample_id in group and group[sample_id].final is not None:
                 continue
-            opened = self._added(group, sample_id, step)
+            prompt, turn = step[keys.PROMPT_TOKENS].tolist(), int(step.get(keys.TURN, torch.zeros(())))
+            if turn == 0:
+                group[sample_id] = _StoredDialog(prompt)
+            dialog = group.get(sample_id)
+            if dialog is None or dialog.num_turns != turn:
+                raise ValueError(
+                    f"turn {turn} of group {group_id}, sample {sample_id}, does not follow the turn that was added "
+                    "last; add all steps of a dialog, in order."
+                )
+            if prompt[: len(dialog.ids)] != dialog.ids:
+                raise ValueError(
+                    f"the prompt of turn {turn} of group {group_id}, sample {sample_id}, does not begin with the "
+                    "tokens of the dialog so far; pass token ids on, do not tokenise the text again."
+                )
+            if turn:
+                dialog.add_observation(prompt[len(dialog.ids) :])
+            dialog.add_turn(self._turn(dialog, step, len(prompt)))
             if step[keys.DONE].any():
-                opened.last = step
-                if sum(dialog.last is not None for dialog in group.values()) == self._group_size:
+                dialog.final = step
+                if sum(other.final is not None for other in group.values()) == self._group_size:
                     complete.append(group_id)
         return [row for group_id in complete for row in self._finished(self._groups.pop(group_id))]
 
-    def _added(self, group: dict[int, _OpenDialog], sample_id: int, step: TensorDictBase) -> _OpenDialog:
-        prompt, turn = step[keys.PROMPT_TOKENS].tolist(), int(step.get(keys.TURN, torch.zeros(())))
-        if turn == 0:
-            group[sample_id] = _OpenDialog(Dialog(None, prompt))
-        opened = group.get(sample_id)
-        if opened is None or opened.dialog.num_turns != turn:
-            raise ValueError(
-                f"turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not follow the turn that "
-                "was added last; add all steps of a dialog, in order."
-            )
-        dialog = opened.dialog
-        if prompt[: len(dialog.ids)] != dialog.ids:
-            raise ValueError(
-                f"the prompt of turn {turn} of group {int(step[keys.GROUP_ID])}, sample {sample_id}, does not begin "
-                "with the tokens of the dialog so far; pass token ids on, do not tokenise the text again."
-            )
-        if turn:
-            dialog.add_observation(prompt[len(dialog.ids) :])
-        dialog.add_turn(self._turn(opened, step, len(prompt)))
-        return opened
-
-    def _turn(self, opened: _OpenDialog, step: TensorDictBase, num_before: int) -> Sample:
+    def _turn(self, dialog: _StoredDialog, step: TensorDictBase, num_before: int) -> Sample:
         ids = without_padding(step, response_ids(step)).cpu()
-        log_probs = step.get(("log_probs", "response"), None)
+        log_probs, version = step.get(("log_probs", "response"), None), step.get(("next", "policy_version"), None)
         if log_probs is None and (full := step.get(keys.LOG_PROBS, None)) is not None:
             log_probs = full[num_before:]
-        log_probs = None if log_probs is None else without_padding(step, log_probs)
-        version = step.get(("next", "policy_version"), None)
         if log_probs is None:
-            opened.has_log_probs, log_probs = False, torch.zeros(len(ids))
+            dialog.lacks.add("log_probs")
         if not isinstance(version, torch.Tensor):
-            opened.has_versions, version = False, torch.zeros(())
-        return Sample(
-            ids,
-            known_log_probs(log_probs.cpu()),
-            version.cpu().long().expand(len(ids)),
-            bool(step[keys.TRUNCATED].any()),
-        )
+            dialog.lacks |= {keys.TOKEN_VERSION, keys.POLICY_VERSION}
+            version = torch.zeros(())
+        log_probs = torch.zeros(len(ids)) if log_probs is None else without_padding(step, log_probs).cpu()
+        versions = version.cpu().long().expand(len(ids))
+        return Sample(ids, known_log_probs(log_probs), versions, bool(step[keys.TRUNCATED].any()))
 
-    def _finished(self, group: dict[int, _OpenDialog]) -> list[TensorDictBase]:
-        siblings = [dialog for _, dialog in sorted(group.items())]
-        common = num_shared([dialog.dialog.prompt_ids for dialog in siblings])
-        samples = [dialog.dialog.sample(common) for dialog in siblings]
+    def _finished(self, group: dict[int, _StoredDialog]) -> list[TensorDictBase]:
+        dialogs = [dialog for _, dialog in sorted(group.items())]
+        common = num_shared([dialog.prompt_ids for dialog in dialogs])
         rows = []
-        for dialog, sample in zip(siblings, samples, strict=True):
-            assert dialog.last is not None
-            prompt = TensorDict({key: dialog.last.get(key) for key in _DRAWN}, [])
-            prompt[keys.PROMPT_TOKENS] = torch.tensor(dialog.dialog.prompt_ids[:common], dtype=torch.int64)
-            (row,) = finish_rows(prompt, [sample], self._tokenizer)
+        for dialog in dialogs:
+            assert dialog.final is not None
+            prompt = TensorDict({key: dialog.final.get(key) for key in _DRAWN}, [])
+            prompt[keys.PROMPT_TOKENS] = torch.tensor(dialog.prompt_ids[:common], dtype=torch.int64)
+            (row,) = finish_rows(prompt, [dialog.sample(common)], self._tokenizer)
             for key in (keys.SAMPLE_ID, *_GRADED):
-                if (value := dialog.last.get(key, None)) is not None:
+                if (value := dialog.final.get(key, None)) is not None:
                     row.set(key, value)
-            terms = row.get(keys.REWARD_TERMS, None)
-            for name in [] if terms is None else [name for name, value in terms.items() if value.isnan().any()]:
-                del row[(*keys.REWARD_TERMS, name)]  # the term does not apply
-            if not dialog.has_log_probs:
-                row.pop("log_probs")
-            if not dialog.has_versions:
-                del row[keys.TOKEN_VERSION], row[keys.POLICY_VERSION]
+            for name, value in [*row.get(keys.REWARD_TERMS, {}).items()]:
+                if value.isnan().any():  # the term does not apply
+                    del row[(*keys.REWARD_TERMS, name)]
+            for key in dialog.lacks:
+                del row[key]
             rows.append(row)
         return rows
 

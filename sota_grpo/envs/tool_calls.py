@@ -111,8 +111,7 @@ class ToolCallReader:
         schemas: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
     ):
-        self._tools = parameters_by_name(schemas)
-        self._tokenizer = tokenizer
+        self._tools, self._tokenizer = parameters_by_name(schemas), tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         known = getattr(tokenizer, "added_tokens_decoder", {})
         special = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
@@ -151,9 +150,8 @@ class ToolCallReader:
     # probes of the chat template, at construction --------------------------------------------------------------------
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
-        return self._tokenizer.apply_chat_template(
-            [*messages], tools=[*tools] or None, tokenize=False, **{**self._template_kwargs, **options}
-        )
+        options = {"tools": [*tools] or None, "tokenize": False, **self._template_kwargs, **options}
+        return self._tokenizer.apply_chat_template([*messages], **options)
 
     def _probe(self, what: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], **options: Any) -> str:
         try:
@@ -176,17 +174,17 @@ class ToolCallReader:
     def _use_format(self) -> None:
         """Choose the first format that parses the calls which the template renders."""
         prompt = self._probe("a prompt", [_QUESTION], [_SCHEMA], add_generation_prompt=True)
-        one, two, hard, both = (self._written(prompt, probe) for probe in _PROBES)
+        written = [self._written(prompt, probe) for probe in _PROBES]
+        turns = [(text, probe) for text, probe in zip(written, _PROBES) if text is not None]
         template = getattr(self._tokenizer, "response_template", None)
-        written = json.dumps(template, ensure_ascii=False).replace("\\", "") if template else ""
-        marks = [*(mark for pair in THINKING for mark in pair), written, prompt, *filter(None, (one, two, hard, both))]
+        form = json.dumps(template, ensure_ascii=False).replace("\\", "") if template else ""
+        marks = [*(mark for pair in THINKING for mark in pair), form, prompt, *filter(None, written)]
         names = {name for name in self._special.values() if len(name) > 1 and any(name in mark for mark in marks)}
         self._counting = names
         either = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
         self._marks = re.compile(either)
         self._spelled = re.compile(f"(?={either})(.)", re.DOTALL)  # every name, overlapping ones included
-        turns = [(text, probe) for text, probe in zip((one, two, hard, both), _PROBES) if text is not None]
-        for candidate in self._candidates(template, prompt, one, two):
+        for candidate in self._candidates(template, prompt, *written[:2]):
             self._format = candidate
             if all(self._reads(text, probe) for text, probe in turns):
                 return
@@ -256,25 +254,26 @@ def _after_prompt(prompt: str, text: str) -> str:
 def _checked(parsed: ParsedCall, tools: Mapping[str, Mapping[str, Any]]) -> ToolCall:
     """Return the checked call; ``error`` is set if the tool is unknown or the arguments do not fit its schema."""
     name, arguments, error, untyped, given_id = parsed
-    identity = given_id if isinstance(given_id, str) and _ID.fullmatch(given_id) else ""
     if error is not None:
         return ToolCall("", {}, one_line(error, 300))
-    if not isinstance(name, str) or name not in tools:
-        known = ", ".join(tools)
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            return ToolCall("", {}, one_line(f"the call names no tool; available: {known}"), identity)
-        return ToolCall(name, {}, one_line(f"there is no tool {quoted(name)}; available: {known}"), identity)
+    is_name = isinstance(name, str) and bool(NAME.fullmatch(name))
+    is_id = isinstance(given_id, str) and _ID.fullmatch(given_id)
+    call = ToolCall(name if is_name else "", {}, id=given_id if is_id else "")
+    if not is_name or name not in tools:
+        reason = f"there is no tool {quoted(name)}" if is_name else "the call names no tool"
+        return replace(call, error=one_line(f"{reason}; available: {', '.join(tools)}"))
     if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are not a JSON object", identity)
+        return replace(call, error="the arguments are not a JSON object")
     if untyped:
         properties = keyword(tools[name], "properties", {})
         arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
         try:
             check_json(arguments)
         except BadCall as bad:
-            return ToolCall(name, {}, str(bad), identity)
-    reason = argument_error(tools[name], arguments)
-    return ToolCall(name, arguments, None if reason is None else one_line(reason), identity, reason is not None)
+            return replace(call, error=str(bad))
+    misfit = argument_error(tools[name], arguments)
+    error = None if misfit is None else one_line(misfit)
+    return replace(call, arguments=arguments, error=error, is_misfit=misfit is not None)
 
 
 def _typed(value: Any, schema: Any) -> Any:

@@ -232,7 +232,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_named_environments_take_torchrls_keywords_and_grade(files, name, options, prompt, responses, rewards) -> None:
     theirs = set(inspect.signature(getattr(llm, name).__init__).parameters) - {"self"}
     kind = getattr(envs, name)
-    assert theirs <= {name for one in (kind, envs.DatasetEnv) for name in inspect.signature(one.__init__).parameters}
+    assert theirs <= {
+        name for one in (kind, envs.DatasetEnv, envs.TaskEnv) for name in inspect.signature(one.__init__).parameters
+    }
     env = kind(
         dataset=files[name], tokenizer=char_tokenizer(), num_envs=4, repeats=2, seed=SEED, num_heldout=3, shuffle=True,
         batch_size_dl=4, group_repeats=True, apply_template=True, compute_reward=True, max_steps=1, **options,
