@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from sota_grpo.envs.chat_tokens import num_shared
@@ -345,18 +346,13 @@ class TemplateCalls:
         return arguments
 
 
-class _Timed(NamedTuple):
-    """A regular expression whose searches stop at a deadline."""
-
-    pattern: Any
-    deadline: float
-
-    def search(self, text: str, position: int, **options: Any) -> Any:
-        return self.pattern.search(text, position, timeout=_left(self.deadline), **options)
-
-
 def _timed(pattern: Any, deadline: float) -> Any:
-    return None if pattern is None else _Timed(pattern, deadline)
+    """Return a regular expression whose searches stop at the deadline; None for None."""
+
+    def search(text: str, position: int, **options: Any) -> Any:
+        return pattern.search(text, position, timeout=_left(deadline), **options)
+
+    return None if pattern is None else SimpleNamespace(search=search)
 
 
 def _left(deadline: float) -> float:

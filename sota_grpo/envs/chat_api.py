@@ -117,10 +117,7 @@ def _message(message: Any) -> dict[str, Any]:
     calls = []
     for call in _list(message.get("tool_calls") or [], "tool_calls"):
         function = _object(_object(call, "a tool call").get("function"), "the function of a tool call")
-        if not isinstance(function.get("name"), str):
-            raise BadRequest("a tool call has no name, or one that is not a string.")
-        function = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
-        calls.append({"type": "function", "id": str(call.get("id") or ""), "function": function})
+        calls.append(_call(call.get("id"), function.get("name"), function.get("arguments")))
     if calls:
         parsed["tool_calls"] = calls
     if message.get("tool_call_id") is not None:
@@ -166,10 +163,7 @@ def _openai_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": "tool", "content": block.get("content"), "tool_call_id": block.get("tool_use_id")}
     thoughts = (*of_kind, "thinking", "redacted_thinking")
     text = _text([block for block in blocks if block.get("type") not in thoughts])
-    calls = [
-        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
-        for block in of_kind["tool_use"]
-    ]
+    calls = [_call(block.get("id"), block.get("name"), block.get("input")) for block in of_kind["tool_use"]]
     if role == "assistant":
         yield {"role": role, "content": text, "tool_calls": calls}
     elif text or not of_kind["tool_result"]:
@@ -313,6 +307,12 @@ def _arguments(arguments: Any) -> Any:
             return arguments
         return parsed if isinstance(parsed, dict) else arguments
     return arguments or {}
+
+
+def _call(given: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str):
+        raise BadRequest("a tool call has no name, or one that is not a string.")
+    return {"type": "function", "id": str(given or ""), "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -120,20 +119,20 @@ class Session:
         BadRequest if the request cannot be answered, CancelledError if the session is closed meanwhile. Exceptions of
         the engine propagate; if the session is open, one after the submit is also the ``failure``.
         """
-        form = self._gateway.form(json.dumps(chat.tools))
-        known = set(self._gateway.stop)
-        if unknown := [text for text in chat.stop if text not in known]:
+        tools, limit = json.dumps(chat.tools), self._gateway.max_model_len
+        if len(tools) + len(json.dumps(chat.messages, ensure_ascii=False)) > _MOST_CHARACTERS * limit:
             raise BadRequest(
-                f"stop={one_line(str(unknown[0]), 60)!r} is no stop string of the run; add it to inference_model.stop."
-            )
-        digests = _digests(chat)
-        limit = self._gateway.max_model_len
-        if sum(len(message["content"]) for message in chat.messages) > _MOST_CHARACTERS * limit:
-            raise BadRequest(
-                f"the messages are too long for the policy's context of {limit} tokens "
+                f"messages and tools are too long for the policy's context of {limit} tokens "
                 "(inference_model.max_model_len); send fewer or shorter ones.",
                 code="context_length_exceeded",
             )
+        form = self._gateway.form(tools)
+        if unknown := [text for text in chat.stop if text not in self._gateway.stop]:
+            raise BadRequest(
+                f"stop={one_line(str(unknown[0]), 60)!r} is no stop string of the run; add it to inference_model.stop."
+            )
+        digest = hashlib.sha256(tools.encode()).digest()
+        digests = [*itertools.accumulate(chat.messages, _next, initial=digest)]  # of each prefix of the chat
         with self._lock:
             prompt_ids = self._prompt_ids(form, chat, digests)
             if len(prompt_ids) >= limit:
@@ -221,14 +220,6 @@ class Session:
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def _digests(chat: ChatRequest) -> list[bytes]:
-    """Return one digest per prefix of the chat: of the tools and the first ``n`` messages, ``n`` from 0 to all."""
-    digests = [hashlib.sha256(json.dumps(chat.tools).encode()).digest()]
-    for message in chat.messages:
-        digests.append(_next(digests[-1], message))
-    return digests
 
 
 def _next(digest: bytes, message: Mapping[str, Any]) -> bytes:
@@ -385,10 +376,9 @@ class Gateway:
         for session in [*self.sessions.values()]:
             session.close()
         if self._thread.is_alive():
-            with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(timeout=_START_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            self._thread.join(timeout=_START_S)
+        if not self._thread.is_alive():
             self._loop.close()
 
     async def _start(self) -> str:
@@ -396,6 +386,12 @@ class Gateway:
         port = int(os.environ.get(PORT, "0")) if self._queue is not None else 0
         await self._web.TCPSite(self._runner, "127.0.0.1", port).start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        try:
+            await self._runner.cleanup()
+        finally:
+            self._loop.stop()
 
     async def _handle(self, answer: Callable[[Any, Any, Any], Any], request: Any) -> Any:
         """Check a request's API key, and respond with the JSON or server-sent events of ``answer``, or an error."""

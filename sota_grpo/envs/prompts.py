@@ -317,34 +317,33 @@ class StageClock:
     def __init__(self) -> None:
         self.counts = dict.fromkeys((SAMPLE, GRADE, REFERENCE), 0)
         self._seconds = dict.fromkeys(self.counts, 0.0)
-        self._since = dict.fromkeys(self.counts, 0.0)
-        self._lock = threading.Lock()
+        self._measured_at, self._lock = time.monotonic(), threading.Lock()
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
         """Count one group in ``stage`` inside the ``with`` block."""
-        with self._lock:
-            if self.counts[stage] == 0:
-                self._since[stage] = time.monotonic()
+        with self._measured():
             self.counts[stage] += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self._measured():
                 self.counts[stage] -= 1
-                if self.counts[stage] == 0:
-                    self._seconds[stage] += time.monotonic() - self._since[stage]
 
     def lap(self) -> dict[str, float]:
         """Return {stage: seconds with at least one group} since the previous call."""
-        now = time.monotonic()
-        with self._lock:
+        with self._measured():
             seconds, self._seconds = self._seconds, dict.fromkeys(self.counts, 0.0)
-            for stage, count in self.counts.items():
-                if count:
-                    seconds[stage] += now - self._since[stage]
-                    self._since[stage] = now
         return seconds
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Hold the lock; first add the time since the last measurement to each stage that has a group."""
+        with self._lock:
+            before, self._measured_at = self._measured_at, time.monotonic()
+            for stage, count in self.counts.items():
+                self._seconds[stage] += (self._measured_at - before) * (count > 0)
+            yield
 
 
 class Rollouts:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from sota_grpo.rl.records import Sample, SamplingSupport
@@ -87,37 +86,29 @@ class TokenTree:
         Unsampled tokens without a sampled descendant are left out. ``parents`` are positions in prompt plus sample.
         """
         size = len(self._tokens)
-        tokens, parents = np.array(self._tokens, np.int64), np.array(self._parents, np.int64)
-        sampled, log_probs, versions = np.zeros(size, bool), np.zeros(size, np.float32), np.full(size, -1, np.int64)
-        for start, response in self._responses.items():
-            span = slice(start, start + len(response.token_ids))
-            sampled[span], log_probs[span], versions[span] = True, response.log_probs.numpy(), response.versions.numpy()
-        kept = sampled.copy()
-        kept[:common] = True
-        for at in range(size - 1, 0, -1):
-            if kept[at] and parents[at] >= 0:
-                kept[parents[at]] = True
-        new = np.cumsum(kept) - 1  # position among the tokens that are kept
-        chosen = kept.copy()
-        chosen[:common] = False
-        after = np.where(parents[chosen] < 0, -1, new[parents[chosen]])
-        return Sample(
-            token_ids=torch.from_numpy(tokens[chosen]),
-            log_probs=torch.from_numpy(log_probs[chosen]),
-            versions=torch.from_numpy(versions[chosen]),
-            truncated=truncated,
-            assistant_mask=torch.from_numpy(sampled[chosen]),
-            record=record,
-            support=self._support(torch.from_numpy(chosen)),
-            parents=torch.from_numpy(after),
-        )
-
-    def _support(self, chosen: torch.Tensor) -> SamplingSupport | None:
-        if not any(response.support for response in self._responses.values()):
-            return None
-        counts, ids = torch.zeros(len(chosen), dtype=torch.int32), []
+        tokens, parents = (torch.tensor(values, dtype=torch.int64) for values in (self._tokens, self._parents))
+        sampled, log_probs, versions = torch.zeros(size, dtype=torch.bool), torch.zeros(size), torch.full((size,), -1)
+        counts, supports = torch.zeros(size, dtype=torch.int32), list[torch.Tensor]()
         for start, response in sorted(self._responses.items()):
+            span = slice(start, start + len(response.token_ids))
+            sampled[span], log_probs[span], versions[span] = True, response.log_probs, response.versions
             if response.support is not None:
-                counts[start : start + len(response.support.counts)] = response.support.counts
-                ids.append(response.support.ids)
-        return SamplingSupport(torch.cat(ids), counts[chosen])
+                counts[span] = response.support.counts
+                supports.append(response.support.ids)
+        kept = [at < common or is_sampled for at, is_sampled in enumerate(sampled.tolist())]
+        for at in range(size - 1, 0, -1):
+            if kept[at] and self._parents[at] >= 0:
+                kept[self._parents[at]] = True
+        chosen = torch.tensor(kept, dtype=torch.bool)
+        new = chosen.cumsum(0) - 1  # position among the tokens that are kept
+        chosen[:common] = False
+        return Sample(
+            token_ids=tokens[chosen],
+            log_probs=log_probs[chosen],
+            versions=versions[chosen],
+            truncated=truncated,
+            assistant_mask=sampled[chosen],
+            record=record,
+            support=SamplingSupport(torch.cat(supports), counts[chosen]) if supports else None,
+            parents=torch.where(parents < 0, -1, new[parents])[chosen],
+        )

@@ -29,15 +29,7 @@ from sota_grpo.envs.call_formats import (
 from sota_grpo.envs.chat_tokens import num_shared, opened_thinking
 from sota_grpo.errors import UserError
 from sota_grpo.rewards.extract import THINKING
-from sota_grpo.rl.tool_schemas import (
-    NAME,
-    ToolCall,
-    argument_error,
-    call_id,
-    keyword,
-    parameters_by_name,
-    quoted,
-)
+from sota_grpo.rl.tool_schemas import NAME, ToolCall, argument_error, call_id, keyword, parameters_by_name, quoted
 from sota_grpo.text import first_line, one_line
 
 logger = logging.getLogger(__name__)
@@ -48,22 +40,10 @@ _QUESTION = {"role": "user", "content": _QUESTION_TEXT}
 _SIMPLE: dict[str, Any] = {"text": "probevalue", "number": 7}  # simple to find in any rendering
 _HARD: dict[str, Any] = {"text": 'é日 "x" \\ \n <b> {[', "items": [{"deep": [1, 2.5, None, True]}, []]}
 _PROBES = ([_SIMPLE], [_SIMPLE, _SIMPLE], [_HARD], [_SIMPLE, _HARD])
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "A probe.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string", "description": "A text."},
-                "number": {"type": "integer", "description": "A number."},
-                "items": {"type": "array", "description": "Anything."},
-            },
-            "required": ["text"],
-        },
-    },
-}
+_TYPES = {"text": "string", "number": "integer", "items": "array"}
+_PROPERTIES = {name: {"type": kind, "description": "Anything."} for name, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text"]}
+_SCHEMA = {"type": "function", "function": {"name": _TOOL, "description": "A probe.", "parameters": _PARAMETERS}}
 _NEEDED = "use a model whose chat template is made for tools, or set the tokenizer's chat_template to one"
 
 

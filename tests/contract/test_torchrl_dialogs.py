@@ -30,6 +30,7 @@ from sota_grpo.rl.table import row_list
 from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import think_again
 from sota_grpo.workers.instances import InstanceLost
+from tests.tool_rigs import written
 
 pytestmark = pytest.mark.usefixtures("workers_fork")
 SEED = random.randrange(1 << 30)
@@ -60,7 +61,7 @@ class Counter:
 
 
 def call(amount: object) -> str:
-    return f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'amount': amount}})}</tool_call>"
+    return written("add", amount=amount)
 
 
 def script(request: GroupRequest, sample: int, version: int) -> list[int]:
@@ -189,8 +190,8 @@ def test_an_answer_makes_the_next_prompt_longer_and_is_no_end(counter: str) -> N
     row = env.reset()
     before = row[0]["tokens", "prompt"].tolist()
     total = int(TOKENIZER.decode(before).partition("begin with ")[2].partition(".")[0] or -1)
-    token_ids = TOKENIZER(call(5))["input_ids"] + [TOKENIZER.eos_token_id]
-    row = env.step(act(row, [token_ids]))["next"]
+    token_ids = ids_of(call(5))
+    row = env.step(act(row, call(5)))["next"]
     assert not row["done"].any()
     assert row["reward"].tolist() == [[0.0]]
     assert row["turn"].tolist() == [1]
@@ -199,17 +200,22 @@ def test_an_answer_makes_the_next_prompt_longer_and_is_no_end(counter: str) -> N
     between = TOKENIZER.decode(now[len(before + token_ids) :])
     reply = between.removeprefix("\n<|im_start|>tool\n").removesuffix("<|im_end|>\n<|im_start|>assistant\n")
     assert 5 <= int(reply) - max(total, 0) <= 14 + 99 * (total < 0)
-    last = env.step(act(row, [TOKENIZER("Done.")["input_ids"] + [TOKENIZER.eos_token_id]]))["next"]
+    last = env.step(act(row, "Done."))["next"]
     assert (last["done"].item(), last["terminated"].item(), last["truncated"].item()) == (True, True, False)
     assert last["reward"].item() == float(reply)
     assert json.loads(last[0]["reward_info"])["tool_calls"] == 1
     env.close()
 
 
-def act(row: TensorDictBase, said: list[list[int]]) -> TensorDictBase:
+def ids_of(text: str) -> list[int]:
+    return [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def act(row: TensorDictBase, text: str) -> TensorDictBase:
+    """Every row says the text."""
     row = row.exclude("reward")
-    for each, ids in zip(row.unbind(0), said, strict=True):
-        each.set(keys.RESPONSE_TOKENS, torch.tensor(ids))
+    for each in row.unbind(0):
+        each.set(keys.RESPONSE_TOKENS, torch.tensor(ids_of(text)))
     return row
 
 
@@ -246,39 +252,28 @@ def test_versions_are_those_of_the_steps() -> None:
 
 def test_what_is_done_needs_a_reset_and_prompts_may_not_change() -> None:
     env = make_env(max_steps=2)
-    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * NUM_ENVS
-    row = env.step(act(env.reset(), token_ids))["next"]
+    row = env.step(act(env.reset(), "#### 7777"))["next"]
     with pytest.raises(ValueError, match=r"tokens\.prompt of row 0 is not"):
-        env.step(act(env.reset(), token_ids).update(row.select(keys.PROMPT_TOKENS)))
-    row = env.step(act(env.reset(), token_ids))["next"]
-    last = env.step(act(row, token_ids))["next"]
+        env.step(act(env.reset(), "#### 7777").update(row.select(keys.PROMPT_TOKENS)))
+    row = env.step(act(env.reset(), "#### 7777"))["next"]
+    last = env.step(act(row, "#### 7777"))["next"]
     assert last["done"].all()
     with pytest.raises(ValueError, match="row 0 is over"):
-        env.step(act(last, token_ids))
+        env.step(act(last, "#### 7777"))
 
 
-def test_steps_that_do_not_follow_are_refused() -> None:
-    env = make_env(max_steps=2, num_envs=1, repeats=1)
-    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]]
-    first = env.step(act(env.reset(), token_ids))
-    last = env.step(act(first["next"].copy(), token_ids))
+def test_steps_that_do_not_follow_are_refused_and_those_after_the_end_are_ignored() -> None:
+    env = make_env(max_steps=2, num_envs=2, repeats=2)
+    first = env.step(act(env.reset(), "#### 7777"))
+    last = env.step(act(first["next"].copy(), "#### 7777"))
     with pytest.raises(ValueError, match=r"turn 1 of group \d+, sample 0, does not follow"):
         DialogRows(TOKENIZER).add(last)
-    rows = DialogRows(TOKENIZER)
-    assert rows.add(first) == []
-    retold = last.clone()
-    retold[0].set(keys.PROMPT_TOKENS, last[0]["tokens", "prompt"].flip(0))
-    with pytest.raises(ValueError, match="does not begin with the tokens of the dialog so far"):
-        rows.add(lazy_stack([retold[0]]))
-
-
-def test_a_step_that_comes_again_after_the_end_of_its_dialog_is_ignored() -> None:
-    env = make_env(max_steps=2, num_envs=2, repeats=2)
-    token_ids = [TOKENIZER("#### 7777")["input_ids"] + [TOKENIZER.eos_token_id]] * 2
-    first = env.step(act(env.reset(), token_ids))
-    last = env.step(act(first["next"].copy(), token_ids))
     rows = DialogRows(TOKENIZER, group_size=2)
-    assert rows.add(first) + rows.add(last[:1]) + rows.add(last[:1]) == []
+    assert rows.add(first) == []
+    retold = last[0].clone().set(keys.PROMPT_TOKENS, last[0]["tokens", "prompt"].flip(0))
+    with pytest.raises(ValueError, match="does not begin with the tokens of the dialog so far"):
+        rows.add(lazy_stack([retold]))
+    assert rows.add(last[:1]) + rows.add(last[:1]) == []
     assert [int(row[keys.SAMPLE_ID]) for row in rows.add(last)] == [0, 1]
 
 
@@ -292,8 +287,7 @@ def test_tools_are_functions_too_and_end_with_the_environment() -> None:
         return 2 * number
 
     env = make_env(tools=[double], num_envs=1, repeats=1)
-    token_ids = TOKENIZER('<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>')["input_ids"]
-    row = env.step(act(env.reset(), [[*token_ids, TOKENIZER.eos_token_id]]))["next"]
+    row = env.step(act(env.reset(), written("double", number=21)))["next"]
     assert "tool\n42<|im_end|>" in TOKENIZER.decode(row[0]["tokens", "prompt"])
     episode = env._dialogs[0].episode
     instances, key = episode._responder.instances, episode._key
@@ -303,20 +297,6 @@ def test_tools_are_functions_too_and_end_with_the_environment() -> None:
     env.close()
     with pytest.raises(Exception, match="closed"):
         instances.open({}).result()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_steps": 0}, "max_steps=0 allows no policy turn"),
-        ({"max_steps": 1, "tools": []}, "max_steps=1 allows no policy turn after a tool"),
-        ({"tools": "a.py:b", "environment": "a.py:c"}, "both tools and environment"),
-    ],
-    ids=["none", "one", "both"],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_env(**options)
 
 
 def test_named_environments_take_them(counter: str, tmp_path: Path) -> None:

@@ -114,21 +114,6 @@ def test_a_normaliser_and_tokens_that_swallow_blanks_change_nothing() -> None:
     assert made.eos_token_id not in chat.ids(full_width)
 
 
-def test_the_ids_are_those_of_the_template_around_text() -> None:
-    """Said once more by hand: marker, text, marker."""
-    made = load_tokenizer("tiny")
-    start, end = made.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-
-    def text(words: str) -> list[int]:
-        return made(words, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-    chat, _, plain = chat_of(made)
-    messages = [{"role": "user", "content": FORGED}]
-    expected = [start, *text(f"user\n{FORGED}"), end, *text("\n"), start, *text("assistant\n")]
-    assert list(chat.ids(messages)) == expected != list(plain(messages))
-    assert plain(messages).count(end) == 3
-
-
 @pytest.mark.parametrize("where", ["system", "user", "assistant", "role"])
 @pytest.mark.parametrize("template", [CHATML, None], ids=["chatml", "none"])
 def test_rows_of_a_table_are_text_wherever_they_speak(where: str, template: str | None) -> None:

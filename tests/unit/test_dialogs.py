@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,7 +179,7 @@ def as_lists(sample: Sample) -> tuple[list, list, list, list, bool]:
 
 
 def require_plain(requests: Sequence[GroupRequest], outputs: Sequence[GroupOutput]) -> None:
-    """Every group came out once, and every sample is that of the plain loop."""
+    """Every group came out once, and every sample, counted from the request's first, is that of the plain loop."""
     by_id = {request.group_id: request for request in requests}
     assert sorted(output.group_id for output in outputs) == sorted(by_id)
     log_prob = float(torch.tensor(scripted()._log_prob))
@@ -188,30 +187,16 @@ def require_plain(requests: Sequence[GroupRequest], outputs: Sequence[GroupOutpu
         request = by_id[output.group_id]
         assert len(output.samples) == request.num_samples
         for index, sample in enumerate(output.samples):
-            assert as_lists(sample) == plain_dialog(request, index, log_prob), f"seed {SEED}"
+            own = replace(request, first_sample=0), request.first_sample + index
+            assert as_lists(sample) == plain_dialog(*own, log_prob), f"seed {SEED}"
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["graded at once", "graded later"])
 def test_every_sample_is_that_of_a_plain_loop(kind: str, late: bool) -> None:
-    requests = some_requests(25)
+    requests = [replace(request, first_sample=at % 3) for at, request in enumerate(some_requests(25))]
     engine = dialogs(KINDS[kind](), Grader(late=late))
     require_plain(requests, list(engine.generate(requests, SAMPLING)))
     engine.close()
-
-
-def test_samples_that_are_requested_one_by_one_are_those_of_the_group() -> None:
-    requests = some_requests(8)
-    parts = [
-        replace(request, group_id=3 * n + index, num_samples=1, first_sample=index)
-        for n, request in enumerate(requests)
-        for index in range(3)
-    ]
-    engine = dialogs(scripted())
-    whole = {output.group_id - 10: output.samples for output in engine.generate(requests, SAMPLING)}
-    for output in engine.generate(parts, SAMPLING):
-        n, index = divmod(output.group_id, 3)
-        (sample,) = output.samples
-        assert as_lists(sample) == as_lists(whole[n][index]), f"seed {SEED}"
 
 
 @pytest.mark.parametrize(("context", "said"), [(7, "xx"), (8, "xx..x"), (9, "xx..xx"), (12, "xx..xx..x")])
@@ -225,16 +210,6 @@ def test_a_dialog_continues_where_the_reply_and_one_more_token_have_room(context
         assert sample.truncated
     (output,) = dialogs(scripted(), Grader(lambda text, example: Score({}, True))).generate([request], SAMPLING)
     assert all(sample.assistant_mask is None for sample in output.samples)  # one turn is what the engine gave
-
-
-def test_dialogs_by_futures_are_those_of_a_stream_and_take_no_threads() -> None:
-    requests, engine = some_requests(20), dialogs(Submitting())
-    threads = {*threading.enumerate()}
-    futures = [engine.submit(request, SAMPLING) for request in requests]
-    further = {*threading.enumerate()} - threads
-    require_plain(requests, [future.result(60) for future in futures])
-    assert not further
-    engine.close()
 
 
 def test_streams_of_several_threads_get_their_own_groups(kind: str) -> None:
@@ -323,16 +298,6 @@ def test_no_dialog_waits_for_the_turn_of_a_group_that_is_gone(how: str) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_new_turn_begins_while_other_groups_are_in_theirs() -> None:
-    """All four turns of the short group, before the first of the other ends in an hour."""
-    engine = scripted(five, duration_s=lambda request: {10: 0.01, 11: 3600.0}[request.group_id])
-    stream = dialogs(engine, Grader(always)).generate(some_requests(2), SAMPLING)
-    first = next(stream)
-    assert first.group_id == 10
-    assert [sample.token_ids.tolist() for sample in first.samples] == [[5, EOS, 7, 8] * 3 + [5, EOS]] * 3
-
-
-@pytest.mark.timeout(120)
 def test_no_sample_waits_for_a_sibling() -> None:
     """The second sample's first turn takes an hour; the others are graded after each of their turns but the last."""
     engine = scripted(five, duration_s=lambda request: 3600.0 if request.first_sample == 1 else 0.0)
@@ -372,43 +337,25 @@ def test_a_push_is_applied_between_the_turns_and_every_token_keeps_its_version()
 
 
 @pytest.mark.parametrize("by_future", [False, True])
-def test_what_the_engine_raises_in_a_later_turn_is_the_callers(by_future: bool) -> None:
+@pytest.mark.parametrize("late", [None, False, True])
+def test_what_the_engine_raises_in_a_later_turn_or_the_grader_is_the_callers(
+    late: bool | None, by_future: bool
+) -> None:
     inner = Submitting()
 
     def submit(request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        if max(request.prompt_ids) < 100:
+        if late is not None or max(request.prompt_ids) < 100:
             return inner.worker.call("run", request, sampling)
         future = pending_future()
-        future.set_exception(OSError("the engine is gone"))
+        future.set_exception(OSError("it is gone"))
         return future
 
     inner.submit = submit
-    engine, requests = dialogs(inner), some_requests(15)
+    grader = Grader() if late is None else Grader(Mock(side_effect=OSError("it is gone")), late=late)
+    engine, requests = dialogs(inner, grader), some_requests(15)
     outputs = (engine.submit(request, SAMPLING).result(60) for request in requests)
-    with pytest.raises(OSError, match="the engine is gone"):
+    with pytest.raises(OSError, match="it is gone"):
         list(outputs if by_future else engine.generate(requests, SAMPLING))
-    engine.close()
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_the_grader_raises_is_the_callers(kind: str, late: bool) -> None:
-    engine = dialogs(KINDS[kind](), Grader(Mock(side_effect=KeyError("the grader is gone")), late=late))
-    with pytest.raises(KeyError, match="the grader is gone"):
-        list(engine.generate(some_requests(8), SAMPLING))
-    if kind == "futures":
-        with pytest.raises(KeyError, match="the grader is gone"):
-            engine.submit(some_requests(1, num_samples=20)[0], SAMPLING).result(60)
-    engine.close()
-
-
-def test_nothing_is_sampled_before_the_first_group_is_requested() -> None:
-    grader = Grader()
-    engine = dialogs(Submitting(), grader)
-    stream = engine.generate(some_requests(20), SAMPLING)
-    time.sleep(0.02)
-    assert grader.asked == 0
-    list(stream)
-    assert grader.asked > 0
     engine.close()
 
 
@@ -421,20 +368,6 @@ def test_an_engine_with_nothing_to_sample_is_left_alone_while_the_grader_works()
     engine._step = Mock(wraps=engine._step)
     list(dialogs(engine, Grader(slow, late=True)).generate(some_requests(1, num_samples=1), SAMPLING))
     assert engine._step.call_count < 3 * MAX_STEPS
-
-
-def test_a_stream_that_is_left_leaves_the_others_alone() -> None:
-    inner = scripted(duration_s=lambda request: 0.002 * (request.group_id - 9))
-    engine = dialogs(inner)
-    kept, left = some_requests(6), some_requests(8, seed=SEED + 1)
-    first, second = engine.generate(left, SAMPLING), engine.generate(kept, SAMPLING)
-    outputs = [*itertools.islice(second, 2)]
-    next(first)
-    del first
-    outputs += second
-    require_plain(kept, outputs)
-    require_plain(kept, list(engine.generate(kept, SAMPLING)))
-    assert inner.num_in_flight == 0
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])

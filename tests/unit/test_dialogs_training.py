@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -21,17 +17,16 @@ from sota_grpo.engines import Engine
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.engines.transformers_engine import TransformersEngine
 from sota_grpo.envs import TaskEnv
-from sota_grpo.envs.dialogs import DialogEngine, GradedTurns, Rules, TurnTokens
+from sota_grpo.envs.dialogs import DialogEngine
 from sota_grpo.envs.prompts import Rollouts
 from sota_grpo.loop import run
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import engine_weights
-from sota_grpo.rewards.grading import LocalGrader
 from sota_grpo.rl.collate import finish_rows, pad_rows, prompt_rows, set_loss_weights
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.planner import LearnerSettings
-from sota_grpo.rl.records import Example, GroupOutput, GroupRequest, Sample, Sampling
+from sota_grpo.rl.records import Example, GroupRequest, Sample, Sampling
 from sota_grpo.rl.transforms import GroupAdvantage
 from sota_grpo.source.collector import PromptGroupCollector
 from sota_grpo.source.weight_sync import EngineWeightSync
@@ -39,10 +34,8 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner
-from sota_grpo.workers.rollout import FleetEngine
 from tests.training_rigs import collector_of, make_saying
 from tests.unit.tiny_models import VOCAB, make_model
-from tests.worker_rigs import hosted
 
 SEED = random.randrange(1 << 30)
 
@@ -105,22 +98,13 @@ def test_what_is_next_to_inserted_tokens_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-class WithExamples(DialogEngine):
-    """Finds the example of a request by its prompt, where who asked did not send it along."""
-
-    def __init__(self, engine: Engine, env: TaskEnv, max_steps: int) -> None:
-        turns = TurnTokens(env.tokenizer)
-        graded = GradedTurns(LocalGrader(env.task.score, env.task.term_weights), turns)
-        super().__init__(engine, {None: Rules(graded, turns, max_steps, engine.max_model_len)})
-        self._examples = {env.prompt_ids(example): example for example in env.task.train}
-
-    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
-        return super().submit(replace(request, example=self._examples[request.prompt_ids]), sampling)
-
-
-def make_env() -> TaskEnv:
+def make_env(max_steps: int = 2) -> TaskEnv:
     task = think_again(ArithmeticTask(seed=1, num_train=60, num_heldout=4))
-    return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4)
+    return TaskEnv(task, load_tokenizer("tiny"), num_envs=16, repeats=4, max_steps=max_steps)
+
+
+def dialogs(engine: Engine, env: TaskEnv) -> DialogEngine:
+    return DialogEngine(engine, {None: replace(env._rules, max_model_len=engine.max_model_len)})
 
 
 def make_parts(engine: DialogEngine, env: TaskEnv, dump_dir: Path) -> tuple[PromptGroupCollector, Learner]:
@@ -155,7 +139,7 @@ def scripted_thinker(env: TaskEnv) -> ScriptedEngine:
 
 def test_the_loop_trains_on_dialogs_of_a_scripted_engine(tmp_path: Path) -> None:
     env = make_env()
-    engine, log = WithExamples(scripted_thinker(env), env, max_steps=2), Mock()
+    engine, log = dialogs(scripted_thinker(env), env), Mock()
     collector, learner = make_parts(engine, env, tmp_path)
     run(iter(collector), learner, collector, log, first_step=0, num_steps=2, before=id, after=lambda step: True)
     assert engine.version == 2
@@ -183,38 +167,16 @@ def test_accuracy_of_the_first_turn_leaves_out_what_being_asked_again_helped() -
         again = MESSAGE in env.tokenizer.decode(request.prompt_ids)
         return env.task.gold_response(examples[at]) if at == 0 or (again and at < 3) else "#### -1"
 
-    rollouts = Rollouts(env, WithExamples(make_saying(env, say), env, max_steps=2))
+    rollouts = Rollouts(env, dialogs(make_saying(env, say), env))
     actual = Evaluator(rollouts, examples, max_tokens=48, avg_at_k=0, seed=SEED).measure()
     assert (actual["eval/accuracy"], actual["eval/first_turn_accuracy"]) == (0.75, 0.25)
 
 
-def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
-    """At age 0, through the front of the rollout workers: the same rows in the same order."""
-    envs, sampling = [make_env() for _ in range(2)], Sampling(max_tokens=48)
-    here = WithExamples(scripted_thinker(envs[0]), envs[0], max_steps=2)
-    options = {"num_groups": 4, "transforms": [GroupAdvantage()], "seed": SEED}
-    synchronous = collector_of(envs[0], here, sampling, **options)
-    worker = hosted(lambda: scripted_thinker(envs[1]))
-    fleet: Any = SimpleNamespace(submit=partial(worker.call, "run"), close=worker.kill)
-    front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
-    there = WithExamples(front, envs[1], max_steps=2)
-    workers = collector_of(envs[1], there, sampling, beside=True, wait_deadline_s=20.0, **options)
-    for _ in range(2):
-        for one, other in zip(synchronous.next_batch(), workers.next_batch(), strict=True):
-            for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
-                assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
-        workers.release()
-        synchronous.release()
-    workers.close()
-    there.close()
-
-
 def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> None:
     """The embedded engine's log-probs, of first turns and of later ones, are the trainer's; after a push too."""
-    env = make_env()
-    tokenizer = env.tokenizer
-    ids = {"eos_token_ids": [tokenizer.eos_token_id], "pad_token_id": tokenizer.pad_token_id}
-    engine = WithExamples(TransformersEngine(load_model("tiny"), **ids), env, max_steps=3)
+    env = make_env(max_steps=3)
+    ids = {"eos_token_ids": [env.tokenizer.eos_token_id], "pad_token_id": env.tokenizer.pad_token_id}
+    engine = dialogs(TransformersEngine(load_model("tiny"), **ids), env)
     collector, learner = make_parts(engine, env, tmp_path)
     for _ in range(2):
         rows = list(collector.next_batch())

@@ -7,10 +7,9 @@ import random
 
 import pytest
 import torch
-from tensordict import lazy_stack
 
 from sota_grpo import keys
-from sota_grpo.envs import PromptStream, complete_rows
+from sota_grpo.envs import PromptStream
 from sota_grpo.recording.run_log import rollout_rows
 from sota_grpo.rl.collate import drawn_entries, finish_rows, group_table, last_turn, prompt_rows
 from sota_grpo.rl.records import Example, Sample, Score
@@ -49,79 +48,60 @@ def test_resume_equals_uninterrupted(before: int) -> None:
 def test_another_seed_is_another_order_and_a_foreign_state_is_refused() -> None:
     stream, other = PromptStream(examples(40), seed=SEED), PromptStream(examples(40), seed=SEED + 1)
     assert [e.query for _, e in stream.draw(40)] != [e.query for _, e in other.draw(40)]
-    with pytest.raises(ValueError, match=f"has seed={SEED}, but this stream has seed={SEED + 1}"):
-        other.load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="has num_examples=40, but this stream has num_examples=39"):
-        PromptStream(examples(39), seed=SEED).load_state_dict(stream.state_dict())
     changed = [*examples(40)[:-1], Example("another", "question")]
-    with pytest.raises(ValueError, match=r"has prompts=.*resume with the dataset, the seed and the shuffle of"):
-        PromptStream(changed, seed=SEED).load_state_dict(stream.state_dict())
-    with pytest.raises(ValueError, match="has shuffle=True, but this stream has shuffle=False"):
-        PromptStream(examples(40), seed=SEED, shuffle=False).load_state_dict(stream.state_dict())
+    for foreign, reason in (
+        (other, f"has seed={SEED}, but this stream has seed={SEED + 1}"),
+        (PromptStream(examples(39), seed=SEED), "has num_examples=40, but this stream has num_examples=39"),
+        (PromptStream(changed, seed=SEED), "has prompts=.*resume with the dataset, the seed and the shuffle of"),
+        (PromptStream(examples(40), seed=SEED, shuffle=False), "has shuffle=True, but this stream has shuffle=False"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            foreign.load_state_dict(stream.state_dict())
     without = {name: value for name, value in stream.state_dict().items() if name != "shuffle"}  # saved before
     PromptStream(examples(40), seed=SEED).load_state_dict(without)
     with pytest.raises(ValueError, match="no examples"):
         PromptStream([])
 
 
-def test_a_finished_row_worked_out_by_hand() -> None:
-    tokenizer = char_tokenizer()
-    example = Example("1+1?", "#### 2", {"steps": 1})
-    ids = [*tokenizer("2")["input_ids"], tokenizer.eos_token_id, 9]
-    sample = Sample(torch.tensor(ids), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([7, 7, 8]), truncated=True)
-    other = Sample(torch.tensor([5]), torch.tensor([-9.0]), torch.tensor([3]), truncated=False)
-    (prompt,) = prompt_rows(5, example, [4, 6], repeats=1)
-    row = finish_rows(prompt, [other, other, sample], tokenizer)[2]
-    expected = {
-        keys.FULL_TOKENS: [4, 6, *ids],
-        keys.PROMPT_TOKENS: [4, 6],
-        keys.RESPONSE_TOKENS: ids,
-        keys.ATTENTION_MASK: [True] * 5,
-        keys.ASSISTANT_MASK: [False, False, True, True, True],
-        keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, -1.0],
-        keys.TOKEN_VERSION: [-1, -1, 7, 7, 8],
-        keys.POLICY_VERSION: 7,
-        keys.GROUP_ID: 5,
-        keys.SAMPLE_ID: 2,
-        keys.DONE: [True],
-        keys.TERMINATED: [False],
-        keys.TRUNCATED: [True],
-    }
-    assert {key: row.get(key).tolist() for key in expected} == expected
-    types = {keys.FULL_TOKENS: torch.int64, keys.LOG_PROBS: torch.float32, keys.TOKEN_VERSION: torch.int64}
-    assert {key: row.get(key).dtype for key in types} == types
-    assert [row[key] for key in (keys.QUERY, keys.ANSWER, keys.EXTRA)] == ["1+1?", "#### 2", '{"steps": 1}']
-    assert row[keys.RESPONSE_TEXT] == tokenizer.decode([ids[0], 9])
-
-
-def test_a_finished_dialog_worked_out_by_hand() -> None:
-    """Two turns of the policy around a user turn, whose log-probs and versions in the sample are nonsense."""
+def test_finished_rows_worked_out_by_hand() -> None:
+    """One turn; and two turns around a user's, whose log-probs and versions in the sample are nonsense."""
     tokenizer = char_tokenizer()
     first, reply, second = (tokenizer(text)["input_ids"] for text in ("2", "no", "3!"))
-    ids = [*first, tokenizer.eos_token_id, *reply, *second, tokenizer.eos_token_id]
+    alone, ids = [*first, 1, 9], [*first, 1, *reply, *second, 1]
     mask = [True, True, False, False, True, True, True]
-    sample = Sample(
-        token_ids=torch.tensor(ids),
-        log_probs=torch.tensor([-0.5, -0.25, float("nan"), 9.0, -1.0, -2.0, -3.0], dtype=torch.float64),
-        versions=torch.tensor([8, 8, 2, 99, 9, 9, 9]),
-        truncated=False,
-        assistant_mask=torch.tensor(mask),
-    )
-    (row,) = finish_rows(prompt_rows(5, Example("1+2?", "#### 3"), [4, 6], repeats=1)[0], [sample], tokenizer)
-    expected = {
-        keys.FULL_TOKENS: [4, 6, *ids],
-        keys.RESPONSE_TOKENS: ids,
-        keys.ATTENTION_MASK: [True] * 9,
-        keys.ASSISTANT_MASK: [False, False, *mask],
-        keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0],
-        keys.TOKEN_VERSION: [-1, -1, 8, 8, -1, -1, 9, 9, 9],
-        keys.POLICY_VERSION: 8,
-        keys.TERMINATED: [True],
-    }
-    assert {key: row.get(key).tolist() for key in expected} == expected
-    assert row.get(keys.LOG_PROBS).dtype == torch.float32
-    assert row[keys.RESPONSE_TEXT] == "3!"
-    assert last_turn(sample).tolist() == [*second, tokenizer.eos_token_id]
+    log_probs = torch.tensor([-0.5, -0.25, float("nan"), 9.0, -1.0, -2.0, -3.0], dtype=torch.float64)
+    dialog = Sample(torch.tensor(ids), log_probs, torch.tensor([8, 8, 2, 99, 9, 9, 9]), False, torch.tensor(mask))
+    sample = Sample(torch.tensor(alone), torch.tensor([-0.5, -0.25, -1.0]), torch.tensor([7, 7, 8]), truncated=True)
+    (prompt,) = prompt_rows(5, Example("1+1?", "#### 2", {"steps": 1}), [4, 6], repeats=1)
+    rows = finish_rows(prompt, [dialog, sample], tokenizer)
+    both = {keys.PROMPT_TOKENS: [4, 6], keys.GROUP_ID: 5, keys.DONE: [True]}
+    expected: list[dict] = [
+        {
+            keys.FULL_TOKENS: [4, 6, *ids],
+            keys.RESPONSE_TOKENS: ids,
+            keys.ATTENTION_MASK: [True] * 9,
+            keys.ASSISTANT_MASK: [False, False, *mask],
+            keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0],
+            keys.TOKEN_VERSION: [-1, -1, 8, 8, -1, -1, 9, 9, 9],
+            **{keys.POLICY_VERSION: 8, keys.SAMPLE_ID: 0, keys.TERMINATED: [True], keys.TRUNCATED: [False]},
+        },
+        {
+            keys.FULL_TOKENS: [4, 6, *alone],
+            keys.RESPONSE_TOKENS: alone,
+            keys.ATTENTION_MASK: [True] * 5,
+            keys.ASSISTANT_MASK: [False, False, True, True, True],
+            keys.LOG_PROBS: [0.0, 0.0, -0.5, -0.25, -1.0],
+            keys.TOKEN_VERSION: [-1, -1, 7, 7, 8],
+            **{keys.POLICY_VERSION: 7, keys.SAMPLE_ID: 1, keys.TERMINATED: [False], keys.TRUNCATED: [True]},
+        },
+    ]
+    types = {keys.FULL_TOKENS: torch.int64, keys.LOG_PROBS: torch.float32, keys.TOKEN_VERSION: torch.int64}
+    for row, own in zip(rows, expected, strict=True):
+        assert {key: row.get(key).tolist() for key in own | both} == own | both
+        assert {key: row.get(key).dtype for key in types} == types
+        assert [row[key] for key in (keys.QUERY, keys.ANSWER, keys.EXTRA)] == ["1+1?", "#### 2", '{"steps": 1}']
+    assert [row[keys.RESPONSE_TEXT] for row in rows] == ["3!", tokenizer.decode([alone[0], 9])]
+    assert last_turn(dialog).tolist() == [*second, 1]
 
 
 def test_what_is_written_into_a_row_leaves_its_siblings_and_its_prompt_alone() -> None:
@@ -139,20 +119,6 @@ def test_what_is_written_into_a_row_leaves_its_siblings_and_its_prompt_alone() -
         assert keys.REWARD not in rows[index].keys(True)
     assert set(prompt.keys()) == {keys.QUERY, keys.ANSWER, keys.EXTRA, keys.GROUP_ID, keys.SAMPLE_ID, "tokens"}
     assert prompt.get(keys.PROMPT_TOKENS).tolist() == [4, 6]
-
-
-def test_rows_of_another_collector_are_completed() -> None:
-    rows = [prompt_rows(0, Example("q", "a"), [7] * length, repeats=1)[0] for length in (1, 4, 2)]
-    for row, length in zip(rows, (3, 1, 2)):
-        row.set(keys.RESPONSE_TOKENS, torch.randint(9, (length,)))
-        row.set(("log_probs", "response"), -1.0 - torch.rand(length))
-    rollout = lazy_stack([row.unsqueeze(0) for row in rows])  # [3, 1], as of ``env.rollout(1, policy)``
-    for row in (*complete_rows(lazy_stack(rows)).unbind(0), *complete_rows(rollout).reshape(-1).unbind(0)):
-        prompt, response = row[keys.PROMPT_TOKENS].tolist(), row[keys.RESPONSE_TOKENS].tolist()
-        assert row[keys.FULL_TOKENS].tolist() == prompt + response
-        assert row[keys.LOG_PROBS].tolist() == [0.0] * len(prompt) + row["log_probs", "response"].tolist()
-        assert torch.equal(row[keys.ASSISTANT_MASK], row[keys.LOG_PROBS] < 0)
-        assert row[keys.ATTENTION_MASK].all()
 
 
 def test_every_row_keeps_its_own_prompt_and_example_among_rows_of_other_groups() -> None:

@@ -183,6 +183,13 @@ def test_a_batch_of_broken_groups_and_a_prompt_that_does_not_fit_are_refused() -
     for num_envs, repeats, fix in ((10, 4, 8), (3, 4, 4), (0, 2, 2)):
         with pytest.raises(ValueError, match=f"num_envs={num_envs} .* repeats={repeats} .*; use num_envs={fix} "):
             make_env(num_envs=num_envs, repeats=repeats)
+    for options, message in (
+        ({"max_steps": 0}, "max_steps=0 allows no policy turn"),
+        ({"max_steps": 1, "tools": []}, "max_steps=1 allows no policy turn after a tool"),
+        ({"tools": "a.py:b", "environment": "a.py:c"}, "both tools and environment"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_env(**options)
     longest = make_env().check_prompts()
     assert make_env(max_prompt_tokens=longest).check_prompts() == longest
     with pytest.raises(UserError, match=f"has {longest} tokens and at most {longest - 1} fit"):

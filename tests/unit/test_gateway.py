@@ -89,17 +89,8 @@ def rig() -> Iterator[Rig]:
 
 def spoken(rig: Rig, session: Session) -> list[str]:
     """The text of each branch of the session's tree."""
-    sample = session.tree.sample(0)
-    parents = sample.parents.tolist()
-    leaves = [at for at in range(len(parents)) if at not in parents]
-    texts = []
-    for node in leaves:
-        ids = []
-        while node >= 0:
-            ids.append(int(sample.token_ids[node]))
-            node = parents[node]
-        texts.append(rig.tokenizer.decode(ids[::-1]))
-    return texts
+    leaves = {*range(len(session.tree))} - {*session.tree._parents}
+    return [rig.tokenizer.decode(session.tree.path(leaf)) for leaf in sorted(leaves)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -155,28 +146,20 @@ def test_anthropics_client_continues_its_ids_with_tools(rig, stream) -> None:
     assert len(spoken(rig, session)) == 1
 
 
-def test_a_retry_several_replies_and_a_sub_agent_are_branches(rig) -> None:
+def test_a_retry_several_replies_a_sub_agent_and_a_changed_history_are_branches(rig) -> None:
     session = rig.session()
-    rig.texts = ["one", "two", "three", "four"]
-    for body in (asks(), asks(n=2)):
-        assert rig.post(session, body).status == 200
+    rig.texts = ["one", "two", "three", "four", "five"]
     sub = [{"role": "system", "content": "You are a sub-agent."}, QUESTION]
-    assert rig.post(session, {"messages": sub}).json()["choices"][0]["message"]["content"] == "four"
+    changed = [QUESTION, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "Go on."}]
+    said = [rig.post(session, body).json() for body in (asks(), asks(n=2), {"messages": sub}, {"messages": changed})]
+    assert [body["choices"][0]["message"]["content"] for body in said] == ["one", "two", "four", "five"]
     ends = sorted(text.rpartition("assistant\n")[2] for text in spoken(rig, session))
     assert ends == sorted(f"{word}<|im_end|>" for word in rig.texts)
-    assert session.num_turns == 4
+    last = rig.tokenizer.decode(rig.prompts[-1])
+    assert ("something else" in last, "one" in last) == (True, False)
+    assert session.num_turns == 5
+    assert session.tree.num_sampled == sum(len(rig.tokenizer(text)["input_ids"]) + 1 for text in rig.texts)
     assert session.tree.prompt == [*rig.prompts[0]]
-
-
-def test_a_history_that_was_changed_is_a_branch(rig) -> None:
-    session = rig.session()
-    rig.texts = ["first", "second"]
-    changed = [QUESTION, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "Go on."}]
-    for body in (asks(), {"messages": changed}):
-        assert rig.post(session, body).status == 200
-    assert "something else" in rig.tokenizer.decode(rig.prompts[1])
-    assert "first" not in rig.tokenizer.decode(rig.prompts[1])
-    assert len(spoken(rig, session)) == 2
 
 
 def of_parts(*parts: object) -> dict[str, object]:
@@ -217,6 +200,8 @@ BAD = {
     "content that is a number": ({"messages": [{"role": "user", "content": 5}]}, "content is a int, not"),
     "messages without an entry": ({"messages": []}, "messages has no entry"),
     "far too long": ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "too long"),
+    "calls far too long": (calls([{"function": {"name": "add", "arguments": {"x": "x" * 40_000}}}]), "too long"),
+    "tools far too long": (asks(tools=[{"function": {"name": "add", "description": "x" * 40_000}}]), "too long"),
     "too long": ({"messages": [{"role": "user", "content": "word " * 900}]}, "max_model_len"),
     "too many": (asks(n=99), "env.max_steps"),
     "too large": (b"x" * (LARGEST_REQUEST + 1), "bytes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -10,35 +9,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
-from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptSource
-from sota_grpo.envs.dialogs import DialogEngine, Rules, ToolResponder, TurnTokens
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
-from sota_grpo.rl.records import GroupRequest, Sampling
 from sota_grpo.tasks import make_task
 from sota_grpo.tasks.servers import headers_of, instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances
 from tests.process_rigs import wait_for
+from tests.tool_rigs import WAIT_S, call, dialog, free_port, started, written
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 SERVER = Path(__file__).parent / "environments" / "mcp_server.py"
-WAIT_S = 60.0
 KEY_OF_NOBODY = "0123456789abcdef"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def listens(port: int) -> bool:
@@ -65,10 +55,6 @@ class Running:
 STDIO = f"mcp:{shlex.join([sys.executable, str(SERVER)])}"
 
 
-def started(written: str) -> Any:
-    return closing(Instances(instance_spec(written, "factory"), timeout_s=WAIT_S))
-
-
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
     with ExitStack() as opened:
@@ -81,19 +67,13 @@ def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
         yield made
 
 
-def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
-    return instances.call(key, [(name, arguments)]).result(WAIT_S)[0]
-
-
 def test_the_tools_are_what_the_server_lists(instances: Instances) -> None:
     functions = {schema["function"]["name"]: schema["function"] for schema in instances.schemas}
     assert list(functions) == ["add_note", "fail", "draw", "look", "leave"]
     assert functions["add_note"]["description"] == "Add a note, and read all."
     parameters = functions["add_note"]["parameters"]
-    assert {name: one["type"] for name, one in parameters["properties"].items()} == {
-        "text": "string",
-        "times": "integer",
-    }
+    types = {name: one["type"] for name, one in parameters["properties"].items()}
+    assert types == {"text": "string", "times": "integer"}
     assert parameters["required"] == ["text"]
     assert not instances.has_reward
 
@@ -103,13 +83,8 @@ def test_every_sample_has_a_session_of_its_own_which_continues_after_what_fails(
     assert first.observation is second.observation is None
     assert call(instances, first.key, "add_note", text="a") == Answer("a", False)
     assert call(instances, second.key, "add_note", text="b", times=2) == Answer("b\nb", False)
-    calls = [
-        ("fail", {"text": "no such page"}),
-        ("add_note", {}),
-        ("nothing", {}),
-        ("draw", {}),
-        ("add_note", {"text": "c"}),
-    ]
+    calls = [("fail", {"text": "no such page"}), *((name, {}) for name in ("add_note", "nothing", "draw"))]
+    calls.append(("add_note", {"text": "c"}))
     failed, missing, unknown, drawn, added = instances.call(first.key, calls).result(WAIT_S)
     assert [answer.is_error for answer in (failed, missing, unknown)] == [True] * 3
     assert re.fullmatch(r"error: ToolFailed: .*no such page", failed.content)
@@ -200,38 +175,26 @@ def test_a_key_goes_over_https_or_to_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("server", "expected"),
     [
         (f"mcp+http://127.0.0.1:{free_port()}/mcp", r"cannot be used: no session with .* http.*ConnectError"),
         (f"mcp:{sys.executable} -c 'raise SystemExit(3)'", r"no session with the MCP .*Connection closed"),
     ],
     ids=["url", "command"],
 )
-def test_no_server_is_one_sentence(written: str, expected: str) -> None:
-    with started(written) as made, pytest.raises(UserError, match=expected) as raised:
+def test_no_server_is_one_sentence(server: str, expected: str) -> None:
+    with started(server) as made, pytest.raises(UserError, match=expected) as raised:
         made.wait_ready()
     assert "\n" not in str(raised.value)
-    assert str(raised.value).startswith(written.split(" ")[0])
+    assert str(raised.value).startswith(server.split(" ")[0])
 
 
 @pytest.mark.parametrize("instances", ["stdio"], indirect=True)
 def test_a_dialog_uses_the_servers_tools(instances: Instances) -> None:
-    tokenizer = load_tokenizer("tiny")
-    calls = [{"name": "add_note", "arguments": {"text": "milk"}}, {"name": "fail", "arguments": {"text": "no"}}]
-    lines = [*(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in calls), "There is one note."]
+    lines = [written("add_note", text="milk"), written("fail", text="no"), "There is one note."]
     task = make_task("arithmetic", num_train=1, num_heldout=1)
-    env = PromptSource(task, tokenizer, template_kwargs={"tools": instances.schemas}, multi_turn=True)
-    turns = iter(lines)
-    engine = ScriptedEngine(
-        lambda request, sample, version: tokenizer(next(turns))["input_ids"],
-        eos_token_id=tokenizer.eos_token_id,
-        max_model_len=4096,
-    )
-    rules = Rules(ToolResponder(env, instances), TurnTokens(tokenizer), 4, engine.max_model_len)
-    dialogs = DialogEngine(engine, {None: rules})
-    (example,) = task.train
-    (output,) = dialogs.generate([GroupRequest(1, env.prompt_ids(example), 1, 7, example)], Sampling(max_tokens=100))
-    record = output.samples[0].record
+    options = {"template_kwargs": {"tools": instances.schemas}, "multi_turn": True}
+    record = dialog(PromptSource(task, load_tokenizer("tiny"), **options), instances, lines, task.train[0]).record
     replies = [message["content"] for message in record["messages"] if message["role"] == "tool"]
     assert replies[0] == "milk"
     assert replies[1].startswith("error: ToolFailed: ")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import math
-import random
-from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict, lazy_stack
 
 from sota_grpo import keys
 from sota_grpo.assembly.build import with_dialogs
@@ -25,82 +21,9 @@ from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs.prompts import Prompt, Rollouts
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.records import TASK, GroupRequest, Sampling
-from sota_grpo.rl.transforms import GroupAdvantage
-from tests.unit.test_learner import make_learner, make_rows
-from tests.unit.tiny_models import make_model
+from tests.tool_rigs import written
 
 pytestmark = pytest.mark.usefixtures("workers_fork")
-SEED = random.randrange(1 << 30)
-RNG = random.Random(SEED)
-MAX_TOKENS = 16
-
-
-def groups_of(sizes: Sequence[int]) -> list[list[TensorDict]]:
-    """Ragged rows, each group with one prompt and rewards of 0, 1/2 and 1 of which at least two differ."""
-    rows, groups = iter(make_rows(sum(sizes))), []
-    for group_id, size in enumerate(sizes):
-        group, prompt = [next(rows) for _ in range(size)], torch.randint(3, 37, (3,))
-        for sample_id, row in enumerate(group):
-            response = row[keys.FULL_TOKENS][row[keys.ASSISTANT_MASK]]
-            mask = torch.arange(3 + len(response)) >= 3
-            row[keys.FULL_TOKENS] = torch.cat([prompt, response])
-            row[keys.ASSISTANT_MASK], row[keys.ATTENTION_MASK] = mask, torch.ones_like(mask)
-            row[keys.LOG_PROBS] = torch.where(mask, -3.6 + 0.2 * torch.randn(len(mask)), 0.0)
-            row[keys.GROUP_ID], row[keys.SAMPLE_ID] = torch.tensor(group_id), torch.tensor(sample_id)
-            reward = RNG.choice((0.0, 0.5, 1.0)) if sample_id > 1 else float(sample_id)
-            row[keys.REWARD] = torch.tensor([reward])
-            del row[keys.ADVANTAGE]
-        groups.append(group)
-    return groups
-
-
-def loss_of(model: Any, groups: Sequence[Sequence[TensorDict]], aggregation: str) -> torch.Tensor:
-    """The clipped objective of one task's groups alone, in float64, a token at a time."""
-    rows = [row for group in groups for row in group]
-    tokens = sum(int(row[keys.ASSISTANT_MASK].sum()) for row in rows)
-    total = torch.zeros((), dtype=torch.float64)
-    for group in groups:
-        rewards = [float(row[keys.REWARD]) for row in group]
-        mean = sum(rewards) / len(rewards)
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-        for row, reward in zip(group, rewards, strict=True):
-            advantage, ids = (reward - mean) / (deviation + 1e-6), row[keys.FULL_TOKENS]
-            own = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-            positions = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
-            weight = {"token": 1 / tokens, "sequence": 1 / (len(rows) * len(positions))}
-            weight["constant"] = 1 / (len(rows) * MAX_TOKENS)
-            for at in positions:
-                ratio = (own[at - 1, ids[at]] - row[keys.LOG_PROBS][at].double()).exp()
-                kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                total = total - weight[aggregation] * kept
-    return total
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_gradient_of_a_mixed_batch_is_that_of_its_tasks_by_their_shares(aggregation: str, tmp_path: Path) -> None:
-    """Groups of 2, 5 and 3: a response, or under ``token`` a token, counts the same whatever its group's size."""
-    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=MAX_TOKENS)
-    model = make_model().double()
-    model.load_state_dict(learner.policy.model.state_dict())
-    groups = groups_of([2, 5, 3, 2])
-    tasks = [groups[0:1] + groups[3:4], groups[1:2], groups[2:3]]
-    rows = [row for group in groups for row in group]
-    counted = [[int(row[keys.ASSISTANT_MASK].sum()) for group in task for row in group] for task in tasks]
-    shares = [sum(each) if aggregation == "token" else len(each) for each in counted]
-    expected = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
-    for share, task in zip(shares, tasks, strict=True):
-        model.zero_grad()
-        loss_of(model, task, aggregation).backward()
-        for name, value in model.named_parameters():
-            expected[name] += share / sum(shares) * value.grad
-    batch = GroupAdvantage("group_mean", "group_std")(lazy_stack(rows))
-    for budget in (24, 1 << 20):  # groups are cut, and all are together
-        learner._dry_run(list(batch.unbind(0)), budget)
-        actual = {name: value.grad.double() for name, value in learner.policy.model.named_parameters()}
-        scale = max(float(value.abs().max()) for value in expected.values())
-        assert max(float((actual[name] - expected[name]).abs().max()) for name in expected) < 2e-5 * scale
-
-
 TOOLS = '''
 def double(number: int) -> int:
     """Twice as much.
@@ -131,14 +54,19 @@ class World:
 '''
 
 
-def mixed_config(folder: Path, *overrides: str) -> Config:
+@cache
+def composed() -> Config:
+    return compose("grpo_cpu", ["env.num_heldout=2", "env.max_samples=6", "env.reward_workers=0"])
+
+
+def mixed_config(folder: Path) -> Config:
     """Tools in one task, an environment in another, a task that asks again, and one of a single turn."""
     (folder / "tools.py").write_text(TOOLS)
     (folder / "world.py").write_text(WORLD)
     for name, ask, truth in (("rows", "Number", None), ("eights", "Twice four, time", "8")):
         rows = [{"prompt": f"{ask} {at}?", "ground_truth": truth or str(at), "number": at} for at in range(8)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = compose("grpo_cpu", ["env.num_heldout=2", "env.max_samples=6", "env.reward_workers=0", *overrides])
+    config = copy.deepcopy(composed())
     config.env.mixture = {
         "ask": {"reasoning": True, "max_steps": 2},
         "once": {"dataset": "countdown"},
@@ -155,10 +83,6 @@ def mixed_config(folder: Path, *overrides: str) -> Config:
     return config
 
 
-def call(name: str, number: int) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"number": {number}}}}}\n</tool_call>'
-
-
 def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
     tokenizer, requests = load_tokenizer("tiny"), list[GroupRequest]()
@@ -170,7 +94,10 @@ def test_each_task_has_its_own_prompts_responder_and_reward(tmp_path: Path) -> N
         assert {name: ("double" in text, '"say"' in text) for name, text in texts.items()} == {
             **{"ask": (False, False), "once": (False, False), "tool": (True, False), "world": (False, True)}
         }
-        turns = {"tool": [call("double", 3), call("double", 4), "#### 8"], "world": [call("say", 1), "Done."]}
+        turns = {
+            "tool": [written("double", number=3), written("double", number=4), "#### 8"],
+            "world": [written("say", number=1), "Done."],
+        }
         turns |= {"ask": ["#### -1", env.task.gold_response(examples["ask"])], "once": ["#### -1", "never"]}
 
         def script(request: GroupRequest, index: int, version: int) -> list[int]:

@@ -30,14 +30,13 @@ from websockets.sync.server import serve
 
 from sota_grpo.errors import UserError
 from sota_grpo.tasks import server_tools
-from sota_grpo.tasks.servers import instance_spec
 from sota_grpo.workers.instances import Answer, InstanceLost, Instances, Opened
+from tests.tool_rigs import WAIT_S, call, free_port, started
 
 pytestmark = pytest.mark.usefixtures("workers_fork")
 ENVIRONMENTS = Path(__file__).parent / "environments"
 SERVER, RECORDING = ENVIRONMENTS / "openenv_server.py", ENVIRONMENTS / "openenv_answers.json"
 PYTHON = os.environ.get("OPENENV_PYTHON")
-WAIT_S = 60.0
 KINDS = ("guess", "tower", "notes")
 LIST = {"type": "step", "data": {"type": "list_tools"}}
 
@@ -63,11 +62,6 @@ SAID = {
     "tower": [reset(other=1), step(kind="up", steps=2), step(kind="say", text="hi"), step(kind="say")],
     "notes": [LIST, reset(), tool("add_note", text="a", times=2), tool("fail", text="no"), tool("add_note")],
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 @contextmanager
@@ -167,12 +161,8 @@ def urls(request: pytest.FixtureRequest, recorded: dict[str, Any]) -> Iterator[d
             yield addresses
 
 
-def started(url: str) -> Any:
-    return closing(Instances(instance_spec(f"openenv+{url}", "factory"), timeout_s=WAIT_S))
-
-
-def call(instances: Instances, key: int, name: str, **arguments: Any) -> Answer:
-    return instances.call(key, [(name, arguments)]).result(WAIT_S)[0]
+def opened(url: str) -> Any:
+    return started(f"openenv+{url}")
 
 
 def begun(instances: Instances, earns: float | None) -> Opened:
@@ -187,30 +177,28 @@ def test_servers_say_what_was_recorded(urls: dict[str, str], recorded: dict[str,
 
 
 def test_an_episode(urls: dict[str, str]) -> None:
-    with started(urls["guess"]) as instances:
+    with opened(urls["guess"]) as instances:
         instances.wait_ready()
         assert instances.has_reward
         (schema,) = instances.schemas
         assert (schema["function"]["name"], schema["function"]["description"]) == ("guess_number", "Guess the number.")
         parameters = schema["function"]["parameters"]
         assert (list(parameters["properties"]), parameters["required"]) == (["number"], ["number"])
-        first, opened = (begun(instances, earns) for earns in (0.0, None))
-        assert first.observation == opened.observation is not None, "siblings begin alike"
-        assert opened.observation.startswith(" It lies between 0 and 9")
-        assert call(instances, opened.key, "guess_number", number=7) == Answer("higher", False)
-        refused = call(instances, opened.key, "guess_number", number="seven")
-        assert refused.content.startswith(
-            "error: ActionFailed: Invalid message; number: Input should be a valid integer"
-        )
-        assert call(instances, opened.key, "guess_number", number=13).content == "error: ActionFailed: unlucky number"
-        assert call(instances, opened.key, "guess_number", number=42) == Answer("right", False)
-        over = call(instances, opened.key, "guess_number", number=42)
+        first, game = (begun(instances, earns) for earns in (0.0, None))
+        assert first.observation == game.observation is not None, "siblings begin alike"
+        assert game.observation.startswith(" It lies between 0 and 9")
+        assert call(instances, game.key, "guess_number", number=7) == Answer("higher", False)
+        refused = call(instances, game.key, "guess_number", number="seven").content
+        assert refused.startswith("error: ActionFailed: Invalid message; number: Input should be a valid integer")
+        assert call(instances, game.key, "guess_number", number=13).content == "error: ActionFailed: unlucky number"
+        assert call(instances, game.key, "guess_number", number=42) == Answer("right", False)
+        over = call(instances, game.key, "guess_number", number=42)
         assert over == Answer("error: EpisodeOver: the episode is over", True)
-        assert instances.finish(opened.key).result(WAIT_S) == 1.0, "the last reward, not the sum"
+        assert instances.finish(game.key).result(WAIT_S) == 1.0, "the last reward, not the sum"
 
 
 def test_a_union_is_a_tool_for_each_type_of_action(urls: dict[str, str]) -> None:
-    with started(urls["tower"]) as instances:
+    with opened(urls["tower"]) as instances:
         instances.wait_ready()
         tools = {one["function"]["name"]: one["function"]["parameters"] for one in instances.schemas}
         assert {name: list(one["properties"]) for name, one in tools.items()} == {"go_up": ["steps"], "say": ["text"]}
@@ -245,22 +233,20 @@ def test_an_action_whose_schema_has_null_for_what_is_absent_is_a_tool() -> None:
 
 
 def test_an_environment_of_mcp_lists_its_tools(urls: dict[str, str]) -> None:
-    with started(urls["notes"]) as instances:
+    with opened(urls["notes"]) as instances:
         instances.wait_ready()
         tools = {one["function"]["name"]: one["function"]["parameters"] for one in instances.schemas}
-        assert {name: list(one["properties"]) for name, one in tools.items()} == {
-            "add_note": ["text", "times"],
-            "fail": ["text"],
-        }
-        opened = instances.open({}).result(WAIT_S)
-        assert opened.observation is None
-        assert call(instances, opened.key, "add_note", text="a", times=2) == Answer("a, a", False)
-        failed = call(instances, opened.key, "fail", text="no")
+        arguments = {name: list(one["properties"]) for name, one in tools.items()}
+        assert arguments == {"add_note": ["text", "times"], "fail": ["text"]}
+        notes = instances.open({}).result(WAIT_S)
+        assert notes.observation is None
+        assert call(instances, notes.key, "add_note", text="a", times=2) == Answer("a, a", False)
+        failed = call(instances, notes.key, "fail", text="no")
         assert failed == Answer("error: ActionFailed: Error calling tool 'fail': no", True)
-        missing = call(instances, opened.key, "add_note")
+        missing = call(instances, notes.key, "add_note")
         assert missing.is_error
         assert "call[add_note] text Missing required argument" in missing.content
-        assert instances.finish(opened.key).result(WAIT_S) == 0.0
+        assert instances.finish(notes.key).result(WAIT_S) == 0.0
 
 
 def test_a_key_is_sent_with_the_schema_and_the_session_and_to_no_other_server(
@@ -317,11 +303,11 @@ def test_what_no_server_answers_costs_the_sample(answer: str, recorded: dict[str
 
 def test_a_server_that_leaves_costs_the_sample_and_none_is_one_sentence(recorded: dict[str, Any]) -> None:
     server = Replay(recorded["guess"])
-    with closing(server), started(server.url) as instances:
+    with closing(server), opened(server.url) as instances:
         key = begun(instances, None).key
         with pytest.raises(InstanceLost, match="connection to the OpenEnv server failed"):
             call(instances, key, "guess_number", number=99)  # that was not recorded
-    with started(f"http://127.0.0.1:{free_port()}") as instances:
+    with opened(f"http://127.0.0.1:{free_port()}") as instances:
         with pytest.raises(UserError, match=r"openenv\+http.* cannot be used: no OpenEnv server answers at ") as raised:
             instances.wait_ready()
         assert "\n" not in str(raised.value)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-import os
 import random
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,14 +134,11 @@ def look_up(query: str, days: int = 1, near: list[float] | None = None) -> str:
     raise AssertionError("nothing is executed here")
 
 
-ANY = {  # takes any arguments
-    "type": "function",
-    "function": {
-        "name": "any-thing",
-        "description": "Takes anything.",
-        "parameters": {"type": "object", "properties": {}, "additionalProperties": True},
-    },
-}
+OPEN = {"type": "object", "properties": {}, "additionalProperties": True}
+ANY = {"type": "function", "function": {"name": "any-thing", "description": "Takes anything.", "parameters": OPEN}}
+
+
+SCHEMAS = [*function_schemas([look_up]), ANY]
 
 
 def make_tokenizer(template: str | None, response_template: Any = None) -> Any:
@@ -159,16 +154,14 @@ def make_tokenizer(template: str | None, response_template: Any = None) -> Any:
 @cache
 def reader_of(name: str) -> tuple[Any, ToolCallReader]:
     tokenizer = make_tokenizer(*FORMATS[name])
-    return tokenizer, ToolCallReader(tokenizer, [*function_schemas([look_up]), ANY])
+    return tokenizer, ToolCallReader(tokenizer, SCHEMAS)
 
 
 def turn_of(tokenizer: Any, calls: Sequence[tuple[str, Any]], content: str = "") -> str:
     """The policy's turn as the template writes it."""
     made = [{"id": f"call{i:05d}", "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(calls)]
     question = [{"role": "user", "content": "?"}]
-    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True).removesuffix(
-        "<think>\n"
-    )
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     turn = {"role": "assistant", "content": content, "tool_calls": made}
     return tokenizer.apply_chat_template([*question, turn], tokenize=False).removeprefix(prompt)
 
@@ -333,20 +326,17 @@ def test_what_is_thought_is_no_call(name: str) -> None:
     turn = reader.read(ids_of(tokenizer, f"<think>I say {call}</think>Well: {call}<|im_end|>"))
     assert turn == PolicyTurn("Well:", (ToolCall("look_up", {"query": "x"}),))
     assert reader.read(ids_of(tokenizer, f"<think>I say {call}")) == PolicyTurn("", ())
-    marked = call.replace("x", "</tool_call><think>")
-    assert dict(reader_of("tiny")[1].read(ids_of(tokenizer, marked)).calls[0].arguments) == {
-        "query": "</tool_call><think>"
-    }
+    (marked,) = reader_of("tiny")[1].read(ids_of(tokenizer, call.replace("x", "</tool_call><think>"))).calls
+    assert dict(marked.arguments) == {"query": "</tool_call><think>"}
 
 
 def test_thinking_that_the_prompt_has_begun() -> None:
     tokenizer = make_tokenizer(THINKS)
-    reader = ToolCallReader(tokenizer, function_schemas([look_up]))
+    reader = ToolCallReader(tokenizer, SCHEMAS)
     call = f"<tool_call>{GOOD}</tool_call>"
     assert reader.read(ids_of(tokenizer, f"I say {call}")) == PolicyTurn("", ())
-    assert reader.read(ids_of(tokenizer, f"I say {call}</think>{call}{call}")).calls == (
-        *[ToolCall("look_up", {"query": "x"})] * 2,
-    )
+    after = reader.read(ids_of(tokenizer, f"I say {call}</think>{call}{call}"))
+    assert after.calls == (ToolCall("look_up", {"query": "x"}),) * 2
 
 
 @pytest.mark.parametrize("name", ["llama-tag", "mistral", "named"])
@@ -392,18 +382,9 @@ def test_a_calls_id_is_the_one_that_was_sampled(name: str) -> None:
 PIECES = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", "[", "]", '"', "\\", ",", ":", "\n", " " * 30),
     *('{"name": "', '", "arguments": ', '"parameters": {', "look_up", "any-thing", '{"query": "x"}', GOOD, "null", "é"),
-    *(
-        "<function=look_up>",
-        "<parameter=query>\n",
-        "\n</parameter>",
-        "</function>",
-        "\x00",
-        "\x1b[2J",
-        "\u202e",
-        "\\ud800",
-    ),
+    *("<function=look_up>", "<parameter=query>\n", "\n</parameter>", "</function>", "\x00", "\x1b[2J", "\u202e"),
     *("__import__('os').system('touch executed')", "{{7*7}}", "1e999", "9" * 5000, "NaN", '"\\"', '{"a":' * 30),
-    *("<|im_end|>\n<|im_start|>tool\n4", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<|eot|>", "</s>"),
+    *("<|im_end|>\n<|im_start|>tool\n4", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<|eot|>", "</s>", "\\ud800"),
 )
 
 
@@ -427,6 +408,10 @@ def hostile_turns(rng: random.Random, tokenizer: Any, count: int) -> Iterator[li
         yield ids_of(tokenizer, text[:6000], spelled=rng.random() < 0.3)
 
 
+TYPES = {"query": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": ["array", "null"]}}
+LOOK_UP = {"type": "object", "properties": TYPES, "required": ["query"], "additionalProperties": False}
+
+
 def require_laws(reader: ToolCallReader, ids: Sequence[int]) -> PolicyTurn:
     """Of every turn, whatever its ids."""
     turn = reader.read(ids)
@@ -436,20 +421,11 @@ def require_laws(reader: ToolCallReader, ids: Sequence[int]) -> PolicyTurn:
         text = json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False)
         assert len(text.encode()) < 200_000
         if call.error is None:
-            parameters = ANY["function"]["parameters"] if call.name == "any-thing" else SCHEMA
-            assert Draft202012Validator(parameters).is_valid(dict(call.arguments))
+            assert Draft202012Validator(OPEN if call.name == "any-thing" else LOOK_UP).is_valid(dict(call.arguments))
         else:
             assert call.error.isprintable()
             assert len(call.error) <= 500
     return turn
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"query": {"type": "string"}, "days": {"type": "integer"}, "near": {"type": ["array", "null"]}},
-    "required": ["query"],
-    "additionalProperties": False,
-}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -459,26 +435,14 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
     tokenizer, reader = reader_of(name)
     rng, turns, special = random.Random(SEED), TurnTokens(tokenizer), set(tokenizer.all_special_ids)
     framing = [n for n in turns.ids([{"role": "tool", "content": "4"}], 0) if n in special]
-
-    def refusing(original: Callable[..., object]) -> Callable[..., object]:
-        def refuse(*arguments: object, **options: object) -> object:
-            assert not isinstance(arguments[0], str), f"executed: {arguments[0]!r}"
-            return original(*arguments, **options)
-
-        return refuse
-
-    ids = [*hostile_turns(rng, tokenizer, 200)]
+    monkeypatch.chdir(tmp_path)
     num_called = 0
-    with monkeypatch.context() as patched:
-        patched.chdir(tmp_path)
-        for module, function in ((builtins, "eval"), (builtins, "exec"), (os, "system")):
-            patched.setattr(module, function, refusing(getattr(module, function)))
-        for number, each in enumerate(ids):
-            turn = require_laws(reader, each)
-            num_called += any(call.error is None for call in turn.calls)
-            if number % 25 == 0 and turn.calls:  # what it is answered begins and ends one turn
-                answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
-                assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
+    for number, ids in enumerate(hostile_turns(rng, tokenizer, 200)):
+        turn = require_laws(reader, ids)
+        num_called += any(call.error is None for call in turn.calls)
+        if number % 25 == 0 and turn.calls:  # what it is answered begins and ends one turn
+            answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
+            assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
     assert num_called > 2, f"seed {SEED}"  # some get through, so the rest is near to calls
 

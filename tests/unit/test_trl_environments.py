@@ -19,14 +19,11 @@ from sota_grpo.rl.records import SampledText
 from sota_grpo.tasks.table import TableTask
 from sota_grpo.tasks.wrappers import with_reward_functions, with_tools
 from sota_grpo.workers.instances import Instances, InstanceSpec
+from tests.tool_rigs import written
 
 pytestmark = pytest.mark.usefixtures("workers_fork")
 SHOP = Path(__file__).parent / "environments" / "shop.py"
 TOKENIZER = load_tokenizer("tiny")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def task_of(rows: list[dict[str, Any]], *names: str) -> Any:
@@ -67,12 +64,12 @@ def test_every_part_of_the_protocol(shop: TaskEnv) -> None:
     names = [schema["function"]["name"] for schema in shop.template_kwargs["tools"]]
     assert sorted(names) == ["buy", "leave", "look"], "no reset, no properties, nothing with an underscore"
 
-    row = say(shop, row, call("look"), call("buy", goods=["tea"]), call("buy", goods=["tea"], bag="gold"))
+    row = say(shop, row, written("look"), written("buy", goods=["tea"]), written("buy", goods=["tea"], bag="gold"))
     assert heard(row)[:2] == ["tea milk\n[image, not shown]", "2"]
     assert "not one of" in heard(row)[2], "arguments are judged by their types"
-    row = say(shop, row, call("buy", goods=["milk"], times=2), call("leave"), call("buy", goods=["gold"]))
+    row = say(shop, row, written("buy", goods=["milk"], times=2), written("leave"), written("buy", goods=["gold"]))
     assert heard(row) == ["3", "null", "error: KeyError: 'gold'"]
-    row = say(shop, row, call("leave"), call("buy", goods=["milk"]), call("buy", goods=["milk", "milk"]))
+    row = say(shop, row, written("leave"), written("buy", goods=["milk"]), written("buy", goods=["milk", "milk"]))
     assert heard(row)[1:] == ["error: ValueError: The shop is closed.", "3"], "each sample has a shop of its own"
     row = say(shop, row, *["Bye."] * 3)
     assert row["done"].all()
@@ -99,7 +96,7 @@ def test_what_is_no_json_or_private_is_not_there_and_says_so() -> None:
 
 def test_the_environments_own_reward_may_be_async() -> None:
     env = TaskEnv(task_of([{"prompt": "?"}]), TOKENIZER, max_steps=3, environment=f"{SHOP}:ScoredShop")
-    row = say(env, env.reset(), call("buy", goods=["tea", "milk"]))
+    row = say(env, env.reset(), written("buy", goods=["tea", "milk"]))
     row = say(env, row, "Bye.")
     assert row["reward"].tolist() == [[2.5]]
     env.close()

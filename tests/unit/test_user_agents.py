@@ -138,16 +138,6 @@ def test_an_agents_requests_are_one_sample_with_its_reward(run) -> None:
     assert output.prompt_ids == run.env.prompt_ids(run.task.train[0])
 
 
-LEAVES = "sh -c 'sleep 600 & echo 0.75'"  # a child in the background, with the output of its parent
-
-
-@pytest.mark.parametrize(("name", "reward"), [("later", 2.0), ("command", 0.25), ("silent", 1.0), (LEAVES, 0.75)])
-def test_an_agent_may_be_async_a_command_or_make_no_request(run, file, name, reward) -> None:
-    (sample,) = run(f"{sys.executable} {file}" if name == "command" else name).samples
-    assert (sample.record["reward"], sample.record["error"]) == (reward, None)
-    assert (len(sample.token_ids) == 0) == (name in ("silent", LEAVES))
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -157,24 +147,38 @@ def test_an_agent_may_be_async_a_command_or_make_no_request(run, file, name, rew
         ("hangs", "TimeoutError"),
         ("dies", "WorkerDied"),
         ("false now", "status 1"),
+        ("run", "400"),  # too many requests
     ],
 )
 def test_an_agent_that_fails_has_an_error_and_no_reward(run, name, words) -> None:
-    (sample,) = run(name, timeout_s=3.0 if name == "hangs" else 60.0).samples
+    (sample,) = run(name, timeout_s=3.0 if name == "hangs" else 60.0, max_turns=1).samples
     assert words in sample.record["error"]
     assert sample.record["reward"] is None
+    assert name != "run" or int(sample.assistant_mask.sum()) > 0
     assert not run.rig.gateway.sessions
 
 
 PRINTED = "import json; print(json.dumps(dict(log='x' * 70_000, hops=3, loss=float('nan'), acc=False, reward=0.5)))"
+KEPT = {
+    "hops": 3,
+    "loss": None,
+    "acc": False,
+}  # arrays' numbers are numbers, NaN is null; a text without room is left out
 
 
-@pytest.mark.parametrize("name", ["rich", "rich_later", shlex.join([sys.executable, "-c", PRINTED])])
-def test_a_reward_beside_entries_of_any_type_and_length_is_kept(run, name) -> None:
-    """Arrays' numbers are numbers, NaN is null, and a text without room is left out."""
-    (sample,) = run(name).samples
-    assert (sample.record["reward"], sample.record["error"]) == (0.5, None)
-    assert sample.record["info"] == {"hops": 3, "loss": None, "acc": False}
+@pytest.mark.parametrize(
+    ("name", "reward", "info"),
+    [
+        *(("later", 2.0, None), ("command", 0.25, None), ("silent", 1.0, None), ("rich", 0.5, KEPT)),
+        ("sh -c 'sleep 600 & echo 0.75'", 0.75, None),  # its child in the background holds its output
+        *(("rich_later", 0.5, KEPT), (shlex.join([sys.executable, "-c", PRINTED]), 0.5, KEPT)),
+    ],
+    ids=["later", "command", "silent", "rich", "leaves_a_child", "rich_later", "rich_command"],
+)
+def test_an_agent_may_be_async_a_command_make_no_request_or_return_any_entries(run, file, name, reward, info) -> None:
+    (sample,) = run(f"{sys.executable} {file}" if name == "command" else name).samples
+    assert (sample.record["reward"], sample.record["error"], sample.record.get("info")) == (reward, None, info)
+    assert (len(sample.token_ids) == 0) == (name not in ("later", "command"))
 
 
 def test_the_server_is_asked_without_a_proxy_however_many_episodes_there_are(monkeypatch) -> None:
@@ -213,12 +217,6 @@ def test_a_command_ends_with_all_that_it_started_when_its_episode_is_dropped(run
         assert future.cancel()
         for pid in map(int, pids.read_text().split()):
             wait_for(lambda pid=pid: is_gone(pid))
-
-
-def test_an_agent_with_too_many_requests_is_refused_and_says_so(run) -> None:
-    (sample,) = run("run", max_turns=1).samples
-    assert "400" in sample.record["error"]
-    assert int(sample.assistant_mask.sum()) > 0
 
 
 def test_rows_of_agents_are_graded_by_their_rewards(run, file) -> None:
@@ -278,7 +276,7 @@ def test_outside_programs_run_episodes_and_end_them_with_a_reward(run) -> None:
 
 
 def test_a_saved_config_runs_its_agent_with_consent_only() -> None:
-    assert needs_consent(compose("grpo_cpu", ["env.agent=python my_agent.py"])) == {
-        "env.agent": "run the command python my_agent.py"
-    }
-    assert needs_consent(compose("grpo_cpu", ["env.agent=my_agent.py:run"])) == {"env.agent": "run my_agent.py"}
+    config = compose("grpo_cpu", [])
+    for agent, asks in (("python my_agent.py", "run the command python my_agent.py"), ("a.py:run", "run a.py")):
+        config.env.agent = agent
+        assert needs_consent(config) == {"env.agent": asks}
