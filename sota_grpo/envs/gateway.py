@@ -342,8 +342,9 @@ class Gateway:
         self._form = lru_cache(maxsize=_MOST_FORMS)(lambda tools: ChatForm(tokenizer, json.loads(tools), kwargs))
         self._warned: set[str] = set()
         app = web.Application(client_max_size=LARGEST_REQUEST)
-        routes = {**dict.fromkeys(APIS, self._complete), "/v1/sessions": self._next_session}
-        for path, answer in {**routes, "/v1/sessions/end": self._end_session}.items():
+        posted: dict[str, Callable[[Any, Any, Any], Any]] = {**dict.fromkeys(APIS, self._complete)}
+        posted |= {"/v1/sessions": self._next_session, "/v1/sessions/end": self._end_session}
+        for path, answer in posted.items():
             app.router.add_post(path, partial(self._handle, answer))
         for path in ("/v1/models", "/v1/models/{name:.+}"):
             app.router.add_get(path, partial(self._handle, self._models))

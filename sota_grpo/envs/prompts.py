@@ -209,7 +209,7 @@ class PromptSource:
         self.grader = LocalGrader(task.score, task.term_weights) if grader is None else grader
         self.longest_prompt = 0  # tokens; set by check_prompts()
         self._prompt_ids: dict[tuple[str, str], tuple[int, ...]] = {}
-        own: dict[str | None, Mapping[str, Any]] = {None: {}, **(task_kwargs or {})}
+        own: dict[Any, Mapping[str, Any]] = {None: {}, **(task_kwargs or {})}
         self._chats = {name: prompt_tokens(tokenizer, {**self.template_kwargs, **more}) for name, more in own.items()}
 
     def prompt_ids(self, example: Example, observation: str = "") -> tuple[int, ...]:
@@ -390,7 +390,8 @@ class Rollouts:
             for text, sample in zip(rows.get(keys.RESPONSE_TEXT), samples):
                 ids = last_turn(sample).int().numpy().tobytes()
                 pairs.append((SampledText(text, ids, sample.record, self.env.opens_thinking), prompt.example))
-            scores = [*map(rewarded, await stepping.result(self.env.grader.scores(pairs)))]
+            graded = await stepping.result(self.env.grader.scores(pairs))
+        scores = [*map(rewarded, graded)]
         write_scores(rows, scores, self.env.task.term_weights)
         return Graded(prompt, samples, rows, scores)
 

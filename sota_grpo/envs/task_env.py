@@ -347,13 +347,15 @@ class TaskEnv(PromptSource, EnvBase):
 
 def _instance_spec(tools: Tools | None, environment: str | Callable[[], Any] | None, opened: ExitStack) -> InstanceSpec:
     """Return the spec of the instances; objects are pickled to a temporary file, which ``opened`` removes."""
-    kind, offered = ("functions", tools) if environment is None else ("factory", environment)
+    kind = "functions" if environment is None else "factory"
+    offered: Any = tools if environment is None else environment
     if isinstance(offered, str):
         return instance_spec(offered, kind)
-    functions = {function.__name__: function for function in (offered if tools is not None else [offered])}
+    functions = [*offered] if environment is None else [offered]
+    names = tuple(function.__name__ for function in functions)
     path = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_"))) / f"tools{PICKLED}"
-    path.write_bytes(pickled(functions))
-    return InstanceSpec(kind, str(path), tuple(functions))
+    path.write_bytes(pickled(dict(zip(names, functions, strict=True))))
+    return InstanceSpec(kind, str(path), names)
 
 
 class _StoredDialog(Dialog):
