@@ -178,10 +178,15 @@ class ChatTokens:
 
 def prompt_tokens(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> ChatTokens:
     """Return the tokens of prompts, up to the policy's turn; without a chat template, blank lines end the messages."""
-    if not getattr(tokenizer, "chat_template", None):
-        return ChatTokens(tokenizer, _blank_lines, add_special_tokens=True)
     options = {"add_generation_prompt": True, "tokenize": False, **template_kwargs}
-    return ChatTokens(tokenizer, partial(tokenizer.apply_chat_template, **options))
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    return ChatTokens(tokenizer, partial(_prompt, tokenizer, options), add_special_tokens=not has_template)
+
+
+def _prompt(tokenizer: Any, options: Mapping[str, Any], messages: Messages) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        return _blank_lines(messages)
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def _blank_lines(messages: Messages) -> str:
