@@ -172,13 +172,13 @@ def _faults(prefix: str, name: Any, entry: Any) -> Iterator[str]:
         yield f"{prefix}.weight={weight} must be a number above 0."
 
 
-def unread_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, default) of each changed option of a task that no task of the run's mixture reads."""
+def unread_options(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield (name, default) of each changed option of a task that no task of the run's mixture reads."""
     entries = config.env.mixture
-    for name, (value, default) in changed_options(config).items() if entries is not None else ():
+    for name, (_, default) in changed_options(config).items() if entries is not None else ():
         judged = name in READERS or (name in _DIALOGS.values() and name != "env.reasoning")
         if judged and not any(_SHORT[name] not in entry and _reads(config, entry, name) for entry in entries.values()):
-            yield name, value, default
+            yield name, default
 
 
 def _reads(config: Config, entry: Mapping[str, Any], option: str) -> bool:

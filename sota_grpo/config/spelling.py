@@ -79,6 +79,21 @@ def quoted(value: Any) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda at: 2 * at[1] + at[2].replace("'", "\\'"), value) + "'"
 
 
+def filled(sentence: str, config: Config) -> str:
+    """Return a sentence in which each ``<OPTION>`` is replaced by the option and its value.
+
+    >>> filled("<seed> and <train.resume> <here>.", Config())
+    'seed=0 and train.resume=null <here>.'
+    """
+    values = {name: value for name, _, value in walk(config)}
+
+    def shown(match: re.Match[str]) -> str:
+        name, value = match[1], values.get(match[1])
+        return match[0] if name not in values else f"{name}={value if isinstance(value, str) else quoted(value)}"
+
+    return re.sub(r"<([a-z_.]+)>", shown, sentence)
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {dotted name: value} of a nested config; an empty section is a value.
 

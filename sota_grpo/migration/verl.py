@@ -18,7 +18,6 @@ from typing import Any
 from sota_grpo.assembly.compose import load_config
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.config import PROJECT, AlgorithmConfig, Config, max_support
-from sota_grpo.config.algorithm_rules import has_no_ratio
 from sota_grpo.config.memory_rules import learner_ranks, micro_batch_tokens
 from sota_grpo.config.mixture import READERS, longest_response
 from sota_grpo.config.spelling import quoted, walk
@@ -267,9 +266,10 @@ def _correction(config: Config, ours: Report) -> dict[str, Any]:
     """Translate the choice of behaviour log-probs and the importance weights for the engine's mismatch."""
     algorithm, bypass = config.algorithm, f"{_CORRECTION}.bypass_mode"
     if ours["algorithm.correction"] == "none":
-        is_plain = surrogate(algorithm.objective).verl.get(algorithm.ratio) == "vanilla"
+        objective = surrogate(algorithm.objective)
+        is_plain = objective.verl.get(algorithm.ratio) == "vanilla"
         used_once = ours["train.epochs"] == 1
-        if used_once and not (is_plain or has_no_ratio(config)):
+        if used_once and not is_plain and objective.reads("log_ratio"):
             ours.comment(
                 "algorithm.correction",
                 "verl's learner recomputes the ratio's old log-probs; sota_grpo uses the engine's, which verl offers "
