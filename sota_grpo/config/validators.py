@@ -303,8 +303,6 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
             yield _unused(option, changed[option], "on <reward.judge.kind>") + "."
     if judge.url is None:
         yield "<reward.judge.kind> needs a server; give reward.judge.url=http://HOST:PORT."
-    else:
-        yield from _url_faults("reward.judge.url", judge.url, f"set its key in the variable {JUDGE_KEY}")
     if judge.weight == 0 and config.env.mixture is None:
         yield "<reward.judge.weight> leaves the judge without effect; leave reward.judge.kind out."
     if judge.alone and config.env.reasoning:
@@ -316,8 +314,11 @@ def a_judge_has_a_server_and_a_weight(config: Config) -> Iterator[str]:
 
 
 def addresses_of_servers_have_no_secrets(config: Config) -> Iterator[str]:
+    """Refuse a password in an address before another rule repeats the address."""
     if config.engine.url is not None:
         yield from _url_faults("engine.url", config.engine.url, f"set the server's key in the variable {API_KEY}")
+    if config.reward.judge.url is not None:
+        yield from _url_faults("reward.judge.url", config.reward.judge.url, f"set its key in the variable {JUDGE_KEY}")
     if is_url(config.env.sandbox):
         yield from _url_faults("env.sandbox", config.env.sandbox, "leave them out")
 
@@ -410,9 +411,10 @@ def token_limits_of_a_mixture_are_within_the_runs(config: Config) -> Iterator[st
 _MODULES = (algorithm_rules, memory_rules)
 _HERE = {__name__, *(module.__name__ for module in _MODULES)}
 _EVERY = [*globals().values(), *(rule for module in _MODULES for rule in vars(module).values())]
-_FIRST = (every_value_can_be_saved, a_mixture_names_tasks_and_their_options)  # before configs are made from entries
+_FIRST = (every_value_can_be_saved, addresses_of_servers_have_no_secrets, a_mixture_names_tasks_and_their_options)
 _GENERATORS = [one for one in _EVERY if isgeneratorfunction(one) and one.__module__ in _HERE and one.__name__[0] != "_"]
-RULES = tuple(dict.fromkeys([*_FIRST, *_GENERATORS]))  # in the order of checks
+#: In the order of checks: configs are made from the entries of a mixture by rules after these.
+RULES = tuple(dict.fromkeys([*_FIRST, *_GENERATORS]))
 
 
 class ConfigError(UserError, ValueError):

@@ -338,11 +338,13 @@ BROKEN = {  # by rule: overrides of grpo_cpu, and a part of the sentence
         ("engine=vllm_server engine.url=http://h:x", "engine.url=http://h:x is no address"),
         ("engine=vllm_server \"engine.url='http://a:b@h:x'\"", "engine.url is no address"),
         ("env.dataset=code env.dataset_path=a.jsonl \"env.sandbox='https://a@h:1'\"", "env.sandbox has a user name"),
+        ("env.sandbox='https://a:b@h'", "env.sandbox has a user name"),  # which this task does not read
+        ("reward.judge.url='http://a:b@h'", "reward.judge.url has a user name"),  # without a judge
+        ("reward.judge.kind=chat reward.judge.url=h:1", "is no address of a server"),
     ],
     "a_judge_has_a_server_and_a_weight": [
         ("reward.judge.weight=2", "leave it at 1.0, or give reward.judge.kind"),
         ("reward.judge.kind=chat", "give reward.judge.url=http://HOST:PORT"),
-        ("reward.judge.kind=chat reward.judge.url=h:1", "is no address of a server"),
         ("reward.judge.kind=score reward.judge.url=http://h:1 reward.judge.rubric=Kind?", "=Kind? has no"),
         ("reward.judge.kind=classify reward.judge.url=http://h:1 reward.judge.reference=true", "leave it at false"),
         (JUDGED + "reward.judge.weight=0", "leave reward.judge.kind out"),
@@ -360,8 +362,9 @@ def test_each_rule_says_values_and_fix(rule: str, overrides: str, expected: str)
     sentence = next(faults({actual.__name__: actual for actual in validators.RULES}[rule], config))
     assert expected in sentence
     assert re.search(r"[.?]$", sentence)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as refused:
         validate(config)
+    assert "a:b@" not in str(refused.value), "a password is not repeated by any rule"
 
 
 @pytest.mark.parametrize(
