@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from benchmarks.peers.memory import peak_bytes
 from sota_grpo import keys
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, Learning, Machine, MicroBatch, RunMemory, learner_memory
+from sota_grpo.assembly.estimate import GIB, Estimate, Learning, Machine, MicroBatch, learner_memory
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import architecture_from, enable_gradient_checkpointing
 from sota_grpo.policy.lora import add_lora, quantize
@@ -150,7 +150,7 @@ def estimated(case: dict[str, Any]) -> int:
     }
     config = compose("grpo_cpu", [f"{name}={value}" for name, value in fields.items()])
     machine = Machine("cpu", 64 * GIB, 0)
-    return sum(RunMemory(config, architecture_from(model_config(case)), case["prompt"], machine).learner.values())
+    return sum(Estimate(config, architecture_from(model_config(case)), case["prompt"], machine).learner.values())
 
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from benchmarks.trainer_work import SHAPES, Case, make_rows
 from scripts.proof import Finding, Options
 from scripts.proof.kernels import synchronised
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, ByteCounts, Learning, Machine, MicroBatch, RunMemory, learner_memory
+from sota_grpo.assembly.estimate import GIB, ByteCounts, Estimate, Learning, Machine, MicroBatch, learner_memory
 from sota_grpo.functional.log_probs import max_saved_bytes
 from sota_grpo.policy.load import architecture_from
 from sota_grpo.policy.lora import engine_weights
@@ -127,7 +127,7 @@ def whole_runs_fit(options: Options) -> Iterator[Finding]:
     family, sizes = SHAPES["qwen2.5-1.5b"]
     total = torch.cuda.get_device_properties(0).total_memory
     model, machine = architecture_from(CONFIG_MAPPING[family](**sizes)), Machine("cuda", total, 0, 1)
-    for device in RunMemory(compose("grpo_gsm8k", ["device=cuda"]), model, 512, machine).devices:
+    for device in Estimate(compose("grpo_gsm8k", ["device=cuda"]), model, 512, machine).devices:
         moments = {name: sum(parts.values()) / GIB for name, parts in device.moments.items()}
         yield Finding(f"estimate of the default run, {device.name}", max(moments.values()) < total / GIB, moments)
 

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Self
@@ -30,19 +30,12 @@ from typing import Any, Self
 import psutil
 import torch
 
+from sota_grpo.assembly import learning
 from sota_grpo.assembly.devices import Plan, describe, make_plan, num_engines, reference_has_own_weights
-from sota_grpo.assembly.learning import (
-    MOST_TOKENS,
-    forward_tokens,
-    make_settings,
-    reference_dtype,
-    trainer_precision,
-    wants_fused_layers,
-)
 from sota_grpo.assembly.sampling import engine_dtype, engine_rows, kwargs_of_tasks, start_instances, task_of
 from sota_grpo.config import Config, has_reference, max_support, model_name, num_steps
 from sota_grpo.config.memory_rules import micro_batch_tokens, wants_workers
-from sota_grpo.config.mixture import has_dialogs, longest_response, task_configs
+from sota_grpo.config.mixture import has_agents, has_dialogs, longest_response, task_configs
 from sota_grpo.config.spelling import overrides_of, with_options
 from sota_grpo.config.validators import validate
 from sota_grpo.engines import ENGINES
@@ -132,11 +125,15 @@ class MicroBatch:
     slots: int  # rows times the longest row
 
 
+def _norm_bytes(model: Architecture, how: Learning) -> int:
+    """Return the bytes that a norm saves of each token: its input in float32, the inverse root, what it normed."""
+    return 4 * model.hidden + 4 + (0 if how.rank else how.weight_bytes * model.hidden)
+
+
 def _layer_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
     """Return the bytes of activations that one layer saves for its backward pass."""
     hidden, width, inner, c = model.hidden, model.query_width, model.intermediate, how.product_bytes
-    of_norm = 0 if how.rank else how.weight_bytes * hidden
-    per_token = 2 * (4 * hidden + 4 + of_norm)  # of two norms: inputs in float32, inverse roots, what they normed
+    per_token = 2 * _norm_bytes(model, how)
     per_token += 2 * c * width + 4 * model.heads  # of attention queries, output and the log-sum of each head
     per_token += 4 * c * inner  # of the MLP gate, silu(gate), up, and their product
     if not how.rank:
@@ -166,11 +163,7 @@ def decoder_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
         cast = how.product_bytes * model.layer_matrices if how.casts and not how.quantized else 0
         share = COMPILED if how.compiled and how.casts and not how.rank else 1
         layers = model.layers * (round(share * _layer_bytes(model, how, rows)) + cast)
-    return layers + rows.tokens * 2 * how.weight_bytes * model.head_dim + _last_norm_bytes(model, how, rows)
-
-
-def _last_norm_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
-    return rows.tokens * (4 * model.hidden + 4 + (0 if how.rank else how.weight_bytes * model.hidden))
+    return layers + rows.tokens * (2 * how.weight_bytes * model.head_dim + _norm_bytes(model, how))
 
 
 def head_bytes(model: Architecture, how: Learning, rows: MicroBatch) -> int:
@@ -229,7 +222,7 @@ def learner_memory(model: Architecture, how: Learning, micro_batches: Sequence[M
             one_layer += _layer_bytes(model, how, rows) + cast
         moments.append((accumulated + head, saved + of_head, _head_working_bytes(model, how, rows)))
         waiting = head if model.tied or not accumulated else 0
-        moments.append((accumulated + waiting, saved - _last_norm_bytes(model, how, rows) + one_layer, 0))
+        moments.append((accumulated + waiting, saved - rows.tokens * _norm_bytes(model, how) + one_layer, 0))
         if cast and not how.rank and how.ranks == 1:
             # autocast keeps what it cast until the forward pass ends; with several ranks it keeps nothing
             moments.append((accumulated, saved + of_head + model.layers * cast, how.tile_bytes))
@@ -305,14 +298,18 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class RunMemory:
-    """The memory that a run needs on each of its devices."""
+class Estimate:
+    """The memory that a run needs on each of its devices and, if it does not fit, options with which it does."""
 
     config: Config
     model: Architecture  # of the policy
     prompt_tokens: int  # of the longest prompt
     machine: Machine
-    teacher: Architecture | None = field(default=None, kw_only=True)  # of the reference; None: the policy's
+    sources: Mapping[str, str] = field(default_factory=dict)  # of "model", "prompt" and "machine": in words
+    num_problems: int | None = None  # of the training split; None if the data is not on this machine
+    teacher: Architecture | None = None  # of the reference; None: the policy's
+    change: dict[str, Any] | None = None  # options with which the run fits; None: it fits, or no change helps
+    other_change: dict[str, Any] | None = None  # options that train all weights, if change uses LoRA
 
     def with_options(self, options: dict[str, Any]) -> Self:
         """Return the run with ``options``, {dotted name: value}; a change of micro-batches alone keeps the plan."""
@@ -384,7 +381,7 @@ class RunMemory:
     def how(self) -> Learning:
         model, device_type = self.config.train_model, self.plan.device_type
         weight_bytes, on_cpu = dtype_bytes(model.torch_dtype), device_type == "cpu"
-        product_bytes = weight_bytes if trainer_precision(self.config, device_type) == "fp32" else 2
+        product_bytes = weight_bytes if learning.trainer_precision(self.config, device_type) == "fp32" else 2
         return Learning(
             weight_bytes=weight_bytes,
             product_bytes=product_bytes,
@@ -395,7 +392,7 @@ class RunMemory:
             parallel=model.tensor_parallel_size,
             shard_gradients=model.shard_gradients,
             quantized=self.config.model.quantization is not None,
-            compiled=not on_cpu and wants_fused_layers(self.config, device_type),
+            compiled=not on_cpu and learning.wants_fused_layers(self.config, device_type),
             optimizer=self.config.optimizer.name,
             on_cpu=on_cpu,
             repeats_keys=self.config.model.attn_implementation is not None or not (on_cpu or product_bytes == 2),
@@ -417,8 +414,7 @@ class RunMemory:
     def largest_sample(self) -> tuple[int, int]:
         """Return (tokens of the longest prompt, most tokens that a response to it can have)."""
         prompt = min(self.prompt_tokens, self.context - 1)
-        has_agent = any(task.env.agent is not None for task in task_configs(self.config).values())
-        most = self.context * (MOST_CONTEXTS if has_agent else 1)  # an agent's requests fork
+        most = self.context * (MOST_CONTEXTS if has_agents(self.config) else 1)  # an agent's requests fork
         return prompt, min(longest_response(self.config), most - prompt)
 
     def micro_batches(self, shares: int, budget: int | None = None) -> list[MicroBatch]:
@@ -455,7 +451,9 @@ class RunMemory:
             return all(learner <= FILLED * left for learner, left in (device.learning for device in devices))
 
         least = sum(self.largest_sample)
-        most = max(least, min(MOST_TOKENS, sum(batch.tokens for batch in self.micro_batches(self.row_shares, 2**62))))
+        most = max(
+            least, min(learning.MOST_TOKENS, sum(batch.tokens for batch in self.micro_batches(self.row_shares, 2**62)))
+        )
         if leaves_room(most) or not leaves_room(least):
             return most if leaves_room(most) else least
         sizes = range(least, most, max(1, min(least, (most - least) // 256)))
@@ -465,7 +463,7 @@ class RunMemory:
     def learner(self) -> ByteCounts:
         """Peak bytes of one learner rank in a training step, by component."""
         step = learner_memory(self.model, self.how, self.micro_batches(self.row_shares))
-        if make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
+        if learning.make_settings(self.config, self.plan.device_type).recompute or self.how.dropout:
             scored = self._forward_bytes(self.model, self.how, self.row_shares)
             scoring = {name: step[name] for name in ("weights", "optimizer")} | {"activations": scored}
             step = max(step, scoring, key=lambda sizes: sum(sizes.values()))
@@ -476,13 +474,13 @@ class RunMemory:
         """Return (bytes of the reference's weights, 0 if they are the policy's; bytes of its forward pass)."""
         if not has_reference(self.config):
             return 0, 0
-        model, weight_bytes = self.teacher or self.model, dtype_bytes(reference_dtype(self.config))
+        model, weight_bytes = self.teacher or self.model, dtype_bytes(learning.reference_dtype(self.config))
         how = replace(self.how, weight_bytes=weight_bytes, product_bytes=min(weight_bytes, self.how.product_bytes))
         weights = model.parameters * weight_bytes if reference_has_own_weights(self.config) else 0
         return weights, self._forward_bytes(model, how, 1)
 
     def _forward_bytes(self, model: Architecture, how: Learning, shares: int) -> int:
-        tokens = forward_tokens(self.micro_batch_tokens, self.plan.device_type)
+        tokens = learning.forward_tokens(self.micro_batch_tokens, self.plan.device_type)
         return forward_bytes(model, how, self.micro_batches(shares, tokens)[0])
 
     @cached_property
@@ -521,16 +519,6 @@ class RunMemory:
             )
         return sizes, None
 
-
-@dataclass(frozen=True)
-class Estimate(RunMemory):
-    """The memory that a run needs and, if it does not fit, the change of options that makes it fit, if there is one."""
-
-    sources: dict[str, str]  # where the facts on "model", "prompt" and "machine" come from, in words
-    num_problems: int | None  # of the training split; None if the data is not on this machine
-    change: dict[str, Any] | None = None  # options with which the run fits; None: it fits, or no change helps
-    other_change: dict[str, Any] | None = None  # options that train all weights, if change uses LoRA
-
     @property
     def refusal(self) -> str | None:
         """The error message: why the run does not fit, and which options to change; None if it fits."""
@@ -559,7 +547,7 @@ class Estimate(RunMemory):
             "problems": self.num_problems,
             "responses_per_step": self.config.train.dialog_turns_per_batch,
             "steps": num_steps(self.config),
-            "optimizer_steps": make_settings(self.config, plan.device_type).total_steps,
+            "optimizer_steps": learning.make_settings(self.config, plan.device_type).total_steps,
             "micro_batch_tokens": self.micro_batch_tokens,
             "micro_batches_per_step": len(self.micro_batches(self.row_shares)),
             "disk": asdict(disk) | {"total": disk.total},
@@ -581,10 +569,10 @@ def estimate(
     """
     (model, model_source), teacher = _architectures(config)
     machine, machine_source = _machine(config, memory_gib, gpus)
-    context = RunMemory(config, model, prompt_tokens or 0, machine).context
+    context = Estimate(config, model, prompt_tokens or 0, machine).context
     longest, prompt_source, problems = _prompts(config, prompt_tokens, context)
     sources = {"model": model_source, "prompt": prompt_source, "machine": machine_source}
-    run = Estimate(config, model, longest, machine, sources, problems, teacher=teacher)
+    run = Estimate(config, model, longest, machine, sources, problems, teacher)
     change = None if run.fits else _smallest_change(run)
     trains_less = change is not None and "train_model.lora.enabled" in change
     return replace(run, change=change, other_change=_smallest_change(run, with_lora=False) if trains_less else None)
@@ -592,9 +580,8 @@ def estimate(
 
 def _architectures(config: Config) -> tuple[tuple[Architecture, str], Architecture | None]:
     """Return ((architecture of the policy, its source), that of a reference which is another model, else None)."""
-    trusts, other = config.model.trust_remote_code, config.ref_model.name
-    model = find_architecture(model_name(config), trust_remote_code=trusts)
-    return model, find_architecture(other, trust_remote_code=trusts)[0] if other is not None else None
+    find = partial(find_architecture, trust_remote_code=config.model.trust_remote_code)
+    return find(model_name(config)), find(config.ref_model.name)[0] if config.ref_model.name is not None else None
 
 
 def _machine(config: Config, memory_gib: float | None = None, gpus: int | None = None) -> tuple[Machine, str]:
@@ -623,7 +610,7 @@ def with_micro_batches(config: Config, plan: Plan, prompt_tokens: int) -> Config
         sentence += "memory is not known; sota-grpo estimate --memory-gb=GIB shows how many tokens fit."
         if machine.is_here:
             (model, _), teacher = _architectures(config)
-            run = RunMemory(config, model, prompt_tokens, machine, teacher=teacher)
+            run = Estimate(config, model, prompt_tokens, machine, teacher=teacher)
             vars(run)["plan"] = plan
             tokens = run.micro_batch_tokens
             of_devices = (device.learning for device in run.devices)
@@ -645,11 +632,11 @@ def machine_bytes() -> int:
 
 def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[int, str, int | None]:
     """Return (tokens of the longest prompt, their source in words, number of training problems or None)."""
-    task, tokenizer = None, None
+    task, tokenizer, name = None, None, model_name(config)
     try:
         task = task_of(config)
     except DatasetError:
-        if any((each.env.dataset_path, each.env.eval_path) != (None, None) for each in task_configs(config).values()):
+        if any(each.env.dataset_path or each.env.eval_path for each in task_configs(config).values()):
             raise
     count = None if task is None else len(task.train)
     if prompt_tokens is not None:
@@ -658,9 +645,9 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
             raise UserError(f"{text}; lower it.")
         return prompt_tokens, "as --prompt-tokens says", count
     try:
-        tokenizer = load_tokenizer(model_name(config), trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
     except UserError:
-        if Path(resolve_model_path(model_name(config))).is_dir():
+        if Path(resolve_model_path(name)).is_dir():
             raise
     if task is None or tokenizer is None:
         guess = min(ASSUMED_PROMPT, max(context - longest_response(config), context // 2))
@@ -678,7 +665,7 @@ def _prompts(config: Config, prompt_tokens: int | None, context: int) -> tuple[i
     return longest, f"the longest of {len(task.train) + len(task.heldout):,} prompts{lacks}", count
 
 
-def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any] | None:
+def _smallest_change(run: Estimate, *, with_lora: bool = True) -> dict[str, Any] | None:
     """Return the cheapest change of options with which the run fits on every device; None if there is none."""
     levers = [lever for lever in _levers(run, with_lora) if lever[1]]
     sets = [chosen for count in range(1, _MOST_CHANGES + 1) for chosen in combinations(levers, count)]
@@ -693,7 +680,7 @@ def _smallest_change(run: RunMemory, *, with_lora: bool = True) -> dict[str, Any
     return None
 
 
-def _levers(run: RunMemory, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _levers(run: Estimate, with_lora: bool) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield (price, settings, mildest first) per memory option; slower training is cheapest, more devices dearest."""
     train, inference = run.config.train_model, run.config.inference_model
     kind = OPTIMIZERS[run.config.optimizer.name]

@@ -89,6 +89,12 @@ def has_dialogs(config: Config) -> bool:
     return max(turns_of_tasks(config).values()) > 1
 
 
+def has_agents(config: Config) -> bool:
+    """Return whether any task has an agent."""
+    entries = config.env.mixture or {config.env.dataset: {}}
+    return any(_value(config, entry, "env.agent") is not None for entry in entries.values())
+
+
 def tasks_named(config: Config) -> str:
     """Return the names of the run's tasks joined by `` + ``."""
     return config.env.dataset if config.env.mixture is None else " + ".join(sorted(config.env.mixture))

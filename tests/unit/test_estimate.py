@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from transformers import AutoConfig
 from sota_grpo import keys
 from sota_grpo.assembly import estimate as estimating
 from sota_grpo.assembly.compose import compose
-from sota_grpo.assembly.estimate import GIB, Estimate, Machine, RunMemory, estimate, with_micro_batches
+from sota_grpo.assembly.estimate import GIB, Estimate, Machine, estimate, with_micro_batches
 from sota_grpo.assembly.sampling import task_of
 from sota_grpo.cli import configs as command
-from sota_grpo.config import num_steps
+from sota_grpo.config import mixture, num_steps
 from sota_grpo.config.spelling import overrides_of
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import architecture_from, load_tokenizer, resolve_model_path
@@ -98,7 +99,7 @@ def test_smaller_micro_batches_are_proposed_before_anything_else_and_no_smaller_
     assert not actual.with_options({option: 2 * tokens}).fits
 
 
-def of_the_limit(found: RunMemory) -> float:
+def of_the_limit(found: Estimate) -> float:
     """What learner and reference fill of what is free while they compute, over the share that they may."""
     return max(own / (estimating.FILLED * left) for own, left in (device.learning for device in found.devices))
 
@@ -133,7 +134,7 @@ def test_auto_ends_at_a_step_at_65536_at_the_longest_sample_and_on_a_cpu() -> No
     assert planned(*SMALL, gib=2000.0).micro_batch_tokens == 65_536
     assert planned(*SMALL, "train.optim_batch_size=16", gib=2000.0).micro_batch_tokens == 2 * (300 + 8 * 1024)
     assert planned(gib=20.0).micro_batch_tokens == 300 + 1024
-    assert RunMemory(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
+    assert Estimate(compose("grpo_cpu"), QWEN, 50, CPU).micro_batch_tokens == 16_384
     assert planned("train.micro_batch_tokens=777", gib=80.0).micro_batch_tokens == 777
 
 
@@ -155,23 +156,22 @@ def test_a_run_plans_the_micro_batches_of_its_estimate_once(monkeypatch, caplog)
     assert tokens("train.micro_batch_tokens=5") == 5
 
 
-def test_a_resumed_run_keeps_the_micro_batches_that_it_was_started_with(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("train: {micro_batch_tokens: 4321}")
+@pytest.mark.parametrize(
+    ("config_yaml", "kept"),
+    [("train: {micro_batch_tokens: 4321}", 4321), ("", "auto"), ("seed: 1", "auto")],
+)
+def test_a_resumed_run_keeps_the_micro_batches_that_were_recorded(config_yaml, kept, tmp_path, caplog) -> None:
+    if config_yaml:
+        (tmp_path / "config.yaml").write_text(config_yaml)
     fresh, resumed = (SimpleNamespace(path=tmp_path, resumed=resumed) for resumed in (False, True))
     config, chosen = compose("grpo_cpu"), compose("grpo_cpu", ["train.micro_batch_tokens=99"])
-    kept = [as_planned(*of).train.micro_batch_tokens for of in ((config, fresh), (config, resumed), (chosen, resumed))]
-    assert kept == ["auto", 4321, 99]
-
-
-@pytest.mark.parametrize("config_yaml", [None, "seed: 1", "train: {micro_batch_tokens: auto}"])
-def test_a_resumed_run_claims_nothing_of_micro_batches_that_were_not_recorded(config_yaml, tmp_path, caplog) -> None:
-    if config_yaml is not None:
-        (tmp_path / "config.yaml").write_text(config_yaml)
-    config = compose("grpo_cpu")
+    assert (as_planned(config, fresh), as_planned(chosen, resumed)) == (config, chosen)
     with caplog.at_level("INFO"):
-        assert as_planned(config, SimpleNamespace(path=tmp_path, resumed=True)) is config
-    assert "that the last start of this run used" not in caplog.text
-    assert f"{tmp_path / 'config.yaml'} does not record what train.micro_batch_tokens=auto was" in caplog.text
+        assert as_planned(config, resumed).train.micro_batch_tokens == kept
+    sentence = (
+        f"{tmp_path / 'config.yaml'} does not record what" if kept == "auto" else "that the last start of this run"
+    )
+    assert [sentence in message for message in caplog.messages] == [True]
 
 
 def test_where_nothing_helps_it_says_so() -> None:
@@ -180,6 +180,13 @@ def test_where_nothing_helps_it_says_so() -> None:
     assert "smaller model" in actual.refusal
     share = "inference_model.gpu_memory_utilization=0.1"  # which does not hold the model
     assert "KV cache" in planned(*LLAMA, "engine=vllm", share, gib=80.0).refusal
+
+
+def test_tasks_of_a_mixture_are_not_composed_for_every_change_that_is_tried(monkeypatch) -> None:
+    composed = Mock(wraps=mixture._entry_config)
+    monkeypatch.setattr(mixture, "_entry_config", composed)
+    assert planned("env.mixture={a: {dataset: arithmetic}}", gib=8.0, gpus=2).change
+    assert composed.call_count < 20
 
 
 def test_engines_on_the_learners_gpus_are_counted_by_turns() -> None:
@@ -223,7 +230,7 @@ def test_evaluation_takes_less_than_15_percent_of_the_responses(case: str) -> No
 
 def test_micro_batches_are_those_that_the_learner_makes_of_full_samples() -> None:
     config = compose("grpo_cpu", ["train.micro_batch_tokens=1000", "env.repeats=4", "train.optim_batch_size=32"])
-    actual = RunMemory(config, QWEN, 50, CPU).micro_batches(1)
+    actual = Estimate(config, QWEN, 50, CPU).micro_batches(1)
 
     def row(group: int) -> TensorDict:
         is_response = torch.arange(50 + 64) >= 50
@@ -273,13 +280,13 @@ def test_a_cpu_run_counts_every_role_on_one_machine() -> None:
     config = compose("grpo_cpu", ["engine=transformers", "algorithm.distill_coef=1", "ref_model.name=large"])
     large, weights = replace(QWEN, layers=2 * QWEN.layers), 4 * QWEN.parameters
     for teacher, reference in ((None, weights), (large, 4 * large.parameters)):
-        (device,) = RunMemory(config, QWEN, 100, CPU, teacher=teacher).devices
+        (device,) = Estimate(config, QWEN, 100, CPU, teacher=teacher).devices
         training = device.moments["training"]
         assert (training["weights"], training["optimizer"]) == (weights, 2 * weights)
         assert (training["engine: weights"], training["reference: weights"]) == (weights, reference)
         assert device.roles == ("learner", "engine", "reference")
         assert "gradients" not in device.moments["sampling"]
-    (kl,) = RunMemory(compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"]), QWEN, 100, CPU).devices
+    (kl,) = Estimate(compose("grpo_cpu", ["engine=transformers", "policy.kl_coef=0.1"]), QWEN, 100, CPU).devices
     assert kl.moments["training"]["reference: weights"] == weights
 
 
