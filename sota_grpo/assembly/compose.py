@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sota_grpo.config import IN_FILES, Config, register, rubric_file
 from sota_grpo.config.mixture import ENTRY_OPTIONS
@@ -65,7 +65,6 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     """
     import hydra
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     others = checked_overrides(overrides)
@@ -73,12 +72,9 @@ def compose(config_name: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) ->
     try:
         with _no_other_hydra(), hydra.initialize_config_dir(str(CONFIG_DIR), "sota_grpo", version_base="1.3"):
             composed = hydra.compose(config_name, overrides=others)
-            require_known(composed)
-            config = OmegaConf.to_object(composed)
+            return typed(composed)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # what Hydra raises of odd values
         raise UserError(sentence_of(error, others)) from None
-    assert isinstance(config, Config)
-    return config
 
 
 def checked_overrides(overrides: Sequence[str]) -> list[str]:
@@ -88,9 +84,9 @@ def checked_overrides(overrides: Sequence[str]) -> list[str]:
     no option name (``=1``), at which Hydra fails with an assertion.
 
     >>> import os
-    >>> below = checked_overrides(["env.eval_path=~/a.jsonl", "env.transforms=[~/a.py:A,~/b.py:B]", "seed=1"])
+    >>> below = checked_overrides(["env.eval_path=~/a.json", "env.transforms=[~/a.py:A,~/b.py:B]", "env.agent='~/c d'"])
     >>> [text.replace(os.path.expanduser("~"), "HOME") for text in below]
-    ['env.eval_path=HOME/a.jsonl', 'env.transforms=[HOME/a.py:A,HOME/b.py:B]', 'seed=1']
+    ['env.eval_path=HOME/a.json', 'env.transforms=[HOME/a.py:A,HOME/b.py:B]', "env.agent='~/c d'"]
     """
     overrides = without_tokens(overrides)
     for override in overrides:
@@ -148,14 +144,21 @@ def _no_preset(group: str, name: str) -> str:
     return f"There is no {group}={name}; use one of {', '.join(preset_names(CONFIG_DIR / group))}."
 
 
-def require_known(composed: Any) -> None:
-    """Raise UserError if a composed config has an unknown option, which the override ``+name=1`` can add."""
+def typed(composed: Any) -> Config:
+    """Return a composed config as a :class:`Config`.
+
+    UserError if it has an unknown option, which the override ``+name=1`` can add, or is not a whole config.
+    """
     from omegaconf import OmegaConf
 
+    if OmegaConf.get_type(composed) is not Config:
+        presets = ", ".join(preset_names())
+        raise UserError(f"This config is not of a run: its defaults do not begin with schema; use one of {presets}.")
     known = {name for name, _, _ in walk()}
     for name, value in flat(OmegaConf.to_container(composed)).items():  # type: ignore[arg-type]
         if name not in known and not any(name.startswith(f"{option}.") for option in known):
             raise UserError(no_option(name, value))
+    return cast(Config, OmegaConf.to_object(composed))
 
 
 def load_config(
@@ -189,7 +192,10 @@ def load_config(
     for folder in (EXPORTED, INPUTS):
         require_plain(run_dir / folder, run_dir)
     for source in (config, hf_folder):
-        _find_inputs(source, run_dir)
+        for name, path, function in _paths(source):
+            moved = run_dir.absolute() / INPUTS / path.name  # a Python input, if the run's directory was moved
+            if path.parent.name == INPUTS and not path.exists() and moved.is_file():
+                set_option(source, name, f"{moved}{function}")
     if not trust:
         missing = sorted(needs_consent(config).items() - needs_consent(hf_folder).items())
         acts = [f"{act} ({one_line(option)})" for option, act in missing if _run_option(option) not in unused]
@@ -230,39 +236,38 @@ def needs_consent(config: Config) -> dict[str, str]:
     >>> needs_consent(config)
     {'reward.path': 'run reward.py'}
     """
-    acts = {}
-    for name, value in _paths(config):
-        if _run_option(name) == "reward.path":
-            acts[name] = f"run {one_line(value)}"
-        elif _run_option(name) in IN_FILES:
-            acts[name] = f"run {one_line(str((file_reference(value) or [value])[0]))}"
-    for name, environment in _values(config, "env.environment"):
-        if (server := server_of(environment)) is not None:
-            acts[name] = server.act()
-    for name, agent in _values(config, "env.agent"):
-        if file_reference(agent) is None and agent != SESSIONS:
-            acts[name] = f"run the command {one_line(agent)}"
-    if config.model.trust_remote_code:
-        acts["model.trust_remote_code"] = "run the Python files of its model"
-    for option, is_input in (
-        ("inference_model.engine_kwargs", config.inference_model.engine_kwargs),
-        ("model.load_kwargs", config.model.load_kwargs),
-    ):
-        if is_input:  # vLLM and transformers have arguments that name plugins, files and hosts
-            acts[option] = f"load its model with {one_line(str(is_input))}"
-    if config.engine.url is not None:
-        acts["engine.url"] = f"send prompts and weights to {one_line(config.engine.url)}"
-    for name, value in _values(config, "env.sandbox"):
-        if is_url(value):
-            acts[name] = f"send responses to {one_line(value)}"
-    if (url := config.reward.judge.url) is not None:
-        acts["reward.judge.url"] = f"send prompts and responses to {one_line(url)}"
-    for name, rubric in _values(config, "reward.judge.rubric"):
-        if rubric_file(rubric) is not None:
-            acts[name] = f"send what is in {one_line(rubric)} to its judge"
-    if config.ray.address is not None:
-        acts["ray.address"] = f"join the Ray cluster {one_line(config.ray.address)}, which may run code here"
-    return acts
+    values = _values(config, *(name for name, _, _ in walk()))
+    acts = ((name, _act(_run_option(name), value, one_line(value))) for name, value in values)
+    return {name: act for name, act in acts if act is not None}
+
+
+def _act(option: str, value: str, shown: str) -> str | None:
+    """Return the phrase of :func:`needs_consent` for a value of an option; None if it needs no consent."""
+    reference = file_reference(value)
+    match option:
+        case "env.environment" if (server := server_of(value)) is not None:
+            return server.act()
+        case "env.agent" if reference is None:
+            return None if value == SESSIONS else f"run the command {shown}"
+        case "reward.path":
+            return f"run {shown}"
+        case "model.trust_remote_code":
+            return "run the Python files of its model"
+        case "inference_model.engine_kwargs" | "model.load_kwargs":  # they may name plugins, files and hosts
+            return f"load its model with {shown}"
+        case "engine.url":
+            return f"send prompts and weights to {shown}"
+        case "env.sandbox" if is_url(value):
+            return f"send responses to {shown}"
+        case "reward.judge.url":
+            return f"send prompts and responses to {shown}"
+        case "reward.judge.rubric" if rubric_file(value) is not None:
+            return f"send what is in {shown} to its judge"
+        case "ray.address":
+            return f"join the Ray cluster {shown}, which may run code here"
+    if option in IN_FILES and (reference or value.endswith(PICKLED)):
+        return f"run {one_line(str((reference or [value])[0]))}"
+    return None
 
 
 def require_consent(run_dir: Path, acts: Sequence[str], remedy: str = _TRUST) -> None:
@@ -291,42 +296,35 @@ def anchor_paths(config: Config) -> None:
     """Make the paths of existing files, folders and models, and of any ``FILE.py:NAME``, in ``config`` absolute."""
     from sota_grpo.policy.load import SMOLLM2, TINY  # brings transformers
 
-    for name, value in list(_paths(config)):
-        path, function = _path_of(name, value)
+    for name, path, function in _paths(config):
         is_here = bool(function) or path.exists()
         if name in _MODELS:
-            is_here = (path / "config.json").is_file() and value not in (TINY, SMOLLM2)
+            is_here = (path / "config.json").is_file() and str(path) not in (TINY, SMOLLM2)
         if is_here:
             set_option(config, name, f"{path.absolute()}{function}")
 
 
-def _find_inputs(config: Config, run_dir: Path) -> None:
-    """Correct the paths of saved Python inputs if the run's directory was moved."""
-    for name, value in list(_paths(config)):
-        path, function = _path_of(name, value)
-        moved = run_dir.absolute() / INPUTS / path.name
-        if path.parent.name == INPUTS and not path.exists() and moved.is_file():
-            set_option(config, name, f"{moved}{function}")
-
-
 def _run_option(name: str) -> str:
     """Return the option of a name: ``env.tools`` of ``env.mixture.a.tools``, the list of ``env.transforms[0]``."""
-    return ENTRY_OPTIONS[name.rpartition(".")[2]] if name.startswith("env.mixture.") else name.partition("[")[0]
+    section, dot, option = name.rpartition(".")
+    option = option.partition("[")[0]
+    return ENTRY_OPTIONS[option] if section.startswith("env.mixture.") else f"{section}{dot}{option}"
 
 
-def _path_of(name: str, value: str) -> tuple[Path, str]:
-    """Split an option's value into its file or folder and ``:FUNCTION`` (empty if it names none)."""
-    reference = file_reference(value) if _run_option(name) in IN_FILES else None
-    return (Path(value).expanduser(), "") if reference is None else (reference[0], f":{reference[1]}")
-
-
-def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each option that names a file or folder, entries of mixtures included; not validated."""
-    for name, value in _values(config, *PATH_OPTIONS):
-        in_a_file = (file_reference(value) or value.endswith(PICKLED)) and server_of(value) is None
-        if _run_option(name) not in IN_FILES or in_a_file:
-            yield name, value
-    yield from (pair for pair in _values(config, "reward.judge.rubric") if rubric_file(pair[1]) is not None)
+def _paths(config: Config) -> list[tuple[str, Path, str]]:
+    """Return (name, file or folder, ``:FUNCTION`` or "") of each option that names one; mixtures are not validated."""
+    paths = []
+    for name, value in _values(config, *PATH_OPTIONS, "reward.judge.rubric"):
+        option, path, function = _run_option(name), Path(value).expanduser(), ""
+        if option in IN_FILES and (reference := file_reference(value)) is not None:
+            path, function = reference[0], f":{reference[1]}"
+        if option in IN_FILES:
+            names_one = (function or value.endswith(PICKLED)) and server_of(value) is None
+        else:
+            names_one = option != "reward.judge.rubric" or rubric_file(value) is not None
+        if names_one:
+            paths.append((name, path, function))
+    return paths
 
 
 def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
@@ -340,19 +338,19 @@ def _values(config: Config, *options: str) -> Iterator[tuple[str, str]]:
     for name, value in named.items():
         if isinstance(value, list):
             yield from ((f"{name}[{number}]", str(item)) for number, item in enumerate(value))
-        elif value is not None:
+        elif value:
             yield name, str(value)
 
 
 def set_option(config: Config, name: str, value: str | list[str]) -> None:
     """Set the option ``name``; ``env.mixture`` is replaced by a changed copy."""
     section, _, option = name.rpartition(".")
-    option, _, number = option.partition("[")
-    if number:
-        attrgetter(f"{section}.{option}")(config)[int(number[:-1])] = value
-    elif section.startswith("env.mixture."):
+    listed, _, number = option.partition("[")
+    if section.startswith("env.mixture."):
         task, mixture = section.removeprefix("env.mixture."), dict(config.env.mixture or {})
         config.env.mixture = mixture | {task: {**mixture[task], option: value}}
+    elif number:
+        attrgetter(f"{section}.{listed}")(config)[int(number[:-1])] = value
     else:
         setattr(attrgetter(section)(config), option, value)
 
@@ -368,9 +366,7 @@ def _with_overrides(node: Any, overrides: Sequence[str]) -> Config:
     for item in sorted(parsed, key=lambda item: not (CONFIG_DIR / item.key_or_group).is_dir()):  # groups first
         if not item.key_or_group.startswith("hydra."):
             node = _overridden(node, item.key_or_group, item.value())
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, Config)
-    return config
+    return cast(Config, OmegaConf.to_object(node))
 
 
 def _overridden(node: Any, key: str, value: Any) -> Any:

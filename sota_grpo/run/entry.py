@@ -17,14 +17,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from sota_grpo.assembly.compose import (
-    CONFIG_DIR,
-    checked_overrides,
-    preset_names,
-    require_known,
-    resumed_config,
-    sentence_of,
-)
+from sota_grpo.assembly.compose import CONFIG_DIR, checked_overrides, preset_names, resumed_config, sentence_of, typed
 from sota_grpo.config import Config, register
 from sota_grpo.config.spelling import walk
 from sota_grpo.errors import CRASHED, USER_MISTAKE, RunFailed, UserError, run_command
@@ -371,10 +364,5 @@ def note_options(run_dir: Path, composed: DictConfig) -> None:
 
 def _train(composed: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Config, bool]:
     """Train one run to the end; return its config and whether an interrupt came, which ends a sweep's other runs."""
-    from omegaconf import OmegaConf
-
-    require_known(composed)
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    config = resumed_config(config, overrides)
+    config = resumed_config(typed(composed), overrides)
     return config, launch(config, run_dir, on_locked=lambda path: note_options(path, composed))

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from sota_grpo.assembly.compose import anchor_paths, compose, load_config, preset_names
 from sota_grpo.config import register
 from sota_grpo.config.spelling import NOT_HERE, THEIR_VALUES, THEIRS, walk
+from sota_grpo.config.validators import validate
 from sota_grpo.errors import UserError
 from sota_grpo.run.entry import CONFIG_DIR
 
@@ -98,6 +99,18 @@ def test_a_mistyped_override_is_reported_in_one_sentence(override: str, sentence
     assert "\n" not in str(refused.value)
     hidden = refused.value.__suppress_context__ or refused.value.__context__ is None
     assert hidden, "Hydra's own page of errors is not shown above it"
+
+
+def test_a_config_of_another_kind_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not of a run: .*; use one of grpo_cpu, "):
+        compose("algorithm/dapo")
+    for mixture, sentence in (
+        ("{a: {dataset: [gsm8k]}}", r"env.mixture.a.dataset=\['gsm8k'\] is not one of"),
+        ("{'a[0]': {dataset: gsm8k}}", r"env.mixture.a\[0\]: the name of a task"),
+    ):
+        (tmp_path / "config.yaml").write_text(f"env: {{mixture: {mixture}}}")
+        with pytest.raises(UserError, match=sentence):
+            validate(load_config(tmp_path))
 
 
 def test_hints_name_options_that_there_are() -> None:

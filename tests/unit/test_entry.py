@@ -63,17 +63,6 @@ def test_overrides_may_be_on_both_sides_of_an_option(command, tmp_path: Path) ->
     assert actual[-1].mode == "sync"
 
 
-def test_a_directory_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra does not read a value that begins with ``~``."""
-    monkeypatch.setenv("HOME", "/home/me")
-    arguments = ["hydra.run.dir=~/runs/a", "train.resume=~/b", "env.system_prompt='~/c'", "hydra.run.dir=d/~/e"]
-    assert entry.checked_overrides(arguments) == [
-        "hydra.run.dir=/home/me/runs/a",
-        "train.resume=/home/me/b",
-        *arguments[2:],
-    ]
-
-
 def test_a_refused_command_leaves_the_options_of_the_run_that_is_there(command, tmp_path: Path) -> None:
     train, noted = does(lambda _, run_dir: (run_dir / "run.json").write_text("{}")), tmp_path / "run" / ".hydra"
     assert command(train, "seed=3") == 0
