@@ -61,6 +61,20 @@ class PythonInput:
     files: Mapping[str, bytes | None]  # content by name; None: the object cannot be pickled
     value: str | list[str]  # of the option, relative to the folder of the files
 
+    def write(self, folder: Path, config: Config) -> None:
+        """Write the files (removing a file whose content is None), and set the option in ``config``."""
+        for name, content in self.files.items():
+            path = folder / name
+            with writing(path, "free disk space, or make its folder writable", RunFailed):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if content is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    with atomic_file(path) as temporary:
+                        temporary.write_bytes(content)
+        paths = [f"{folder / path}" for path in ([self.value] if isinstance(self.value, str) else self.value)]
+        set_option(config, self.option, paths[0] if isinstance(self.value, str) else paths)
+
 
 @dataclass
 class PythonInputs:
@@ -84,14 +98,14 @@ class PythonInputs:
 
     def write(self, run_dir: Path, config: Config) -> None:
         """Write the inputs that can be pickled to ``inputs/`` in ``run_dir``; set the options of all to their paths."""
-        self.run_dir, folder = run_dir, run_dir.resolve() / INPUTS
+        self.run_dir = run_dir
         for item in self.inputs.values():
-            _write(folder, item, config)
+            item.write(run_dir.resolve() / INPUTS, config)
 
-    def add(self, config: Config, name: str, item: PythonInput) -> None:
-        """Add ``item`` as the input ``name``, and set its option in ``config`` to :data:`PASSED`."""
-        self.inputs[name] = item
-        set_option(config, item.option, PASSED)
+    def add(self, config: Config, option: str, file: str, content: bytes | None, digest: str) -> None:
+        """Add an object that has one file, and set its ``option`` in ``config`` to :data:`PASSED`."""
+        self.inputs[file.partition(".")[0]] = PythonInput(option, digest, {file: content}, file)
+        set_option(config, option, PASSED)
 
     def add_module(self, config: Config, option: str, name: str, objects: Functions, text: str) -> None:
         """Add ``objects`` as the input ``name``, and set ``option`` in ``config`` to their ``FILE.py:NAME``.
@@ -100,36 +114,25 @@ class PythonInputs:
         """
         pickle = pickled(objects, name, "make what it needs inside the function")
         names = [f"{name}.py:{one}" for one in objects]
-        value = names if name == "transforms" else names[0]
         files = {f"{name}{PICKLED}": pickle, f"{name}.py": text.encode()}
-        self.inputs[name] = PythonInput(option, fingerprint(objects), files, value)
+        item = PythonInput(option, fingerprint(objects), files, names if name == "transforms" else names[0])
+        self.inputs[name] = item
         self.scratch = self.scratch or tempfile.TemporaryDirectory(prefix="sota_grpo_")
-        _write(Path(self.scratch.name), self.inputs[name], config)
+        item.write(Path(self.scratch.name), config)
 
 
-def take(
-    config: Config,
-    overrides: Sequence[str],
-    *,
-    reward: Any = None,
-    dataset: Any = None,
-    eval_dataset: Any = None,
-    tools: Sequence[Any] | None = None,
-    environment: Any = None,
-    objective: Any = None,
-    transforms: Sequence[Any] | None = None,
-) -> PythonInputs:
+def take(config: Config, overrides: Sequence[str], **objects: Any) -> PythonInputs:
     """Convert the object arguments of :func:`sota_grpo.train` to inputs, and set their options in ``config``.
 
     A ``dataset`` or ``eval_dataset`` that is a path becomes ``env.dataset_path`` or ``env.eval_path``. With ``dataset``
     the task is ``table``, unless ``overrides`` set ``env.dataset``. UserError if an argument cannot be used.
     """
     inputs, named = PythonInputs(), {override.lstrip("+").partition("=")[0] for override in overrides}
-    for argument, option, name, table in (
-        ("eval_dataset", "env.eval_path", "eval", eval_dataset),
-        ("dataset", "env.dataset_path", "train", dataset),
+    for argument, option, file in (
+        ("eval_dataset", "env.eval_path", "eval.jsonl"),
+        ("dataset", "env.dataset_path", "train.jsonl"),
     ):
-        if table is None:
+        if (table := objects.get(argument)) is None:
             continue
         _require_unset(attrgetter(option)(config), option, argument)
         if isinstance(table, (str, os.PathLike)):
@@ -138,14 +141,13 @@ def take(
         rows = b"".join(_lines(table, argument))
         if not rows:
             raise UserError(f"{argument} has no rows; pass at least one.")
-        file = f"{name}.jsonl"
-        inputs.add(config, name, PythonInput(option, hashlib.sha256(rows).hexdigest(), {file: rows}, file))
-    if dataset is not None and "env.dataset" not in named:
+        inputs.add(config, option, file, rows, hashlib.sha256(rows).hexdigest())
+    if objects.get("dataset") is not None and "env.dataset" not in named:
         config.env.dataset = "table"
-    if reward is not None:
-        _take_functions(config, inputs, reward)
-    if tools is not None or environment is not None:
-        _take_tools(config, inputs, tools, environment)
+    if objects.get("reward") is not None:
+        _take_functions(config, inputs, objects["reward"])
+    _take_tools(config, inputs, objects.get("tools"), objects.get("environment"))
+    objective, transforms = objects.get("objective"), objects.get("transforms")
     if objective is not None:
         if "algorithm.objective" in named:
             _require_unset(config.algorithm.objective, "algorithm.objective", "objective")
@@ -226,17 +228,19 @@ def _take_functions(config: Config, inputs: PythonInputs, reward: Any) -> None:
     inputs.functions = functions = {name: one for name, one in pairs if one != BUILTIN}
     for name, function in functions.items():
         recognise(function, name, "reward")
-    file, content = f"reward{PICKLED}", None
+    content = None
     try:
         content = pickled(functions)
     except RewardFunctionError:
         if config.env.reward_workers:
             raise
-    inputs.add(config, "reward", PythonInput("reward.path", fingerprint(functions), {file: content}, file))
+    inputs.add(config, "reward.path", f"reward{PICKLED}", content, fingerprint(functions))
     config.reward.name = names if len(names) > 1 else names[0]
 
 
 def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: Any) -> None:
+    if tools is None and environment is None:
+        return
     if tools is not None and environment is not None:
         raise UserError("tools and environment are both passed; make the tools methods of the environment.")
     option, value = ("tools", tools) if environment is None else ("environment", [environment])
@@ -247,8 +251,8 @@ def _take_tools(config: Config, inputs: PythonInputs, tools: Any, environment: A
     functions = {_name_of(tool): tool for tool in value}
     if len(functions) < len(value):
         raise UserError(f"tools has the names {[*map(_name_of, value)]}; rename one of those that are equal.")
-    file, content = f"{option}{PICKLED}", pickled(functions, "tool", "make what it needs inside the function")
-    inputs.add(config, option, PythonInput(f"env.{option}", fingerprint(functions), {file: content}, file))
+    content = pickled(functions, "tool", "make what it needs inside the function")
+    inputs.add(config, f"env.{option}", f"{option}{PICKLED}", content, fingerprint(functions))
 
 
 def _name_of(function: Any) -> str:
@@ -258,19 +262,3 @@ def _name_of(function: Any) -> str:
         return function
     name = getattr(function, "__name__", type(function).__name__)
     return "reward" if name == "<lambda>" else name
-
-
-def _write(folder: Path, item: PythonInput, config: Config) -> None:
-    """Write the files of an input (removing a file whose content is None), and set its option in ``config``."""
-    for name, content in item.files.items():
-        path = folder / name
-        with writing(path, "free disk space, or make its folder writable", RunFailed):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if content is None:
-                path.unlink(missing_ok=True)
-            else:
-                with atomic_file(path) as temporary:
-                    temporary.write_bytes(content)
-    value = item.value
-    paths = [f"{folder / path}" for path in value] if isinstance(value, list) else f"{folder / value}"
-    set_option(config, item.option, paths)

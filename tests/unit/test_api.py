@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import random
@@ -143,24 +142,6 @@ def test_an_interrupted_run_is_saved_closed_and_continued(straight, tmp_path: Pa
     assert result.metrics["grad_norm"].tolist() == straight.metrics["grad_norm"].tolist()
     again = trained(tmp_path / "run", "train.resume=auto")  # it is finished: nothing is done twice
     assert len(again.metrics) == 4
-
-
-def test_beside_finished_and_other_runs_auto_finds_the_one_to_continue(tmp_path: Path, monkeypatch) -> None:
-    """The directory is found by what was passed; the fresh one is not made."""
-    monkeypatch.chdir(tmp_path)
-    run_dirs: list[Path] = []
-
-    def once(reward: Any) -> Path:
-        overrides = [*SMALL, "train.total_dialog_turns=8", "train.resume=auto", "env.reward_workers=0"]
-        return sota_grpo.train("grpo_cpu", overrides=overrides, dataset=ROWS, reward=reward).run_dir
-
-    for reward in (length, lambda solution_str: 2.0):
-        run_dirs.append(once(reward))
-        record = run_dirs[-1] / "run.json"
-        record.write_text(json.dumps({**json.loads(record.read_text()), "finished": False}))
-    assert run_dirs[0] != run_dirs[1]
-    assert once(length) == run_dirs[0]
-    assert len(list((tmp_path / "outputs").glob("*/*"))) == 2
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> list[Path]:
