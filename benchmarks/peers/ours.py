@@ -33,7 +33,7 @@ class Ours:
         run_dir.mkdir(exist_ok=True)
         # every response as long as the case says, for which a run has no option
         with patch(
-            "sota_grpo.assembly.build.make_sampling", lambda config: replace(make_sampling(config), ignore_eos=True)
+            "sota_grpo.assembly.sampling.make_sampling", lambda config: replace(make_sampling(config), ignore_eos=True)
         ):
             self.parts = build(make_config(folder, engine), run_dir)
         self.parts.weight_sync.send(version=self.parts.learner.version)

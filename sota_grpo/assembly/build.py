@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -22,39 +22,11 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 from transformers import AutoConfig
 
+from sota_grpo.assembly import learning, sampling
 from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Plan, device_name, make_plan, resolve_device
 from sota_grpo.assembly.estimate import with_micro_batches
-from sota_grpo.assembly.learning import (
-    kl_in_reward,
-    learner_dtype,
-    make_advantage,
-    make_learner,
-    make_model,
-    make_overlong,
-    make_policy,
-    make_reference,
-    make_settings,
-    make_transforms,
-    reference_dtype,
-    reference_options,
-    trainable_tokenizer,
-    trainer_precision,
-    use_expandable_segments,
-)
 from sota_grpo.assembly.preflight import why_no_gpu
-from sota_grpo.assembly.sampling import (
-    dialog_rules,
-    engine_dtype,
-    engine_options,
-    make_sampling,
-    max_model_len,
-    open_env,
-    require_heldout,
-    start_engine,
-    task_agents,
-    task_of,
-)
 from sota_grpo.config import Config, has_reference, model_name, reference_name, replaces_reward
 from sota_grpo.config.mixture import groups_per_step, has_dialogs
 from sota_grpo.config.secrets import AGENTS_KEY
@@ -96,8 +68,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAIT_S = 3600.0  # longest wait without any progress of a group; dead and hung workers are detected much sooner
-#: Engine, learner, weight sync, the transforms of a batch with their phases, and options of the collector.
-Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[tuple[str, Any]], dict[str, Any]]
+#: Engine, learner, weight sync, the transforms of a batch, and options of the collector.
+Made = tuple[Engine, Learner | RemoteLearner, EngineWeightSync, list[Timed], dict[str, Any]]
 
 
 @dataclass(kw_only=True)
@@ -131,14 +103,16 @@ def build(
 
     plan = _planned(config)
     starting("Reading the tokenizer and the data")
-    tokenizer = trainable_tokenizer(config, plan.engine)
-    task = task_of(config, functions)
+    tokenizer = learning.trainable_tokenizer(config, plan.engine)
+    task = sampling.task_of(config, functions)
     if config.eval.mode != "off":
-        require_heldout(config, task)
+        sampling.require_heldout(config, task)
     own_transforms = load_instances("env.transforms", config.env.transforms, Transform)
     samplers = load_instances("train.sampler", [config.train.sampler] if config.train.sampler else [], Sampler)
     with ExitStack() as opened:
-        env, instances = open_env(config, task, tokenizer, opened, run_dir)  # closed last: others wait for scores
+        env, instances = sampling.open_env(
+            config, task, tokenizer, opened, run_dir
+        )  # closed last: others wait for scores
         task, grader = env.task, task_grader(env.grader)
         torch.manual_seed(config.seed)
         sized = with_micro_batches(config, plan, env.longest_prompt)
@@ -149,12 +123,15 @@ def build(
             made = _make_here(sized, plan, env, tokenizer, run_dir, opened)
         engine, learner, weight_sync, transforms, options = made
         sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
-        in_float32 = engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in ("auto", "float32")
-        sampling = make_sampling(config)
+        in_float32 = sampling.engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in (
+            "auto",
+            "float32",
+        )
+        drawn = sampling.make_sampling(config)
         collector = PromptGroupCollector(
             env,
             with_dialogs(config, env, engine, instances, opened),
-            sampling=sampling,
+            sampling=drawn,
             dialog_turns_per_batch=config.train.dialog_turns_per_batch,
             weight_sync=weight_sync,
             graded_transforms=[UserTransforms(own_transforms)] if own_transforms else [],
@@ -180,10 +157,10 @@ def build(
             rollouts=collector.rollouts,
             learner=learner,
             weight_sync=weight_sync,
-            sampling=sampling,
+            sampling=drawn,
             seed=config.seed,
-            exact=in_float32 and trainer_precision(config, plan.device_type) == "fp32",
-            transforms=[transform for _, transform in transforms],
+            exact=in_float32 and learning.trainer_precision(config, plan.device_type) == "fp32",
+            transforms=transforms,
             stop=tuple(config.inference_model.stop),
             tokenizer=tokenizer,
             collector=collector,
@@ -207,10 +184,10 @@ def _of_the_models(config: Config) -> dict[str, Any]:
             policy=model_name(config),
             vocabulary=load_tokenizer(name, trust_remote_code=trusts).get_vocab(),
             context=getattr(described(name), "max_position_embeddings", None),
-            longest=max_model_len(config),
+            longest=sampling.max_model_len(config),
         )
     elif has_reference(config):
-        reference_exact = reference_dtype(config) == learner_dtype(config)
+        reference_exact = learning.reference_dtype(config) == learning.learner_dtype(config)
     return {
         "num_layers": policy.num_hidden_layers,
         "packs": config.model.attn_implementation is None and policy.model_type in KNOWN_TO_PACK,
@@ -222,7 +199,7 @@ def _of_the_models(config: Config) -> dict[str, Any]:
 def _planned(config: Config) -> Plan:
     device = resolve_device(config)
     if device == "cuda":
-        use_expandable_segments(config)
+        learning.use_expandable_segments(config)
     elif config.device == "auto" and (reason := why_no_gpu()):
         logger.warning("Training on the CPU. %s", reason)
     engine = resolve_engine_name(config.engine.name, device=device)  # checked before a cluster is contacted
@@ -239,9 +216,9 @@ def with_dialogs(
     config: Config, env: PromptSource, engine: Engine, instances: Mapping[str, Instances], opened: ExitStack
 ) -> Engine:
     """Return ``engine``, wrapped if there are multi-turn tasks or agents; ``opened`` closes the agents' server."""
-    rules = dialog_rules(config, env, instances, engine.max_model_len)
+    rules = sampling.dialog_rules(config, env, instances, engine.max_model_len)
     with_turns = DialogEngine(engine, rules) if rules else engine
-    agents = task_agents(config, instances)
+    agents = sampling.task_agents(config, instances)
     if not agents:
         return with_turns
     queue = next((one.instances for one in agents.values() if isinstance(one.instances, SessionQueue)), None)
@@ -250,11 +227,6 @@ def with_dialogs(
     if queue is not None:
         logger.info("Programs may open sessions: POST %s/v1/sessions, with the key in %s.", gateway.url, AGENTS_KEY)
     return AgentEngine(with_turns, gateway, env, agents)
-
-
-def timed(transforms: Sequence[tuple[str, Any]]) -> Compose:
-    """Compose (phase, transform) pairs into one transform that measures the seconds of each phase, for metrics."""
-    return Compose(*(Timed(phase, transform) for phase, transform in transforms))
 
 
 def make_evaluator(config: Config, task: Task, rollouts: Rollouts) -> Evaluator:
@@ -285,20 +257,21 @@ def make_weight_sync(
     Under LoRA, if the engine supports that, only the adapter is sent, and ``engine.base`` becomes a function that
     returns the base weights; else merged weights are sent. ``make_room`` is passed to ``EngineWeightSync``.
     """
-    weights: Callable[[], Any]
-    whole: Any  # a function
+    has_adapter = config.train_model.lora.enabled
+    whole: Any  # a function of ``merged``
     if isinstance(trained, RemoteLearner):
-        weights = lambda: trained.weights(dtype=engine.weight_dtype)  # noqa: E731
-        whole, adapter = trained.weights, trained.adapter
-    elif isinstance(engine, FleetEngine):
-        weights = lambda: WeightPack.of(trained.state_dict().items(), dtype=engine.weight_dtype)  # noqa: E731
-        whole, adapter = partial(packed_weights, trained), partial(adapter_pack, trained)
+        at_dtype = lambda: trained.weights(dtype=engine.weight_dtype)  # noqa: E731
+        whole, adapter = trained.weights if has_adapter else at_dtype, trained.adapter
     else:
-        weights = lambda: trained.state_dict().items()  # noqa: E731  # a tied head has its own name
-        whole, adapter = partial(engine_weights, trained), partial(adapter_pack, trained)
-    if not config.train_model.lora.enabled:
-        return EngineWeightSync(weights, engine, make_room)
-    if not (engine.takes_adapters or config.inference_model.serve_adapter):
+        in_packs = isinstance(engine, FleetEngine)
+        whole, adapter = (
+            partial(packed_weights if in_packs else engine_weights, trained),
+            partial(adapter_pack, trained),
+        )
+        if not has_adapter:  # a tied head has its own name
+            named = lambda: trained.state_dict().items()  # noqa: E731
+            whole = (lambda: WeightPack.of(named(), dtype=engine.weight_dtype)) if in_packs else named
+    if not (has_adapter and (engine.takes_adapters or config.inference_model.serve_adapter)):
         return EngineWeightSync(whole, engine, make_room)
     engine.base = partial(whole, merged=False)
     return EngineWeightSync(adapter, engine, make_room, whole)
@@ -310,20 +283,22 @@ def _make_here(config: Config, plan: Plan, env: PromptSource, tokenizer: Any, ru
     share_device = placement.colocated and device_type == "cuda"
     starting(f"Loading the policy {model_name(config)}")
     device = torch.device(device_name(device_type, placement.train))
-    base = make_model(config, device)
+    base = learning.make_model(config, device)
     starting(f"Starting the engine {plan.engine}")
     # the engine copies the model before the adapter is added
-    engine = start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
+    engine = sampling.start_engine(config, device_name(device_type, placement.inference), tokenizer, base, run_dir)
     opened.callback(engine.close)
     starting("Building the learner")
-    learner = make_learner(config, make_policy(config, base, device_type, device), tokenizer, device_type, run_dir)
-    reference = make_reference(config, learner.policy, placement, device_type, learner.autocast)
+    learner = learning.make_learner(
+        config, learning.make_policy(config, base, device_type, device), tokenizer, device_type, run_dir
+    )
+    reference = learning.make_reference(config, learner.policy, placement, device_type, learner.autocast)
     if reference is not None:
         opened.callback(reference.close)
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type)
+    transforms = learning.make_transforms(config, reference, tokenizer.pad_token_id, env.task.term_weights, device_type)
     make_room = learner.give_back if share_device else None
     weight_sync = make_weight_sync(config, learner.policy.model, engine, make_room)
-    return engine, learner, weight_sync, transforms, {"sleep_engine": share_device, "postproc": timed(transforms)}
+    return engine, learner, weight_sync, transforms, {"sleep_engine": share_device, "postproc": Compose(*transforms)}
 
 
 def start_limit(config: Config) -> float:
@@ -347,7 +322,7 @@ def _make_in_workers(
     engine = FleetEngine(
         opened.enter_context(closing(_rollout_fleet(config, plan, tokenizer, cluster, run_dir))),
         name=plan.engine,
-        max_model_len=max_model_len(config),
+        max_model_len=sampling.max_model_len(config),
         share=cluster.engine_launcher.share,
         deadline_s=config.ray.timeout_s,
     )
@@ -361,7 +336,7 @@ def _make_in_workers(
     if cluster.num_ranks:
         learner = RemoteLearner(
             cluster.start_ranks(),
-            make_settings(config, plan.device_type),
+            learning.make_settings(config, plan.device_type),
             share=cluster.launcher.share,
             silence_s=config.ray.timeout_s,
             start_s=start_limit(config),
@@ -371,8 +346,8 @@ def _make_in_workers(
         if plan.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(cluster.threads)
         device = torch.device(device_name(plan.device_type, plan.placement.train))
-        policy = make_policy(config, make_model(config, device), plan.device_type, device)
-        learner = make_learner(config, policy, tokenizer, plan.device_type, run_dir)
+        policy = learning.make_policy(config, learning.make_model(config, device), plan.device_type, device)
+        learner = learning.make_learner(config, policy, tokenizer, plan.device_type, run_dir)
     starting("Waiting for the workers")
     fleets = [engine.fleet, *([reference.fleet] if reference else [])]
     for fleet in fleets:
@@ -384,7 +359,7 @@ def _make_in_workers(
     if isinstance(grader, GradingPool):  # build waits for it
         fleets.append(grader.fleet)
     term_weights = env.task.term_weights
-    transforms = make_transforms(config, reference, tokenizer.pad_token_id, term_weights, plan.device_type)
+    transforms = learning.make_transforms(config, reference, tokenizer.pad_token_id, term_weights, plan.device_type)
     options: dict[str, Any] = {
         "should_stop": should_stop,
         "wait_deadline_s": WAIT_S,
@@ -394,14 +369,14 @@ def _make_in_workers(
         },
     }
     if plan.shared:
-        options |= {"sleep_engine": True, "postproc": timed(transforms)}
+        options |= {"sleep_engine": True, "postproc": Compose(*transforms)}
     else:  # the collector fills a replay buffer: groups go to the reference one by one, while others are sampled
         age, num_groups = config.train.max_policy_age, groups_per_step(config)
-        slots, advantage = max_groups_admitted(age, num_groups), timed(make_advantage(config, term_weights))
+        slots, advantage = max_groups_admitted(age, num_groups), Compose(*learning.make_advantage(config, term_weights))
         options |= {
             "max_policy_age": age,
             "replay_buffer": GroupReplayBuffer(slots, num_groups, transform=advantage, as_table=True, sampler=sampler),
-            "group_transforms": [transform for _, transform in make_overlong(config)],
+            "group_transforms": learning.make_overlong(config),
             "reference": reference.submit if reference else None,
         }
     trained = learner if isinstance(learner, RemoteLearner) else learner.policy.model
@@ -410,7 +385,7 @@ def _make_in_workers(
 
 
 def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster, run_dir: Path) -> Fleet:
-    options = engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, cluster.num_engines)
+    options = sampling.engine_options(config, plan.engine, plan.device_type, tokenizer, run_dir, cluster.num_engines)
     return Fleet(
         "rollout",
         cluster.start_rollout(options),
@@ -423,7 +398,7 @@ def _rollout_fleet(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster,
 
 
 def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Cluster) -> ReferenceService:
-    options = reference_options(config, plan.device_type)
+    options = learning.reference_options(config, plan.device_type)
     options |= {
         "model": {"name": resolve_model_path(reference_name(config)), **options["model"]},
         "num_threads": cluster.threads if plan.device_type == "cpu" else None,
@@ -440,4 +415,4 @@ def _reference_service(config: Config, plan: Plan, tokenizer: Any, cluster: Clus
         silence_s=config.ray.timeout_s,
         start_s=start_limit(config),
     )
-    return ReferenceService(fleet, num_workers=count, in_reward_coeff=kl_in_reward(config))
+    return ReferenceService(fleet, num_workers=count, in_reward_coeff=learning.kl_in_reward(config))

@@ -74,22 +74,23 @@ class Cluster:
         """Return a function of an engine's index that starts its worker; workers of engine servers are threads."""
         threads = self.threads if self._plan.device_type == "cpu" else None
 
-        def spec_of(options: EngineOptions) -> WorkerSpec:
-            return WorkerSpec("sota_grpo.workers.rollout:rollout_worker", {"options": options, "num_threads": threads})
+        def start_of(options: EngineOptions, **placed: Any) -> Callable[[int], Worker]:
+            spec = WorkerSpec("sota_grpo.workers.rollout:rollout_worker", {"options": options, "num_threads": threads})
+            return starter(self.engine_launcher, "rollout", spec, **placed)
 
         if not is_server(self._plan.engine):
-            return self._starter("rollout", spec_of(options), self._engines, first=0)
+            return start_of(options, placements=self._placements(self._engines, first=0))
         starts = []
         for index, gpus in enumerate(self._engines):
             log_path = str(self._run_dir / f"{self._plan.engine}-{index}.log")
             environment = {**options.environment, **self._placed(gpus)["env"]}
-            worker_options = replace(options, log_path=log_path, environment=environment)
-            starts.append(starter(self._servers, "rollout", spec_of(worker_options)))
+            starts.append(start_of(replace(options, log_path=log_path, environment=environment)))
         return lambda slot: starts[slot](slot)
 
     def start_reference(self, options: Mapping[str, Any]) -> Callable[[int], Worker]:
         spec = WorkerSpec("sota_grpo.workers.reference:reference_worker", options)
-        return self._starter("reference", spec, self._references, first=self._engines_in_ray)
+        placements = self._placements(self._references, first=self._engines_in_ray)
+        return starter(self.launcher, "reference", spec, placements)
 
     def start_ranks(self) -> list[Worker]:
         """Start one worker per learner rank, with the address of their process group; return before they are ready."""
@@ -150,11 +151,8 @@ class Cluster:
             for host in hosts:
                 host.kill()
 
-    def _starter(
-        self, role: str, spec: WorkerSpec, devices: Sequence[tuple[int, ...]], *, first: int
-    ) -> Callable[[int], Worker]:
-        placements = [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
-        return starter(self.launcher, role, spec, placements)
+    def _placements(self, devices: Sequence[tuple[int, ...]], *, first: int) -> list[Mapping[str, Any]]:
+        return [{"bundle": first + slot, **self._placed(gpus)} for slot, gpus in enumerate(devices)]
 
     def _placed(self, gpus: Sequence[int]) -> Mapping[str, Any]:
         env = {"OMP_WAIT_POLICY": "PASSIVE"}

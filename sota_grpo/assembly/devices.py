@@ -114,12 +114,15 @@ def describe(placement: Placement, device_type: str) -> str:
     >>> describe(Placement((0, 1), (0, 1), (0,), colocated=True), "cpu")
     '2 learner ranks, 2 engines, 1 reference worker on the CPU'
     """
-    roles = (("learner", placement.train), ("engines", placement.inference), ("reference", placement.ref))
+    roles = (placement.train, placement.inference, placement.ref)
     if device_type == "cpu":
         names = ("learner rank", "engine", "reference worker")
-        counts = [(len(indices), name) for name, (_, indices) in zip(names, roles) if indices]
+        counts = [(len(indices), name) for name, indices in zip(names, roles) if indices]
         return ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts) + " on the CPU"
-    return ", ".join(f"{name} {' '.join(f'cuda:{i}' for i in indices)}" for name, indices in roles if indices)
+    names = ("learner", "engines", "reference")
+    return ", ".join(
+        f"{name} {' '.join(f'cuda:{i}' for i in indices)}" for name, indices in zip(names, roles) if indices
+    )
 
 
 def _check_amount(needed: Sequence[Role], total: int) -> None:

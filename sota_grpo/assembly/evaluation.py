@@ -29,16 +29,8 @@ from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.policy.causal import CausalPolicy
 from sota_grpo.policy.load import SMOLLM2, TINY, ModelNotFoundError, load_tokenizer, resolve_model_path
 from sota_grpo.policy.tensor_files import in_memory
+from sota_grpo.recording import run_files
 from sota_grpo.recording.progress import starting
-from sota_grpo.recording.run_files import (
-    BEST_FILE,
-    CHECKPOINTS,
-    CONFIG_FILE,
-    EXPORTED,
-    RUN_FILE,
-    read_json,
-    read_record,
-)
 from sota_grpo.rewards.grading import GradingPool, task_grader
 from sota_grpo.training.checkpoint import CheckpointStore
 from sota_grpo.training.evaluate import Evaluator
@@ -92,14 +84,16 @@ def find_target(
         trust: allow the code and the servers that the run's config names.
     """
     run_dir = Path(name).expanduser()
-    if (run_dir / CONFIG_FILE).is_file():
+    if (run_dir / run_files.CONFIG_FILE).is_file():
         if config_name is not None:
             raise UserError(f"{name} is a run, which has its own config; leave out --config-name.")
         target = _run_target(name, run_dir, overrides, task, step, trust)
     elif trust:
         raise UserError(f"--trust-run is for runs, and {name} is not one; leave it out.")
     elif step is not None:
-        raise UserError(f"--step {step} needs a run, and {name} is not one ({CONFIG_FILE} is missing); leave it out.")
+        raise UserError(
+            f"--step {step} needs a run, and {name} is not one ({run_files.CONFIG_FILE} is missing); leave it out."
+        )
     else:
         try:
             is_here = Path(resolve_model_path(name)).is_dir()
@@ -134,19 +128,17 @@ def _run_target(
         overrides = [f"env.dataset={task}", *overrides_of(stale), *overrides]
     config = load_config(run_dir, overrides, trust=trust, unused=UNUSED_WITHOUT_LOSS)
     if is_entry:
-        assert task is not None
         for sentence in a_mixture_names_tasks_and_their_options(config):
             raise UserError(sentence)
-        config = task_configs(config)[task]
-    exported = exported_steps(run_dir, config) if step is None else None
-    if exported is not None:
-        of_stored = ("model.name", "model.size", "model.quantization", "model.load_kwargs")
-        _require_unset(overrides, f"that of {name}", *of_stored)
-        config.model.name, config.model.size = str(run_dir / EXPORTED), ModelConfig().size
-        config.model.quantization = config.model.load_kwargs = None  # of the model that was trained
-        return Target(name, config, steps=exported)
-    steps, checkpoint = find_checkpoint(run_dir, step)
-    return Target(name, config, checkpoint, steps)
+        config = task_configs(config)[str(task)]
+    steps = exported_steps(run_dir, config) if step is None else None
+    if steps is None:
+        steps, checkpoint = find_checkpoint(run_dir, step)
+        return Target(name, config, checkpoint, steps)
+    _require_unset(overrides, f"that of {name}", "model.name", "model.size", "model.quantization", "model.load_kwargs")
+    config.model.name, config.model.size = str(run_dir / run_files.EXPORTED), ModelConfig().size
+    config.model.quantization = config.model.load_kwargs = None  # of the model that was trained
+    return Target(name, config, steps=steps)
 
 
 def _require_unset(overrides: Sequence[str], model: str, *options: str) -> None:
@@ -160,10 +152,12 @@ def exported_steps(run_dir: Path, config: Config) -> int | None:
 
     UserError if its record is damaged.
     """
-    record = read_record(run_dir) or {}
-    is_whole = record.get("finished") and config.train.export_hf and (run_dir / EXPORTED / "config.json").is_file()
+    record = run_files.read_record(run_dir) or {}
+    is_whole = (
+        record.get("finished") and config.train.export_hf and (run_dir / run_files.EXPORTED / "config.json").is_file()
+    )
     reached = record.get("reached") or {"step": record.get("num_steps")}
-    return _step_of(reached, run_dir / RUN_FILE) if is_whole else None
+    return _step_of(reached, run_dir / run_files.RUN_FILE) if is_whole else None
 
 
 def _step_of(record: Any, path: Path) -> int:
@@ -176,11 +170,13 @@ def _step_of(record: Any, path: Path) -> int:
 def find_checkpoint(run_dir: Path, step: int | str | None = None) -> tuple[int, Path]:
     """Return (training steps, path) of a run's newest checkpoint, of ``step``, or the ``best``; UserError if none."""
     if step == BEST:
-        best = read_json(run_dir / BEST_FILE)
+        best = run_files.read_json(run_dir / run_files.BEST_FILE)
         if not best:
-            raise UserError(f"{run_dir} has no {BEST_FILE}, which train.keep_best=METRIC writes; give a step instead.")
-        step = _step_of(best, run_dir / BEST_FILE)
-    paths = CheckpointStore(run_dir / CHECKPOINTS).paths()
+            raise UserError(
+                f"{run_dir} has no {run_files.BEST_FILE}, which train.keep_best=METRIC writes; give a step instead."
+            )
+        step = _step_of(best, run_dir / run_files.BEST_FILE)
+    paths = CheckpointStore(run_dir / run_files.CHECKPOINTS).paths()
     if not paths:
         raise UserError(f"{run_dir} has no checkpoint; resume the run if it is unfinished, or give another run.")
     chosen = [(steps, path) for steps, path in paths if step in (None, steps)]
@@ -251,7 +247,7 @@ def check(
 
     with without_exit(), ExitStack() as opened:
         folder = run_dir or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sota_grpo_check_")))
-        if run_dir is not None and (run_dir / RUN_FILE).exists():
+        if run_dir is not None and (run_dir / run_files.RUN_FILE).exists():
             raise UserError(f"--run-dir {run_dir} has a run, whose gate.json would be replaced; give another folder.")
         with writing(f"--run-dir {run_dir}", "use another"):
             folder.mkdir(parents=True, exist_ok=True)

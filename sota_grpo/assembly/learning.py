@@ -37,6 +37,7 @@ from sota_grpo.rl.custom_objectives import surrogate
 from sota_grpo.rl.objectives import GRPOLoss
 from sota_grpo.rl.planner import LearnerSettings
 from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty, ReferenceKL
+from sota_grpo.source.replay_buffer import Timed
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import LearnerWorker
 
@@ -268,8 +269,8 @@ def make_transforms(
     pad_token_id: int,
     term_weights: Mapping[str, float],
     device_type: str,
-) -> list[tuple[str, Any]]:
-    """Return the transforms of a batch in order, as (phase, transform); the phase names a time metric."""
+) -> list[Timed]:
+    """Return the transforms of a batch in order."""
     transforms = make_overlong(config)  # before the reference, so that the graded reward includes it
     if reference is not None:
         transform = ReferenceKL(
@@ -279,7 +280,7 @@ def make_transforms(
             token_budget=forward_tokens(micro_batch_tokens(config), device_type),
             shared_prompt=reference.shared_prompt,
         )
-        transforms.append(("ref", transform))
+        transforms.append(Timed("ref", transform))
     return transforms + make_advantage(config, term_weights)
 
 
@@ -288,20 +289,20 @@ def kl_in_reward(config: Config) -> float | None:
     return None if config.train.kl_coef_in_loss else config.policy.kl_coef or None
 
 
-def make_overlong(config: Config) -> list[tuple[str, Any]]:
-    """Return ``[("score", transform)]`` for the overlong penalty, ``[]`` if it is off."""
+def make_overlong(config: Config) -> list[Timed]:
+    """Return the transform of the overlong penalty in a list, ``[]`` if it is off."""
     buffer = config.algorithm.overlong_buffer
-    return [("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
+    return [Timed("score", OverlongPenalty(longest_response(config), buffer))] if buffer else []
 
 
-def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[tuple[str, Any]]:
-    """Return the transform that computes advantages, as ``[("score", transform)]``.
+def make_advantage(config: Config, term_weights: Mapping[str, float] | None = None) -> list[Timed]:
+    """Return the transform that computes advantages in a list.
 
     ``term_weights``: weight of each reward term, for ``decouple_terms``; None: the weights in the rows.
     """
     algorithm: Any = config.algorithm
     options = {"decouple_terms": algorithm.decouple_terms, "term_weights": term_weights}
-    return [("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]
+    return [Timed("score", GroupAdvantage(algorithm.baseline, algorithm.scale, **options))]
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads any of them

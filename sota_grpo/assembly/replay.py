@@ -226,9 +226,8 @@ def scored_rows(step: Step, config: Config) -> RowTable:
         rows = rows.without(keys.GRADED_REWARD, keys.KL_TERM)
         rows.set(keys.REWARD, reward)
         write_reference(rows, rows.cells(keys.REF_LOG_PROBS), in_reward_coeff=coefficient)
-    for _, transform in make_advantage(config):
-        rows = transform(rows)
-    return rows
+    (transform,) = make_advantage(config)
+    return transform(rows)
 
 
 def replay_configs(step: Step, run_dir: Path, overrides: Sequence[str]) -> tuple[Config, dict[str, Config], list[str]]:

@@ -14,13 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedModel
 
 from sota_grpo.config import Config, max_support, model_name, replaces_reward, reward_names, rubric_file
-from sota_grpo.config.mixture import (
-    READERS,
-    has_dialogs,
-    task_configs,
-    tasks_named,
-    weights,
-)
+from sota_grpo.config.mixture import READERS, has_dialogs, task_configs, tasks_named, weights
 from sota_grpo.config.secrets import AGENTS_KEY, API_KEY, JUDGE_KEY, key_of
 from sota_grpo.config.spelling import walk
 from sota_grpo.config.validators import judges_alone
@@ -156,8 +150,7 @@ def start_instances(config: Config, opened: ExitStack) -> dict[str, Instances]:
     offered = {}
     for name, entry in task_configs(config).items():
         env = entry.env
-        offers = {"functions": env.tools, "factory": env.environment, AGENT: env.agent}
-        for kind, value in offers.items():
+        for kind, value in (("functions", env.tools), ("factory", env.environment), (AGENT, env.agent)):
             if value is not None:
                 offered[name] = kind, value, env.timeout_s, env.environments_per_worker
     if offered:
@@ -234,11 +227,7 @@ def kwargs_of_tasks(config: Config, instances: Mapping[str, Instances]) -> dict[
 
 
 def open_env(
-    config: Config,
-    task: Task,
-    tokenizer: Any,
-    opened: ExitStack,
-    run_dir: Path | None = None,
+    config: Config, task: Task, tokenizer: Any, opened: ExitStack, run_dir: Path | None = None
 ) -> tuple[PromptSource, Mapping[str, Instances]]:
     """Start graders, tools and judge; return (environment with its grader, workers of tools and agents by task).
 
@@ -252,11 +241,7 @@ def open_env(
 
 
 def make_env(
-    config: Config,
-    task: Task,
-    tokenizer: Any,
-    grader: Grader,
-    instances: Mapping[str, Instances] = {},
+    config: Config, task: Task, tokenizer: Any, grader: Grader, instances: Mapping[str, Instances] = {}
 ) -> PromptSource:
     """Return the environment, with the tools of ``instances`` in its prompts; UserError if a prompt cannot be used."""
     template = str(getattr(tokenizer, "chat_template", None) or "")

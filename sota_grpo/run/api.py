@@ -16,18 +16,8 @@ from typing import TYPE_CHECKING, Any
 from sota_grpo.assembly.compose import DEFAULT_CONFIG, compose, require_consent, resumed_config
 from sota_grpo.assembly.python_inputs import take
 from sota_grpo.errors import UserError
+from sota_grpo.recording import run_files
 from sota_grpo.recording.progress import in_notebook
-from sota_grpo.recording.run_files import (
-    CONFIG_FILE,
-    EVALUATED,
-    EXPORTED,
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    read_config,
-    read_evaluations,
-    read_record,
-    read_rows,
-)
 from sota_grpo.run import launch
 from sota_grpo.text import ConsoleHandler
 from sota_grpo.untrusted import require_plain
@@ -59,34 +49,42 @@ class Result:
 
     def __init__(self, run_dir: str | os.PathLike[str], *, trust: bool = False) -> None:
         self.run_dir, self.trust = Path(run_dir).expanduser(), trust
-        if not (self.run_dir / METRICS_FILE).is_file():
-            raise UserError(f"There is no run in {self.run_dir} ({METRICS_FILE} is missing); give a run directory.")
+        if not (self.run_dir / run_files.METRICS_FILE).is_file():
+            raise UserError(
+                f"There is no run in {self.run_dir} ({run_files.METRICS_FILE} is missing); give a run directory."
+            )
 
     @property
     def metrics(self) -> DataFrame:
         """One row per training step, index ``step`` from 0, one column per metric (docs/logging.md); NaN if missing."""
-        return _frame([row for row in read_rows(self.run_dir / METRICS_FILE) if EVALUATED not in row])
+        return _frame(
+            [
+                row
+                for row in run_files.read_rows(self.run_dir / run_files.METRICS_FILE)
+                if run_files.EVALUATED not in row
+            ]
+        )
 
     @property
     def evaluations(self) -> DataFrame:
         """One row per held-out evaluation; the index ``step`` is the number of training steps before it."""
-        return _frame(read_evaluations(self.run_dir))
+        return _frame(run_files.read_evaluations(self.run_dir))
 
     @property
     def rollouts(self) -> DataFrame:
         """The best and worst response per group (one if rewards are equal), with prompt and rewards; index ``step``."""
-        return _frame(read_rows(self.run_dir / ROLLOUTS_FILE))
+        return _frame(run_files.read_rows(self.run_dir / run_files.ROLLOUTS_FILE))
 
     @property
     def config(self) -> dict[str, Any]:
         """All options of the run as nested dicts; UserError if it has not begun to train, or its file is damaged."""
-        self._file(CONFIG_FILE, "the run has not begun to train")
-        return read_config(self.run_dir)
+        self._file(run_files.CONFIG_FILE, "the run has not begun to train")
+        return run_files.read_config(self.run_dir)
 
     @property
     def finished(self) -> bool:
         """Whether the run has ended as requested: after all its training steps, or at ``eval.target``."""
-        return bool((read_record(self.run_dir) or {}).get("finished"))
+        return bool((run_files.read_record(self.run_dir) or {}).get("finished"))
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -110,25 +108,27 @@ class Result:
 
     def __repr__(self) -> str:
         metrics, evaluations = self.metrics, self.evaluations
-        ending = "" if self.finished else ", unfinished"
-        lines = [f"Result({str(self.run_dir)!r})", f"steps      {len(metrics)}{ending}"]
+        lines = [
+            f"Result({str(self.run_dir)!r})",
+            f"steps      {len(metrics)}{'' if self.finished else ', unfinished'}",
+        ]
         if "reward" in metrics:
             count = max(1, min(_ENDS, len(metrics) // 2))
             first, last = metrics["reward"].head(count).mean(), metrics["reward"].tail(count).mean()
             ends = "step" if count == 1 else f"{count} steps"
             lines.append(f"reward     {first:.3g} -> {last:.3g} (first and last {ends})")
         if len(evaluations):
-            steps, accuracy = evaluations.index, 100 * evaluations[EVALUATED]
             counts = evaluations["eval/num_samples"]
-            indices = (0, -1) if len(steps) > 1 and counts.iloc[0] == counts.iloc[-1] else (-1,)  # else one of a subset
-            shown = " -> ".join(f"{accuracy.iloc[i]:.1f} %" for i in indices)
-            problems = int(counts.iloc[-1])
-            lines.append(f"held out   {shown} right of {problems} problems, greedy")
+            is_pair = len(counts) > 1 and counts.iloc[0] == counts.iloc[-1]  # else one is of a subset
+            compared = evaluations.iloc[[0, -1] if is_pair else [-1]]
+            shown = " -> ".join(f"{100 * accuracy:.1f} %" for accuracy in compared[run_files.EVALUATED])
+            lines.append(f"held out   {shown} right of {int(counts.iloc[-1])} problems, greedy")
             rewards = evaluations.get("eval/reward")
-            if rewards is not None and not (rewards == evaluations[EVALUATED]).all():
-                lines.append("           " + " -> ".join(f"{rewards.iloc[i]:.3g}" for i in indices) + " mean reward")
-        if (self.run_dir / EXPORTED).is_dir():
-            lines.append(f"model      {self.run_dir / EXPORTED}")
+            if rewards is not None and not (rewards == evaluations[run_files.EVALUATED]).all():
+                shown = " -> ".join(f"{reward:.3g}" for reward in compared["eval/reward"])
+                lines.append(f"           {shown} mean reward")
+        if (self.run_dir / run_files.EXPORTED).is_dir():
+            lines.append(f"model      {self.run_dir / run_files.EXPORTED}")
         return "\n  ".join(lines)
 
     def _file(self, name: str, reason: str) -> Path:
@@ -138,7 +138,7 @@ class Result:
         return path
 
     def _exported(self, kind: Any) -> Any:
-        folder = self._file(EXPORTED, "it is written at the end of a run, unless train.export_hf=false")
+        folder = self._file(run_files.EXPORTED, "it is written at the end of a run, unless train.export_hf=false")
         require_plain(folder, self.run_dir)
         runs_code = self.config["model"]["trust_remote_code"] is True
         if runs_code and not self.trust:
@@ -219,13 +219,13 @@ def train(
 
 def _require_overrides(overrides: Any) -> None:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not is_list or not all(isinstance(one, str) for one in overrides):
-        odd = next(one for one in overrides if not isinstance(one, str)) if is_list else overrides
-        kind = type(odd).__name__  # the text itself could have a token
-        raise UserError(f"overrides is or has an object of type {kind}; give a list of texts, as ['env.repeats=4'].")
-    for override in overrides:
-        name = str(override).partition("=")[0].lstrip("+")
-        if name in _HYDRAS:
+    for override in overrides if is_list else [overrides]:
+        if not is_list or not isinstance(override, str):
+            kind = type(override).__name__  # the text itself could have a token
+            raise UserError(
+                f"overrides is or has an object of type {kind}; give a list of texts, as ['env.repeats=4']."
+            )
+        if (name := override.partition("=")[0].lstrip("+")) in _HYDRAS:
             raise UserError(f"{name} has no effect here; give run_dir=... instead.")
 
 

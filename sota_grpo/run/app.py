@@ -28,21 +28,9 @@ from sota_grpo.errors import RunFailed, UserError, collect_garbage_rarely, witho
 from sota_grpo.files import write_json
 from sota_grpo.functional.advantages import UnusableValues
 from sota_grpo.loop import run
+from sota_grpo.recording import run_files
 from sota_grpo.recording.metrics import METRICS, is_number, known
 from sota_grpo.recording.progress import Progress, closing_lines, started, starting
-from sota_grpo.recording.run_files import (
-    BEST_FILE,
-    CONFIG_FILE,
-    EVALUATED,
-    EXPORTED,
-    METRICS_FILE,
-    note_failure,
-    read_config,
-    read_evaluations,
-    read_json,
-    read_rows,
-    reason,
-)
 from sota_grpo.recording.run_log import RunLog, StepLog, setup_logging
 from sota_grpo.recording.sinks import make_sinks
 from sota_grpo.recording.stored_steps import StoredSteps
@@ -65,9 +53,11 @@ def as_planned(config: Config, directory: RunDir) -> Config:
     """Return ``config``; in a resumed run, ``train.micro_batch_tokens=auto`` becomes the number recorded before."""
     if isinstance(config.train.micro_batch_tokens, int) or not directory.resumed:
         return config
-    planned = read_config(directory.path).get("train", {}).get("micro_batch_tokens")
+    planned = run_files.read_config(directory.path).get("train", {}).get("micro_batch_tokens")
     if not isinstance(planned, int):
-        logger.warning("%s does not record what %s=auto was: it is chosen anew.", directory.path / CONFIG_FILE, MEMORY)
+        logger.warning(
+            "%s does not record what %s=auto was: it is chosen anew.", directory.path / run_files.CONFIG_FILE, MEMORY
+        )
         return config
     logger.info("%s=auto is %s tokens, the number that the last start of this run used.", MEMORY, planned)
     return with_options(config, {MEMORY: planned})
@@ -182,8 +172,8 @@ class Run:
                 )
             if self.config.train.resume is not None:
                 begins = f"There is no checkpoint to resume: starting a new run in {self.run_dir}"
-                rows = read_rows(self.run_dir / METRICS_FILE)
-                lost = max((row["step"] + 1 for row in rows if EVALUATED not in row), default=0)
+                rows = run_files.read_rows(self.run_dir / run_files.METRICS_FILE)
+                lost = max((row["step"] + 1 for row in rows if run_files.EVALUATED not in row), default=0)
                 if lost:
                     remedy = "to keep them, stop this command now and restore a checkpoint"
                     logger.warning("%s, where %d trained steps are deleted; %s.", begins, lost, remedy)
@@ -281,11 +271,11 @@ class Run:
 
         Without ``train.keep_best`` the best checkpoint of before stays, and no other becomes it.
         """
-        path, name = self.run_dir / BEST_FILE, self.config.train.keep_best
+        path, name = self.run_dir / run_files.BEST_FILE, self.config.train.keep_best
         if name is not None and known(name) is None:
             logged = ", ".join(one for one in METRICS if one.startswith("eval/") and known(one))
             raise UserError(f"train.keep_best={name} is no metric of evaluations; use one of {logged}.")
-        best = read_json(path) or {}
+        best = run_files.read_json(path) or {}
         there = [saved for saved, _ in self.checkpoints.paths() if saved <= step]
         if name is None:
             self.checkpoints.best = best.get("step")
@@ -304,7 +294,7 @@ class Run:
         if self.saved != step:
             self._save(step)
         self.saves.wait()  # on disk before it is named; the checkpoint that was the best goes with the next save
-        path = self.run_dir / BEST_FILE
+        path = self.run_dir / run_files.BEST_FILE
         fix = "free disk space, then continue from the last checkpoint with train.resume=auto"
         with writing(path, fix, RunFailed):
             write_json(path, {"step": step, "metric": name, "value": metrics[name]})
@@ -334,7 +324,7 @@ class Run:
         elif self.reached is None and self.config.eval.mode != "off":
             self._evaluate(steps)
         if self.config.train.export_hf:
-            folder = self.run_dir / EXPORTED
+            folder = self.run_dir / run_files.EXPORTED
             try:
                 self.components.learner.export_hf(folder)
             except OSError as error:
@@ -345,7 +335,7 @@ class Run:
         self.saves.wait()
         self.directory.finish(self.reached)
         self._report()
-        evaluations = {row["step"]: row for row in read_evaluations(self.run_dir)}
+        evaluations = {row["step"]: row for row in run_files.read_evaluations(self.run_dir)}
         spent = {name: seconds for name, seconds in self.run_log.phase_seconds.items() if name != "time/step_s"}
         before, after = evaluations.get(0, {}), evaluations.get(steps, {})
         is_same = before.get("eval/num_samples") == after.get("eval/num_samples")  # else one measured a subset
@@ -433,10 +423,12 @@ def train(
                     return done
             except Exception as error:
                 with suppress(OSError):
-                    note_failure(directory.path, error)
+                    run_files.note_failure(directory.path, error)
                 if isinstance(error, RunFailed) or not isinstance(error, UserError):  # the console may be gone
                     trace = not isinstance(error, UserError)
-                    logger.error("The run ended: %s", reason(error), exc_info=trace, extra={"file_only": True})
+                    logger.error(
+                        "The run ended: %s", run_files.reason(error), exc_info=trace, extra={"file_only": True}
+                    )
                 raise
             except KeyboardInterrupt:
                 if CheckpointStore(directory.path / CHECKPOINTS).paths():

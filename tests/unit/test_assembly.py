@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,7 +21,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from sota_grpo import engines
 from sota_grpo.assembly import build, devices, learning, preflight, sampling
 from sota_grpo.assembly import cluster as cluster_module
-from sota_grpo.assembly.cluster import Cluster, visible_gpus, visible_names
+from sota_grpo.assembly.cluster import Cluster, visible_gpus
 from sota_grpo.assembly.devices import Placement, Plan, Role, make_plan, place, resolve_device
 from sota_grpo.assembly.learning import make_model, make_reference
 from sota_grpo.config import Config
@@ -31,37 +32,31 @@ from sota_grpo.policy.causal import AdapterOffReference, CausalPolicy, FrozenRef
 from sota_grpo.policy.load import load_model, load_tokenizer
 from sota_grpo.policy.lora import add_lora
 from sota_grpo.recording import sinks
-from sota_grpo.workers.base import WorkerSpec
 from sota_grpo.workers.rollout import rollout_worker
 from tests.config.test_config import composed
 
 
 def config_of(*overrides: str) -> Config:
     base = ["model.name=tiny", "device=cpu", "env.dataset=arithmetic", "engine.name=transformers"]
-    actual = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*base, *overrides]))
-    config = OmegaConf.to_object(actual)
-    assert isinstance(config, Config)
-    return config
+    return OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*base, *overrides]))
+    )
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretend that this machine has so many GPUs."""
+    """Pretend that this machine has so many GPUs, and vLLM."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
 
+    monkeypatch.setattr(engines, "find_spec", lambda name: object())
     return pretend
 
 
-@pytest.fixture
-def with_vllm(monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: object())
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_async_runs_on_every_number_of_gpus(count, gpus, with_vllm) -> None:
+def test_async_runs_on_every_number_of_gpus(count, gpus) -> None:
     """One GPU: in turns. More: the engine has its own."""
     gpus(count)
     plan = make_plan(config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm"), "cuda")
@@ -87,19 +82,30 @@ def test_other_processes_are_there_only_where_an_option_requires_them(overrides,
     assert make_plan(config_of("policy.kl_coef=0.1", *overrides), "cpu").workers == workers
 
 
-def test_a_model_over_several_gpus_is_refused_on_the_cpu() -> None:
-    with pytest.raises(UserError, match=r"tensor_parallel_size=2 needs GPUs; .* inference_model.num_devices=2"):
-        make_plan(config_of("inference_model.tensor_parallel_size=2"), "cpu")
+@pytest.mark.parametrize(
+    ("overrides", "device", "count", "sentence"),
+    [
+        ("inference_model.tensor_parallel_size=2", "cpu", 0, "=2 needs GPUs; .* inference_model.num_devices=2"),
+        (
+            "engine.name=vllm inference_model.devices=[1] train_model.devices=[0]",  # which it cannot reach
+            *("cuda", 2, "GPU 1; use .*CUDA_VISIBLE_DEVICES.* or engine=transformers"),
+        ),
+        (
+            "engine.name=vllm mode=async policy.kl_coef=0.1 ray.address=auto",  # each role needs its own
+            *("cuda", 2, "3 in all, and this one has 2; .*train without a reference"),
+        ),
+        ("mode=async ray.address=auto", "cuda", 1, "2 in all, and this one has 1"),
+    ],
+)
+def test_devices_that_cannot_be_used_are_refused_with_the_option(overrides, device, count, sentence, gpus) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make_plan(config_of(*overrides.split()), device, count)
 
 
-def test_vllm_in_process_is_refused_where_it_cannot_reach_its_gpu(gpus, with_vllm) -> None:
-    gpus(2)
-    placed = ("inference_model.devices=[1]", "train_model.devices=[0]")
-    with pytest.raises(UserError, match=r"GPU 1; use .*CUDA_VISIBLE_DEVICES.* or engine=transformers"):
-        make_plan(config_of("engine.name=vllm", *placed), "cuda")
-    assert make_plan(config_of("engine.name=transformers", *placed), "cuda").placement.inference == (1,)
-    counted = make_plan(config_of("engine.name=vllm", "inference_model.num_devices=1"), "cuda").placement
-    assert (counted.train, counted.inference, counted.colocated) == ((1,), (0,), False)
+def test_engines_may_be_on_another_gpu_in_this_process_and_workers_on_gpus_of_a_cluster(gpus) -> None:
+    config = config_of("inference_model.devices=[1]", "train_model.devices=[0]")
+    assert make_plan(config, "cuda", 2).placement.inference == (1,)
+    assert make_plan(config_of("mode=async", "policy.kl_coef=0.1", "ray.address=auto"), "cuda", 3).workers
 
 
 def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypatch, tmp_path) -> None:
@@ -107,8 +113,8 @@ def test_learner_and_engine_are_built_on_the_devices_of_their_placement(monkeypa
     model_on, engine_on = Mock(return_value=load_model("tiny")), Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(build, "resolve_device", lambda config: "cuda")
     monkeypatch.setattr(build, "make_plan", lambda *_: plan)
-    monkeypatch.setattr(build, "make_model", model_on)
-    monkeypatch.setattr(build, "start_engine", engine_on)
+    monkeypatch.setattr(learning, "make_model", model_on)
+    monkeypatch.setattr(sampling, "start_engine", engine_on)
     with pytest.raises(ZeroDivisionError):
         build.build(config_of(), tmp_path)
     assert (model_on.call_args.args[1], engine_on.call_args.args[1]) == (torch.device("cuda:2"), "cuda:1")
@@ -156,7 +162,7 @@ TWO_RANKS = "train_model.num_devices=2"
         ([TWO_RANKS, "inference_model.max_tokens=129"], None),
     ],
 )
-def test_a_run_says_what_leaves_its_gpus_idle(overrides, note: str | None, gpus, with_vllm, monkeypatch) -> None:
+def test_a_run_says_what_leaves_its_gpus_idle(overrides, note: str | None, gpus, monkeypatch) -> None:
     monkeypatch.setattr("sota_grpo.assembly.devices.builds_kernels", lambda: True)
     gpus(8)
     plan = make_plan(config_of("engine.name=vllm", *overrides), "cuda")
@@ -166,31 +172,27 @@ def test_a_run_says_what_leaves_its_gpus_idle(overrides, note: str | None, gpus,
 
 
 @pytest.mark.parametrize(
-    ("cuda", "driver", "said"),
+    ("cuda", "driver", "sentence"),
     [
         ("13.0", "550.54.15", "driver 550.54.15, .* for CUDA 13.0, which needs driver 580 or newer"),
         ("12.8", "470.82", "driver 470.82, .* for CUDA 12.8, which needs driver 525 or newer"),
         ("12.8", "535.1", "sees none of its GPUs; CUDA_VISIBLE_DEVICES=7 may hide them"),
         (None, "580.65.06", "built without CUDA; install PyTorch for CUDA"),
+        ("12.8", "", "no CUDA device; use device=cpu"),
     ],
 )
-def test_a_gpu_that_torch_does_not_see_is_named_with_the_driver_that_it_needs(cuda, driver, said, monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "driver_version", lambda: driver)
+def test_a_gpu_that_torch_does_not_see_is_named_with_its_driver(cuda, driver, sentence, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(preflight, "_DRIVER_FILE", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    for overrides in (["device=cuda"], ["model.name=some/model", "device=auto"]):
-        with pytest.raises(UserError, match=said):
-            resolve_device(config_of(*overrides))
-    monkeypatch.setattr(preflight, "driver_version", lambda: None)
-    with pytest.raises(UserError, match="no CUDA device; use device=cpu"):
-        resolve_device(config_of("device=cuda"))
-
-
-def test_the_version_of_the_driver_is_read(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(preflight, "_DRIVER_FILE", tmp_path / "version")
     for words in ("UNIX x86_64 Kernel Module", "UNIX Open Kernel Module for x86_64"):
-        (tmp_path / "version").write_text(f"NVRM version: NVIDIA {words}  580.65.06  Release Build\nGCC version: 13")
-        assert preflight.driver_version() == "580.65.06"
+        if driver:
+            (tmp_path / "version").write_text(f"NVRM version: NVIDIA {words}  {driver}  Release Build\nGCC version: 13")
+        with pytest.raises(UserError, match=sentence):
+            resolve_device(config_of("device=cuda"))
+    if driver:
+        with pytest.raises(UserError, match=sentence):
+            resolve_device(config_of("model.name=some/model", "device=auto"))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_segments_grow_unless_the_user_or_the_engine_says_otherwise(overrides, e
     assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == expected
 
 
-def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus, with_vllm) -> None:
+def test_vllm_is_not_taken_for_the_cpu_of_a_machine_with_a_gpu(gpus) -> None:
     gpus(1)
     assert resolve_engine_name("auto", device="cpu") == "transformers"
     assert resolve_engine_name("auto", device="cuda") == "vllm"
@@ -248,36 +250,41 @@ def test_a_missing_sink_is_found_before_anything_is_loaded(monkeypatch) -> None:
     preflight.preflight(config_of("logging.wandb=offline"))  # continues without a copy
 
 
-@pytest.mark.parametrize(("seen", "names"), [(None, "0,2"), ("GPU-a, GPU-b, GPU-c", "GPU-a,GPU-c")])
-def test_workers_get_the_gpus_that_this_process_was_given(seen, names, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
-    if seen is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_names((0, 2)) == names
+@pytest.fixture
+def ray(monkeypatch) -> Mock:
+    """A launcher in place of Ray's; ``bundles`` are the GPUs that clusters request of it."""
+    launcher = Mock(bundles=[])
+    monkeypatch.setattr(Cluster, "_start_ray", lambda self, sets: launcher.bundles.extend(sets) or launcher)
+    return launcher
+
+
+def plan_of(device: str, train, inference, ref=(), engine: str = "transformers") -> Plan:
+    return Plan(device, Placement(train, inference, ref, colocated=False), engine, workers=True)
+
+
+OPTIONS = EngineOptions("tiny", eos_token_ids=[2])
 
 
 @pytest.mark.parametrize(("address", "threads"), [([], 8), (["ray.address=auto"], 10)])
-def test_workers_on_gpus_share_the_cores(address, threads: int, monkeypatch, tmp_path) -> None:
+def test_workers_on_gpus_share_the_cores(address, threads: int, ray, monkeypatch, tmp_path) -> None:
     """Two engines, a reference and two ranks; left alone, Ray gives each actor one thread."""
-    launcher = Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(40))
     alive = [{"CPU": 64, "GPU": 4}, {"CPU": 40, "GPU": 4}, {"CPU": 9}]
     nodes = [{"Alive": each in alive, "Resources": each} for each in (*alive, {"CPU": 1, "GPU": 1})]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    plan = Plan("cuda", Placement(train=(0, 1), inference=(2, 3), ref=(4,), colocated=False), "vllm", True)
-    cluster = Cluster(config_of("mode=async", *address), plan, tmp_path)
-    cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2]))(1)
+    cluster = Cluster(config_of("mode=async", *address), plan_of("cuda", (0, 1), (2, 3), (4,), "vllm"), tmp_path)
+    ray.start.return_value.call.return_value.result.return_value = "here:1"  # of rank 0, on a cluster
+    cluster.start_rollout(OPTIONS)(1)
     cluster.start_reference({})(0)
-    cluster._starter("learner", WorkerSpec("a:b"), [(0,)], first=3)(0)
-    placed = [call.kwargs for call in launcher.start.call_args_list]
-    assert [(each["threads"], each["env"]["OMP_WAIT_POLICY"]) for each in placed] == [(threads, "PASSIVE")] * 3
+    cluster.start_ranks()
+    placed = [call.kwargs for call in ray.start.call_args_list if call.args[0] != "address"]
+    assert [(each["threads"], each["env"]["OMP_WAIT_POLICY"]) for each in placed] == [(threads, "PASSIVE")] * 4
 
 
 SHARED = ("engine.name=vllm", "inference_model.num_devices=shared", "train_model.num_devices=4")
 
 
-def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None:
+def test_shared_gpus_have_engines_in_workers_that_sleep(gpus) -> None:
     gpus(4)
     config = config_of(*SHARED, "inference_model.tensor_parallel_size=2")
     plan = make_plan(config, "cuda")
@@ -288,78 +295,61 @@ def test_shared_gpus_have_engines_in_workers_that_sleep(gpus, with_vllm) -> None
     assert (alone.workers, alone.shared, alone.placement.colocated) == (False, False, True)
 
 
-def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(monkeypatch, tmp_path, with_vllm) -> None:
+def test_on_a_cluster_shared_engines_are_in_the_bundles_of_their_ranks(ray, monkeypatch, tmp_path, gpus) -> None:
     """One GPU more, for a reference; which GPUs a bundle has is reported by a worker that gets all of them."""
-    bundles, launcher = [], Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: bundles.extend(places) or launcher)
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8, "GPU": 4}}])
     config = config_of(*SHARED, "ray.address=auto", "inference_model.tensor_parallel_size=2", "policy.kl_coef=0.1")
     with pytest.raises(UserError, match="5 in all, and this one has 4"):
         make_plan(config, "cuda", 4)
     cluster = Cluster(config, make_plan(config, "cuda", 5), tmp_path)
-    assert [len(places) for places in bundles] == [2, 2, 1]
+    assert [len(gpus) for gpus in ray.bundles] == [2, 2, 1]
     on_nodes = {("devices", 0): "6,7", ("devices", 1): "GPU-a,GPU-b", ("address", 0): "here:1"}
-    launcher.start.side_effect = lambda name, spec, *, bundle, **options: Mock(
+    ray.start.side_effect = lambda name, spec, *, bundle, **options: Mock(
         call=lambda method: Mock(result=lambda timeout: on_nodes[method, bundle])
     )
-    rollout, reference = cluster.start_rollout(EngineOptions("tiny", eos_token_ids=[2])), cluster.start_reference({})
+    rollout, reference = cluster.start_rollout(OPTIONS), cluster.start_reference({})
     for start, slot in ((rollout, 0), (rollout, 1), (reference, 0)):
         start(slot)
     cluster.start_ranks()
-    placed = {call.args[0]: call.kwargs for call in launcher.start.call_args_list}
+    placed = {call.args[0]: call.kwargs for call in ray.start.call_args_list}
     where = {name: (one["bundle"], one.get("env", {}).get("CUDA_VISIBLE_DEVICES")) for name, one in placed.items()}
     assert (where["rollout-0"], where["rollout-1"], where["reference-0"][0]) == ((0, "6,7"), (1, "GPU-a,GPU-b"), 2)
     ranks = [where[f"learner-{rank}"] for rank in range(4)]
     assert ranks == [(0, "6"), (0, "7"), (1, "GPU-a"), (1, "GPU-b")]
-    # who says which GPUs there are holds them for so long only
-    gpu_shares = [call.kwargs["num_gpus"] for call in launcher.start.call_args_list if call.kwargs.get("num_gpus")]
+    # a worker that reports GPUs holds them for so long only
+    gpu_shares = [call.kwargs["num_gpus"] for call in ray.start.call_args_list if call.kwargs.get("num_gpus")]
     assert gpu_shares == [2, 2, 1]
 
 
-def test_a_node_that_does_not_report_its_address_ends_the_run(monkeypatch, tmp_path) -> None:
-    launcher = Mock()
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: launcher)
-    launcher.start.return_value.call.return_value = Future()
-    plan = Plan("cpu", Placement(train=(0,), inference=(1,), ref=(), colocated=False), "transformers", True)
-    cluster = Cluster(config_of("mode=async", "ray.address=auto", "ray.timeout_s=0.01"), plan, tmp_path)
+def test_a_node_that_does_not_report_its_address_ends_the_run(ray, tmp_path) -> None:
+    ray.start.return_value.call.return_value = Future()
+    config = config_of("mode=async", "ray.address=auto", "ray.timeout_s=0.01")
+    cluster = Cluster(config, plan_of("cpu", (0,), (1,)), tmp_path)
     with pytest.raises(RunFailed, match=r"address of its node within ray.timeout_s=0.01 s"):
         cluster.start_ranks()
-    launcher.start.return_value.kill.assert_called_once_with()
+    ray.start.return_value.kill.assert_called_once_with()
 
 
-def test_weights_reach_servers_as_they_are_though_a_reference_is_in_ray(monkeypatch, tmp_path) -> None:
-    """Servers are threads of this process: no process would unwrap what Ray shares."""
-    monkeypatch.setattr(Cluster, "_start_ray", lambda self, places: Mock())
-    plan = Plan("cpu", Placement(train=(0,), inference=(1,), ref=(2,), colocated=False), "vllm_server", True)
-    cluster, weights = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path), object()
-    assert cluster.engine_launcher.share(weights) is weights
-    cluster.close()
-    cluster.launcher.close.assert_called_once_with()
-
-
-def test_each_server_has_a_log_and_gpus_of_its_own(monkeypatch, tmp_path) -> None:
-    started = {}
+@pytest.mark.parametrize(("seen", "names"), [("", ["1", "3"]), ("GPU-a, GPU-b, GPU-c, GPU-d", ["GPU-b", "GPU-d"])])
+def test_servers_are_in_threads_each_with_a_log_and_gpus_of_its_own(seen, names, ray, monkeypatch, tmp_path) -> None:
+    """Weights reach them as they are though a reference is in Ray: no process would unwrap what Ray shares."""
+    started, weights = {}, object()
     starter = lambda launcher, name, spec: lambda slot: started.update({slot: spec})  # noqa: E731
     monkeypatch.setattr(cluster_module, "starter", starter)
-    plan = Plan("cuda", Placement(train=(0,), inference=(1, 3), ref=(), colocated=False), "vllm_server", True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    plan = plan_of("cuda", (0,), (1, 3), (2,), "vllm_server")
     cluster = Cluster(config_of("mode=async", "engine.name=vllm_server"), plan, tmp_path)
-    start = cluster.start_rollout(EngineOptions("tiny", engine="vllm_server", eos_token_ids=[2], max_rows=7))
+    assert cluster.engine_launcher.share(weights) is weights
+    start = cluster.start_rollout(replace(OPTIONS, engine="vllm_server", max_rows=7))
     for slot in (1, 0):
         start(slot)
     bound = {slot: inspect.signature(rollout_worker).bind(**spec.options) for slot, spec in started.items()}
     first, second = (bound[slot].arguments["options"] for slot in (0, 1))
     assert [Path(each.log_path).name for each in (first, second)] == ["vllm_server-0.log", "vllm_server-1.log"]
-    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["1", "3"]
+    assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == names
     assert first.max_rows == second.max_rows == 7
-
-
-def test_on_a_cluster_every_role_needs_gpus_of_its_own(with_vllm) -> None:
-    config = config_of("mode=async", "policy.kl_coef=0.1", "engine.name=vllm", "ray.address=auto")
-    with pytest.raises(UserError, match=r"3 in all, and this one has 2; .*train without a reference"):
-        make_plan(config, "cuda", 2)
-    with pytest.raises(UserError, match="this one has 1"):
-        make_plan(config, "cuda", 1)
-    assert make_plan(config, "cuda", 3).workers
+    cluster.close()
+    ray.close.assert_called_once_with()
 
 
 def test_an_address_where_no_cluster_listens_is_a_quick_sentence() -> None:
@@ -437,53 +427,58 @@ def test_counts_give_disjoint_sets_of_that_size() -> None:
             assert not available or len(set().union(*sets)) == sum(counts)
 
 
+ON_THE_LEARNERS = {"default": 2, "shared": True}
+
+
 @pytest.mark.parametrize(
-    ("roles", "available", "fix"),
+    ("roles", "available", "expected"),
     [
-        (({"num_devices": 1}, {"num_devices": 1}, {"num_devices": 1}), 2, "leave inference_model.num_devices out"),
-        (({}, {"devices": [0]}, {"num_devices": 1}), 2, "leave inference_model.devices out"),
-        (({"devices": [0, 1]}, {"num_devices": 1}, {}), 2, "shorten train_model.devices"),
+        *((({}, {}, {}), count, ((0,), (0,), (int(count > 1),))) for count in range(3)),
+        *((({}, {}, None), count, ((0,), (0,), ())) for count in range(3)),
+        (({"devices": [0]}, {"num_devices": 2}, None), 3, ((0,), (1, 2), ())),
+        (({"num_devices": 4}, ON_THE_LEARNERS, {}), 0, ((0, 1, 2, 3), (0, 1, 2, 3), (0,))),
+        (({"num_devices": 4}, ON_THE_LEARNERS, {}), 4, ((0, 1, 2, 3), (0, 1, 2, 3), (0,))),
+        (({"num_devices": 4}, ON_THE_LEARNERS, {}), 6, ((0, 1, 2, 3), (0, 1, 2, 3), (4,))),
+        (({"devices": [3, 1]}, ON_THE_LEARNERS, None), 4, ((3, 1), (3, 1), ())),
     ],
 )
-def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], available: int, fix: str) -> None:
-    named = [Role(name, **role) for name, role in zip(NAMES, roles)]
-    with pytest.raises(UserError, match=rf"3 devices .* {available} can be used; {fix}"):
-        place(*named, available=available)
+def test_the_defaults_fit_every_machine_and_explicit_devices_are_kept(roles, available: int, expected) -> None:
+    train, inference, ref = (role if role is None else Role(name, **role) for name, role in zip(NAMES, roles))
+    actual = place(train, inference, ref, available=available, concurrent=inference.shared)
+    assert (actual.train, actual.inference, actual.ref) == expected
+    assert actual.colocated == (actual.train == actual.inference)
 
 
-def test_the_defaults_fit_every_machine_and_explicit_devices_are_kept() -> None:
-    for available, ref in itertools.product(range(3), (Role("ref_model"), None)):
-        actual = place(Role("train_model"), Role("inference_model"), ref, available=available)
-        assert (actual.train, actual.inference, actual.colocated) == ((0,), (0,), True)
-        assert actual.ref == ((int(available > 1),) if ref else ())
-    actual = place(Role("train_model", devices=[0]), Role("inference_model", 2), None, available=3)
-    assert (actual.train, actual.inference, actual.ref) == ((0,), (1, 2), ())
-    over_several = Role("inference_model", default=2)
-    actual = place(Role("train_model"), over_several, None, available=4, concurrent=True)
+def test_an_engine_over_several_gpus_that_samples_while_the_learner_trains_has_its_own() -> None:
+    actual = place(Role("train_model"), Role("inference_model", default=2), None, available=4, concurrent=True)
     assert (actual.train, actual.inference) == ((2,), (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("index", "available", "message"),
+    ("roles", "available", "sentence"),
     [
-        (0, 2, r"train_model\.devices both have 0"),
-        (2, 2, r"inference_model\.devices has device 2, but devices are numbered 0 to 1; use "),
-        (2, 1, r"device 2, but devices are numbered 0 to 0; use inference_model\.devices=\[0\]"),
+        (({"num_devices": 1}, {"num_devices": 1}, {"num_devices": 1}), 2, "leave inference_model.num_devices out"),
+        (
+            ({}, {"devices": [0]}, {"num_devices": 1}),
+            2,
+            "3 devices .* 2 can be used; leave inference_model.devices out",
+        ),
+        (({"devices": [0, 1]}, {"num_devices": 1}, {}), 2, "3 devices .* 2 can be used; shorten train_model.devices"),
+        (({"num_devices": 8}, ON_THE_LEARNERS, {"num_devices": 1}), 8, "9 devices .*ref_model=1.*; lower train_model"),
+        (({"devices": [0]}, {"devices": [0]}, {}), 2, r"inference_model\.devices and train_model\.devices both have 0"),
+        (
+            ({}, {"devices": [2]}, {}),
+            2,
+            r"inference_model\.devices has device 2, but devices are numbered 0 to 1; use ",
+        ),
+        (
+            ({}, {"devices": [2]}, {}),
+            1,
+            r"device 2, but devices are numbered 0 to 0; use inference_model\.devices=\[0\]",
+        ),
     ],
 )
-def test_wrong_indices_are_refused(index: int, available: int, message: str) -> None:
-    roles = Role("train_model", devices=[0]), Role("inference_model", devices=[index])
-    with pytest.raises(UserError, match=message):
-        place(*roles, None, available=available)
-
-
-@pytest.mark.parametrize(("available", "reference"), [(0, (0,)), (4, (0,)), (6, (4,))])
-def test_shared_engines_are_on_all_devices_of_the_learner_and_need_no_other(available: int, reference) -> None:
-    engines = Role("inference_model", default=2, shared=True)
-    actual = place(Role("train_model", 4), engines, Role("ref_model"), available=available, concurrent=True)
-    assert (actual.train, actual.inference, actual.ref) == ((0, 1, 2, 3), (0, 1, 2, 3), reference)
-    assert actual.colocated
-    listed = place(Role("train_model", devices=[3, 1]), engines, None, available=4, concurrent=True)
-    assert listed.train == listed.inference == (3, 1)
-    with pytest.raises(UserError, match=r"9 devices .*train_model=8, ref_model=1.* 8 can be used; lower train_model"):
-        place(Role("train_model", 8), engines, Role("ref_model", 1), available=8, concurrent=True)
+def test_the_fix_names_an_option_that_helps(roles: tuple[dict, dict, dict], available: int, sentence: str) -> None:
+    named = [Role(name, **role) for name, role in zip(NAMES, roles)]
+    with pytest.raises(UserError, match=sentence):
+        place(*named, available=available, concurrent=True)
