@@ -140,7 +140,7 @@ class Result:
     def _exported(self, kind: Any) -> Any:
         folder = self._file(run_files.EXPORTED, "it is written at the end of a run, unless train.export_hf=false")
         require_plain(folder, self.run_dir)
-        runs_code = self.config["model"]["trust_remote_code"] is True
+        runs_code = self.config.get("model", {}).get("trust_remote_code") is True
         if runs_code and not self.trust:
             require_consent(self.run_dir, [f"run the Python files in {folder} (model.trust_remote_code)"])
         return kind.from_pretrained(folder, trust_remote_code=runs_code)

@@ -77,6 +77,8 @@ def test_the_model_is_the_exported_one_and_loaded_once(run_dir: Path) -> None:
     chat = [{"role": "user", "content": "2 + 2?"}]
     ours, theirs = (each.apply_chat_template(chat, tokenize=False) for each in (result.tokenizer, tokenizer))
     assert ours == theirs
+    (run_dir / "config.yaml").write_text("seed: 1\n")  # of a hand: no section of the model
+    assert Result(run_dir).tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
 def test_what_is_missing_is_one_sentence(run_dir: Path, tmp_path: Path) -> None:
