@@ -24,9 +24,11 @@ response for layers with a sliding window shorter than the longest row, for capp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -537,13 +539,15 @@ def _operation(name: str, schema: str, compute: Callable[..., Any], fake: Callab
     return getattr(torch.ops.sota_grpo, name).default
 
 
+_KERNELS = "sota_grpo.policy.attention_kernels"
+
+
 def _kernel(name: str, schema: str, fake: Callable[..., Any]) -> Any:
     """Define the operation that is computed by this function of ``attention_kernels``, which needs Triton."""
 
     def compute(*args: Any) -> Any:
-        from sota_grpo.policy import attention_kernels
-
-        return getattr(attention_kernels, name)(*args)
+        module = sys.modules.get(_KERNELS) or import_module(_KERNELS)  # import_module costs four calls each time
+        return getattr(module, name)(*args)
 
     return _operation(name, schema, compute, fake)
 

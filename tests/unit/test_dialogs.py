@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -100,7 +99,9 @@ class Submitting(Streams):
 
     def __init__(self) -> None:
         self.worker = hosted(scripted)
-        self.submit = partial(self.worker.call, "run")
+
+    def submit(self, request: GroupRequest, sampling: Sampling) -> Future[GroupOutput]:
+        return self.worker.call("run", request, sampling)
 
     def update_weights(self, weights: object, version: int) -> None: ...
 
