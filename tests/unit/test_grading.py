@@ -69,7 +69,7 @@ def pool_of() -> Iterator[PoolOf]:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GradingPool]:
     """One worker for several tests, which count the restarts since they began."""
-    with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=1.0)) as made:
+    with closing(GradingPool(moody, WEIGHTS, num_workers=1, timeout_s=3.0)) as made:
         yield made
 
 
