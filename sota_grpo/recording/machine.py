@@ -18,7 +18,13 @@ from typing import Any
 
 _PACKAGES = ("sota-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
-_IN_MAPPING = re.compile(r"([{,]\s*['\"]?\w*(?:token|key|secret|password)['\"]?\s*:\s*)[^,}]+", re.IGNORECASE)
+_IN_MAPPING = re.compile(
+    r"""([{,]\s*(['"]?)[^'"{},:]*(?:token|key|secret|password)\2\s*:(?!\s*null\s*[,}])\s*)  # a name
+    # its value: quoted text, a list or mapping with all that follows it, or other text
+    (?:'(?:\\.|[^'\\])*' | "(?:\\.|[^"\\])*" | [{\[].* | (?:\\.|[^,}\\])+)
+    """,
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
 _GIT_S = 5.0  # time limit of git, for slow disks
 _GPUS = Path("/proc/driver/nvidia/gpus")  # GPU names; torch would initialise CUDA to read them
 

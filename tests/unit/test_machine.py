@@ -40,6 +40,21 @@ def test_a_start_has_the_commit_of_the_tree_that_it_is_in(tmp_path: Path, monkey
     assert machine.this_start.__wrapped__()["working_tree"] == f"{commit}-dirty"
 
 
+@pytest.mark.parametrize(
+    ("value", "recorded"),
+    [
+        ("{api_key: 'a,b}c', n: 1}", "{api_key: ***, n: 1}"),
+        ('{"api-key": "a\\"b,c", n: 1}', '{"api-key": ***, n: 1}'),
+        (r"{a: {b.token:s\,4}, n: 1}", "{a: {b.token:***}, n: 1}"),
+        ("{a_key: [s, t], n: 1}", "{a_key: ***"),
+        ("{a_key: {b: s, c: t}, n: 1}", "{a_key: ***"),
+        ("{hub_token: null, max_tokens: 9}", "{hub_token: null, max_tokens: 9}"),
+    ],
+)
+def test_no_secret_of_a_mapping_is_recorded(value: str, recorded: str) -> None:
+    assert machine.without_secrets([f"a.b={value}"]) == [f"a.b={recorded}"]
+
+
 def test_starts_of_another_program_are_no_failure(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", steps=1)
     for starts in (None, 3, [3], [{"versions": 3, "cpus": "\x1b[2J"}], [{"commit": "a"}]):
