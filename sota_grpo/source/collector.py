@@ -45,8 +45,8 @@ _POLL_S = 0.1  # seconds between two polls of should_stop
 
 
 def _of_tables(transform: Callable[[Any], object]) -> Callable[[RowTable], object]:
-    """Return a function that applies ``transform`` to a RowTable in place; a TorchRL transform gets TensorDicts."""
-    if isinstance(transform, Transform) and not isinstance(transform, RowTransform):
+    """Return a function that applies ``transform`` to a RowTable in place; another's transform gets TensorDicts."""
+    if isinstance(transform, Transform) and not isinstance(transform, (RowTransform, Timed)):
         return UserTransforms([(f"The transform {type(transform).__name__}", transform)])
     return transform
 

@@ -19,10 +19,10 @@ from sota_grpo import keys
 from sota_grpo.envs import TaskEnv
 from sota_grpo.errors import RunFailed
 from sota_grpo.rl.records import Sampling
-from sota_grpo.rl.table import row_list
-from sota_grpo.rl.transforms import GroupAdvantage
+from sota_grpo.rl.table import RowTable, row_list
+from sota_grpo.rl.transforms import GroupAdvantage, OverlongPenalty
 from sota_grpo.source.collector import PromptGroupCollector
-from sota_grpo.source.replay_buffer import GroupReplayBuffer
+from sota_grpo.source.replay_buffer import GroupReplayBuffer, Timed
 from tests.training_rigs import make_env, make_scripted
 
 MODEL = torch.nn.Linear(2, 2)
@@ -215,6 +215,18 @@ def test_a_transform_of_torchrl_is_given_tensordicts_of_a_group() -> None:
         plain, scaled = make_collector().next_batch(), make_collector(**{where: [scale]}).next_batch()
         for row, other in zip(plain.unbind(0), scaled.unbind(0), strict=True):
             assert other[keys.REWARD] == 2 * row[keys.REWARD] + 1
+
+
+def test_a_timed_transform_of_tables_is_given_the_table_of_a_group() -> None:
+    seen = []
+
+    class Seen(OverlongPenalty):
+        def forward(self, rows):
+            seen.append(type(rows))
+            return super().forward(rows)
+
+    make_collector(group_transforms=[Timed("score", Seen(10, 9))]).next_batch()
+    assert {*seen} == {RowTable}
 
 
 def test_hooks_are_called_around_each_batch_and_what_has_no_meaning_says_so() -> None:
