@@ -362,17 +362,18 @@ def fill(
             for at, ((has, count, widest), members) in enumerate([*batches, ((before, 0, 0), [])]):
                 size = (has + tokens, count + rows, max(widest, longest))
                 if weight(size) <= token_budget or at == len(batches):
-                    batches[at : at + 1] = [(size, [*members, index])]
+                    batches[at : at + 1] = [(size, members)]
+                    members.append(index)
                     break
         return [members for _, members in sorted(batches, key=lambda batch: -weight(batch[0]))]
 
     full, even = [], []
     for group in groups:
-        cuts = [group]
+        cuts = shares = [group]
         if weight(group.size) > token_budget:
             lengths = [(length, 1, group.prompt + length) for length in group.responses]
             cuts = [group.subset(members) for members in first_fit(lengths, before=group.prompt)]
-        shares = [group.subset(share) for share in balanced_shares(group.responses, len(cuts))]
+            shares = [group.subset(share) for share in balanced_shares(group.responses, len(cuts))]
         full += cuts
         even += shares if len(cuts) > 1 and all(weight(share.size) <= token_budget for share in shares) else cuts
     packings = (
