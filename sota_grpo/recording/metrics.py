@@ -73,7 +73,9 @@ _DECLARED = (
     Metric("correction_fraction", "mean", "Fraction of tokens with a correction weight out of bounds.", "fraction"),
     Metric("off_policy_fraction", "mean", "Fraction of tokens excluded by algorithm.off_policy_threshold.", "fraction"),
     Metric("kl_approx", "mean", "Mean of logp_behaviour - logp of the sampled tokens.", "nats"),
-    Metric("gradient_share/max_token", "max", "One token's share of the sum of (d loss / d logp)^2.", "fraction"),
+    Metric(
+        "gradient_share/max_token", "max", "Largest share of one token in the sum of (d loss / d logp)^2.", "fraction"
+    ),
     Metric("grad_norm", "mean", "Global gradient norm before clipping."),
     Metric("lr", "last", "Learning rate that the last optimizer step used."),
     Metric("loss/objective", "mean", "Policy term of the loss."),
@@ -104,7 +106,7 @@ _DECLARED = (
     Metric("eval/reward", "last", "Mean reward of the greedy responses to held-out problems."),
     Metric("eval/reward_stderr", "last", "Standard error of eval/reward over problems."),
     Metric("eval/reward/<term>", "last", "Mean of one reward term of the greedy responses, before its weight."),
-    Metric("eval/task/<name>", "last", "Another greedy accuracy: of a benchmark, or a mixture's task.", "fraction"),
+    Metric("eval/task/<name>", "last", "Greedy accuracy of a benchmark (ifeval: 4) or a mixture's task.", "fraction"),
     Metric("eval/task_stderr/<name>", "last", "Standard error of eval/task/<name> over problems.", "fraction"),
     Metric("eval/grader_errors", "sum", "Evaluated responses whose grader failed or timed out.", "responses"),
     Metric("eval/num_samples", "last", "Number of held-out problems that were evaluated.", "problems"),
