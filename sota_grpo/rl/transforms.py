@@ -282,8 +282,8 @@ class OverlongPenalty(RowTransform):
 
     def _write(self, rows: RowTable) -> None:
         _require_ends(rows, whole=True)
-        penalty = self._penalty(rows.sums(keys.ASSISTANT_MASK)).unsqueeze(-1)
-        rows.set(self.written_key, penalty)
+        penalty = self._penalty(rows.sums(keys.ASSISTANT_MASK))
+        rows.set(self.written_key, penalty.reshape(_reward(rows).shape))
         graded = [keys.GRADED_REWARD] if rows.has(keys.GRADED_REWARD) else []  # ReferenceKL came before
         for key in (keys.REWARD, *graded):
             reward = _reward(rows, key)

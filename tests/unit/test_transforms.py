@@ -342,15 +342,17 @@ def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
 # ------------------------------------------------------------------------------------- penalty, composition
 
 
-def test_overlong_penalty_by_hand() -> None:
-    """max 10, buffer 4: lengths 6, 7, 10, 12 give 0, -1/4, -1, -1, here weighed by 2."""
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_overlong_penalty_by_hand(shape: tuple[int, ...]) -> None:
+    """max 10, buffer 4: lengths 6, 7, 10, 12 give 0, -1/4, -1, -1, here weighed by 2, in the shape of the reward."""
     rows = [
-        TensorDict({"masks": {"all_assistant_mask": torch.ones(n).bool()}, "next": {"reward": torch.ones(1)}})
+        TensorDict({"masks": {"all_assistant_mask": torch.ones(n).bool()}, "next": {"reward": torch.ones(shape)}})
         for n in (6, 7, 10, 12)
     ]
     out = OverlongPenalty(10, 4, weight=2.0)(lazy_stack(rows, 0))
-    assert out[keys.REWARD].tolist() == [[1.0], [0.5], [-1.0], [-1.0]]
-    assert out[(*keys.REWARD_TERMS, "overlong")].tolist() == [[0.0], [-0.25], [-1.0], [-1.0]]
+    assert out[keys.REWARD].tolist() == torch.tensor([1.0, 0.5, -1.0, -1.0]).reshape(4, *shape).tolist()
+    penalties = torch.tensor([0.0, -0.25, -1.0, -1.0]).reshape(4, *shape).tolist()
+    assert out[(*keys.REWARD_TERMS, "overlong")].tolist() == penalties
     with pytest.raises(ValueError, match="buffer_tokens is 11"):
         OverlongPenalty(10, 11)
 
