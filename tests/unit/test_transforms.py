@@ -97,6 +97,21 @@ def test_rewards_of_several_dtypes_are_compared() -> None:
     assert penalised[keys.REWARD].flatten().tolist() == [-1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_advantage_equals_the_loop_in_any_order(dense: bool) -> None:
+    """Groups of 4, 4, 4 and 2."""
+    stream = generator()
+    rows = random_rows(stream, 14, group_size=4)
+    rows = [rows[index] for index in torch.randperm(14, generator=stream).tolist()]
+    expected = advantage_loop([row[keys.REWARD].item() for row in rows], [row["group_id"].item() for row in rows])
+    batch = lazy_stack([row.exclude("advantage") for row in rows])
+    if dense:
+        batch = TensorDict({key: batch[key] for key in (keys.REWARD, keys.GROUP_ID)}, batch_size=[14])
+    out = GroupAdvantage()(batch)["advantage"]
+    assert out.shape == (14, 1, 1)
+    assert out.flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
 def batch_of(rewards: list[float], groups: list[int], failed: list[int] = [], **entries) -> TensorDict:  # noqa: B006
     error = torch.tensor([[index in failed] for index in range(len(rewards))])
     following = {"reward": torch.tensor(rewards, dtype=torch.float64).unsqueeze(-1), "reward_error": error, **entries}
@@ -223,6 +238,22 @@ def test_masks_may_be_integers() -> None:
             assert torch.equal(row[key], other[key])
 
 
+def test_a_penalty_that_one_row_lacks_keeps_its_weight() -> None:
+    """Weights 1 and -0.5 of ``right`` and ``long``; w (t - mean) / (std + eps) added by hand; one row has None."""
+    rows, terms = [], {"right": [1.0, 0.0, 1.0, 0.0], "long": [3.0, 1.0, None, 8.0]}
+    for values in zip(*terms.values()):
+        own = {name: torch.tensor([value]) for name, value in zip(terms, values) if value is not None}
+        rows.append(TensorDict({"next": {"reward": torch.zeros(1), "reward_terms": own}, "group_id": 0}))
+    expected = [0.0] * 4
+    for weight, values in zip((1.0, -0.5), terms.values()):
+        own = [value for value in values if value is not None]
+        mean, std = statistics.fmean(own), statistics.stdev(own) + 1e-6
+        expected = [e + (0 if value is None else weight * (value - mean) / std) for e, value in zip(expected, values)]
+    options = {"baseline": "none", "scale": "none", "decouple_terms": True}
+    transform = GroupAdvantage(**options, term_weights={"right": 1.0, "long": -0.5})
+    assert transform(lazy_stack(rows))["advantage"].flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_incomplete_group_is_refused_by_id() -> None:
     rows = lazy_stack([row.exclude("advantage") for row in random_rows(generator(), 8, group_size=4)[:7]], 0)
     with pytest.raises(ValueError, match=r"group 1 has 3 responses in this batch instead of 4"):
@@ -337,6 +368,23 @@ def test_without_a_coefficient_the_reward_stays_and_twice_is_once() -> None:
     again = FakeReference()
     kl_of(again, 1.0)(lazy_stack(rows, 0))
     assert again.widths == []
+
+
+def test_kl_noise_in_the_reward_stays_noise() -> None:
+    """Rewards 0 0 | 1 0 and a KL of 0.01 on row 1 alone: only the second group is scaled to unit variance."""
+    rows, noise, half = random_rows(generator(), 4, group_size=2), 1e-2, 0.5**0.5
+    for index, (row, reward) in enumerate(zip(rows, [0.0, 0.0, 1.0, 0.0])):
+        del row["advantage"], row["next", "ref_log_probs"]
+        row.set(keys.REWARD, torch.tensor([reward]))
+        mask = row[keys.ASSISTANT_MASK]
+        row.set(keys.LOG_PROBS, torch.where(mask, noise / mask.sum() if index == 1 else 0.0, 0.0))
+    batch = GroupAdvantage()(kl_of(zeros, 1.0)(lazy_stack(rows)))
+    for key, expected in (
+        (keys.KL_TERM, [0, -noise, 0, 0]),
+        (keys.REWARD, [0, -noise, 1, 0]),
+        (keys.ADVANTAGE, [noise / 2, -noise / 2, half, -half]),
+    ):
+        assert [float(row[key]) for row in batch.unbind(0)] == pytest.approx(expected, rel=1e-3, abs=1e-9)
 
 
 # ------------------------------------------------------------------------------------- penalty, composition
