@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import os
 import socket
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from sota_grpo.engines.scripted import ScriptedEngine
 from sota_grpo.envs import PromptSource
@@ -21,6 +24,27 @@ WAIT_S = 60.0
 def written(name: str, **arguments: Any) -> str:
     """A call as the embedded template renders it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@contextmanager
+def executing_no_text(*more: str) -> Iterator[None]:
+    """No text is evaluated, executed or run by a shell meanwhile; code of a file that is imported may be."""
+    texts: list[str] = []
+
+    def refusing(original: Callable[..., object]) -> Callable[..., object]:
+        def refuse(*arguments: object, **options: object) -> object:
+            if isinstance(arguments[0], str):
+                texts.append(arguments[0])
+                raise RuntimeError("not in this test")
+            return original(*arguments, **options)
+
+        return refuse
+
+    with ExitStack() as stack:
+        for module, name in ((os, "system"), *((builtins, name) for name in ("eval", "exec", *more))):
+            stack.enter_context(patch.object(module, name, refusing(getattr(module, name))))
+        yield
+    assert not texts
 
 
 def free_port() -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from sota_grpo.tasks.ifeval import IFEvalTask
 from sota_grpo.tasks.procedural import CountdownTask
 from sota_grpo.tasks.questions import GSM8KTask, MathTask, ReasoningTask
 from sota_grpo.tasks.table import TableTask
+from tests.tool_rigs import executing_no_text
 from tests.unit.test_ifeval_checks import FLAT as INSTRUCTIONS
 from tests.unit.test_math_equal import HOSTILE, SOUP
 from tests.unit.test_rewards import HOSTILE as ANSWERS
@@ -131,17 +130,8 @@ def test_no_response_crashes_is_executed_or_takes_long(
     for example in examples:
         task.score("A text of some words. And another one.", example)
 
-    def refusing(original: Callable[..., object]) -> Callable[..., object]:
-        def refuse(*arguments: object, **options: object) -> object:
-            assert not isinstance(arguments[0], str), f"executed: {arguments[0]!r}"
-            return original(*arguments, **options)  # of code that a file is imported with
-
-        return refuse
-
-    with monkeypatch.context() as patched:
-        patched.chdir(tmp_path)
-        for module, function in ((builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (os, "system")):
-            patched.setattr(module, function, refusing(getattr(module, function)))
+    monkeypatch.chdir(tmp_path)
+    with executing_no_text("compile"):
         for text in hostile_texts(rng, golds, NUM_RESPONSES):
             score = task.score(text, rng.choice(examples))
             assert set(score.terms) == set(task.term_weights)

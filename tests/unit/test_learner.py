@@ -383,6 +383,9 @@ def test_a_skipped_step_moves_no_schedule_and_no_count(tmp_path: Path) -> None:
     assert metrics["lr"] == pytest.approx(1e-3 * 2 / 4)  # the second step of the warm-up
     assert metrics["grad_norm"] > 0
     assert metrics["loss_scale"] == 2.0**10
+    resumed = make_learner(tmp_path, precision="fp16", schedule="linear", warmup_steps=4)
+    resumed.load_state_dict(learner.state_dict())
+    assert resumed.scaler.get_scale() == 2.0**10
 
 
 @pytest.mark.parametrize("where", ["advantage", "weights"])

@@ -21,6 +21,7 @@ from sota_grpo.envs.tool_calls import PolicyTurn, ToolCallReader
 from sota_grpo.errors import UserError
 from sota_grpo.policy.load import load_tokenizer
 from sota_grpo.rl.tool_schemas import ToolCall, function_schemas
+from tests.tool_rigs import executing_no_text
 from tests.unit.test_chat_tokens import names_of
 
 SEED = random.randrange(1 << 30)
@@ -436,13 +437,14 @@ def test_hostile_turns_crash_execute_and_forge_nothing(
     rng, turns, special = random.Random(SEED), TurnTokens(tokenizer), set(tokenizer.all_special_ids)
     framing = [n for n in turns.ids([{"role": "tool", "content": "4"}], 0) if n in special]
     monkeypatch.chdir(tmp_path)
-    num_called = 0
-    for number, ids in enumerate(hostile_turns(rng, tokenizer, 200)):
-        turn = require_laws(reader, ids)
-        num_called += any(call.error is None for call in turn.calls)
-        if number % 25 == 0 and turn.calls:  # what it is answered begins and ends one turn
-            answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
-            assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
+    num_called, said = 0, [*hostile_turns(rng, tokenizer, 200)]
+    with executing_no_text():
+        for number, ids in enumerate(said):
+            turn = require_laws(reader, ids)
+            num_called += any(call.error is None for call in turn.calls)
+            if number % 25 == 0 and turn.calls:  # what it is answered begins and ends one turn
+                answer = {"role": "tool", "content": turn.calls[0].error or json.dumps(dict(turn.calls[0].arguments))}
+                assert [n for n in turns.ids([answer], 0) if n in special] == framing, f"seed {SEED}"
     assert not list(tmp_path.iterdir())
     assert num_called > 2, f"seed {SEED}"  # some get through, so the rest is near to calls
 
