@@ -421,24 +421,25 @@ def test_dropout_does_not_enter_the_mismatch(tmp_path: Path) -> None:
     assert metrics["ess"] < 0.999
 
 
-@pytest.mark.parametrize(("aggregation", "torchrls"), [("token", "token_mean"), ("sequence", "prompt_mean")])
-def test_a_token_of_unknown_log_prob_counts_for_nothing(aggregation: str, torchrls: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_a_token_of_unknown_log_prob_counts_for_nothing(aggregation: str, tmp_path: Path) -> None:
     """The loss that the learner weighs row by row is that of the whole batch, whose weights the loss finds itself.
 
     In the mismatch one of two sampled tokens is half a nat off, the other is unknown: e^g - 1 - g at g = 1/2.
     """
-    learner, rows = make_learner(tmp_path, aggregation=aggregation, micro_batch_tokens=13), make_rows()
+    learner = make_learner(tmp_path, aggregation=aggregation, max_response_tokens=16, micro_batch_tokens=13)
+    rows, how = make_rows(), {"loss_aggregation": aggregation, "max_response_tokens": 16}
     row = {keys.ASSISTANT_MASK: torch.arange(3) > 0, keys.LOG_PROBS: torch.tensor([0.0, -2.5, math.nan])}
     actual = learner._mismatch([row], {0: torch.tensor([0.0, -2.0, -1.0])})
     assert actual == pytest.approx(math.exp(0.5) - 1.5, rel=1e-5)
     for row in rows[::3]:
         row[keys.LOG_PROBS][-1] = math.nan
-    alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, aggregation=torchrls)
+    alone = GRPOLoss(learner.policy, entropy_bonus=False, kl_to_ref_coeff=None, **how)
     expected = float(alone(pad_rows(rows, pad_token_id=PAD)).loss_objective)
     plain = RowTable.of(rows).rows()
     losses, *_ = learner._measured(learner._run(plain, learner._passes(plain, 10**6)), torch.zeros(()))
     assert losses["loss/objective"] == pytest.approx(expected, rel=1e-4)
-    weighed = set_loss_weights(rows, aggregation)
+    weighed = set_loss_weights(rows, aggregation, max_response_tokens=16)
     assert float(learner.loss(pad_rows(weighed, pad_token_id=PAD)).loss_objective) == pytest.approx(expected, rel=1e-4)
 
 
