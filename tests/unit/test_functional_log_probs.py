@@ -282,6 +282,20 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             chunked_log_probs(hidden, weight, **{"targets": targets, **options})
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.bfloat16, 0.03)])
+def test_a_gpu_computes_the_same(dtype: torch.dtype, close: float, frozen: bool) -> None:
+    hidden, weight, _, targets = (x.detach().cuda() for x in problem(dtype))
+    leaves = [x.requires_grad_() for x in (hidden, weight)[: 1 if frozen else 2]]
+    actual, entropy = chunked_log_probs(hidden, weight, targets, logits_bytes=400, with_entropy=True)
+    expected, wanted = exactly(hidden, weight, targets)
+    torch.testing.assert_close((actual.double(), entropy.double()), expected, rtol=0, atol=3 * close)
+    for gradient, reference in zip(torch.autograd.grad(actual.sum(), leaves), wanted):
+        assert (gradient.double() - reference).norm() < close * reference.norm()
+
+
 @pytest.mark.parametrize("kept", [0, 2**20])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_copy_of_the_weight_in_half_precision_changes_no_bit(frozen: bool, kept: int, monkeypatch) -> None:
