@@ -1,8 +1,10 @@
-"""``make real``: its commands are those of the presets."""
+"""``make real``: each step is done once and leaves a whole file or none; its commands are those of the presets."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,21 @@ from tests.config.test_config import composed
 def given(folder: Path, preset: str) -> argparse.Namespace:
     options = {"seed": 3, "overrides": [], "num_samples": None, "max_tokens": None}
     return argparse.Namespace(file=folder / "rows.jsonl", out=folder / "out", preset=preset, **options)
+
+
+WRITE = "import sys; from pathlib import Path; Path('ran').open('a').write('x'); Path(sys.argv[-1]).write_text('half')"
+
+
+def test_a_step_is_done_once_and_a_killed_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    killed = real.Step("Killed", [sys.executable, "-c", WRITE + "; import os; os.kill(os.getpid(), 9)"], tmp_path / "a")
+    with pytest.raises(subprocess.CalledProcessError):
+        real.do(killed)
+    assert not killed.target.exists()
+    for _ in range(2):
+        real.do(real.Step("Again", [sys.executable, "-c", WRITE], tmp_path / "a"))
+    assert (tmp_path / "a").read_text() == "half"
+    assert (tmp_path / "ran").read_text() == "xx"
 
 
 @pytest.mark.parametrize("preset", real.BENCHMARKS)
