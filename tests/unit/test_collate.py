@@ -34,9 +34,16 @@ def test_the_worked_example() -> None:
 
 @pytest.mark.parametrize(("aggregation", "survivors"), [("token", 1 / 5), ("sequence", 1 / 4), ("constant", 1 / 30)])
 def test_dropped_rows_weigh_nothing(aggregation, survivors) -> None:
-    """Rows of 2, 3 (truncated) and 3 tokens: 5 tokens, 2 rows remain; the constant divisor 3 * 10 stays."""
+    """Rows of 2, 3 (truncated, or without a grade) and 3 tokens: 5 tokens, 2 rows remain; the divisor 3 * 10 stays."""
     stream, options = generator(), {"max_response_tokens": 10, "drop_truncated": True}
     rows = [random_row(stream, 1, r) for r in (2, 3, 3)]
+    for number, row in enumerate(rows):
+        row[keys.REWARD_ERROR] = torch.tensor([number == 1])
+    set_loss_weights(rows, aggregation, max_response_tokens=10)
+    assert not rows[1]["loss_weight"].any()
+    assert rows[0]["loss_weight"].max().item() == pytest.approx(survivors)
+    for row in rows:
+        row.pop(keys.REWARD_ERROR)
     rows[1][keys.TRUNCATED] = torch.tensor([True])
     set_loss_weights(rows, aggregation, **options)
     assert not rows[1]["loss_weight"].any()

@@ -6,7 +6,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -34,8 +37,10 @@ from sota_grpo.tasks.arithmetic import ArithmeticTask
 from sota_grpo.tasks.wrappers import MESSAGE, think_again
 from sota_grpo.training.evaluate import Evaluator
 from sota_grpo.training.learner import Learner
+from sota_grpo.workers.rollout import FleetEngine
 from tests.training_rigs import collector_of, make_saying
 from tests.unit.tiny_models import VOCAB, make_model
+from tests.worker_rigs import hosted
 
 SEED = random.randrange(1 << 30)
 
@@ -187,3 +192,23 @@ def test_engine_and_trainer_agree_on_every_token_of_a_dialog(tmp_path: Path) -> 
         assert actual["ess"] > 1 - 1e-6
         assert actual["clip_fraction"] == 0
         collector.update_policy_weights_(version=learner.version)
+
+
+def test_a_source_with_workers_gives_the_dialogs_of_sync() -> None:
+    """At age 0, through the engine of the rollout workers: the same rows in the same order."""
+    envs, sampling = [make_env() for _ in range(2)], Sampling(max_tokens=48)
+    options = {"num_groups": 4, "transforms": [GroupAdvantage()], "seed": SEED}
+    synchronous = collector_of(envs[0], dialogs(scripted_thinker(envs[0]), envs[0]), sampling, **options)
+    worker = hosted(lambda: scripted_thinker(envs[1]))
+    fleet: Any = SimpleNamespace(submit=partial(worker.call, "run"), close=worker.kill)
+    front = FleetEngine(fleet, name="scripted", max_model_len=2048, share=lambda value: value, deadline_s=9.0)
+    there = dialogs(front, envs[1])
+    workers = collector_of(envs[1], there, sampling, beside=True, wait_deadline_s=20.0, **options)
+    for _ in range(2):
+        for one, other in zip(synchronous.next_batch(), workers.next_batch(), strict=True):
+            for key in (keys.GROUP_ID, keys.FULL_TOKENS, keys.ASSISTANT_MASK, keys.TOKEN_VERSION, keys.ADVANTAGE):
+                assert torch.equal(one.get(key), other.get(key)), f"seed {SEED}"
+        workers.release()
+        synchronous.release()
+    workers.close()
+    there.close()
