@@ -62,7 +62,7 @@ class Task:
     """One call that any worker may run. The queue is ordered by ``number``, which a requeued task keeps."""
 
     number: int
-    turn: asyncio.Future[Slot]  # the slot that shall run it next; a new one each time it is queued
+    turn: asyncio.Future[Slot]  # the slot, once it has the task; a new future each time the task is queued
     workers_lost: int = 0
     progress: int = 0
 
@@ -212,7 +212,8 @@ class Fleet:
     async def run(self, *args: Any) -> Any:
         """Queue a task: call ``run(*args)`` on the least loaded worker that has capacity, and return the result.
 
-        Await it on the fleet's thread (:meth:`start`). A task ends :meth:`sleep`.
+        Await it on the fleet's thread (:meth:`start`). A task ends :meth:`sleep`. If the caller is cancelled, the
+        worker still runs the task, but its answer is dropped and the next task does not wait for it.
 
         Raises:
             TaskOverdue: the task, or a part that ``progress`` reports, took longer than ``task_deadline_s``.
@@ -221,15 +222,23 @@ class Fleet:
         """
         if self._dead is not None:
             raise self._dead
-        self._end_sleep()
+        if not self._awake.is_set():
+            self._end_sleep()
         task = Task(next(self._numbers), self._loop.create_future())
         heapq.heappush(self._queue, (task.number, task))
         self._dispatch()
-        while True:
-            slot = await task.turn
-            with suppress(WorkerDied, _Unfit):  # the worker is lost: `turn` is a new one, or has the task's error
-                if task.number in slot.tasks:
-                    return await self._attempt(slot, task, args)
+        try:
+            while True:
+                slot = await task.turn
+                with suppress(WorkerDied, _Unfit):  # the worker is lost: `turn` is a new one, or has the task's error
+                    if task.number in slot.tasks:
+                        return await self._attempt(slot, task, args)
+        finally:
+            if not task.turn.cancel() and not task.turn.cancelled() and task.turn.exception() is None:
+                slot = task.turn.result()
+                slot.tasks.pop(task.number, None)
+                self._offer(slot)
+                self._dispatch()
 
     def broadcast(self, method: str, *args: Any, deadline_s: float, sticky: bool = False) -> dict[str, Any]:
         """Call ``method(*args)`` on every ready worker; wait and return the results by worker name, in slot order.
@@ -341,7 +350,8 @@ class Fleet:
             if slot.worker is not None:
                 slot.worker.kill()
         for task in tasks:
-            task.turn.set_exception(cause)
+            if not task.turn.cancelled():
+                task.turn.set_exception(cause)
         if not self._ready.done():
             self._ready.set_exception(cause)
 
@@ -523,9 +533,10 @@ class Fleet:
     def _dispatch(self) -> None:
         while not self._stop.is_set() and self._queue and (line := next(filter(None, self._lines), None)):
             (_, task), slot = heapq.heappop(self._queue), next(iter(line))
-            slot.tasks[task.number] = task
-            self._offer(slot)
-            task.turn.set_result(slot)
+            if not task.turn.cancelled():
+                slot.tasks[task.number] = task
+                self._offer(slot)
+                task.turn.set_result(slot)
 
     async def _attempt(self, slot: Slot, task: Task, args: tuple[Any, ...]) -> Any:
         """Return the result of a task on the slot's worker; past the deadline replace that, and raise TaskOverdue."""
@@ -544,9 +555,6 @@ class Fleet:
                 self._lose(slot, _Unfit(str(late)))
                 raise late
             wait_s = min(look_s, due_s - now_s)
-        del slot.tasks[task.number]
-        self._offer(slot)
-        self._dispatch()
         return answer.result()
 
     async def _broadcast(self, method: str, args: tuple[Any, ...], deadline_s: float, sticky: bool) -> dict[str, Any]:

@@ -173,6 +173,37 @@ def test_a_task_that_takes_too_long_fails_and_its_neighbours_are_queued_again(st
     assert (fleet.restarts, fleet.requeued) == (1, 1)
 
 
+@pytest.mark.parametrize("deadline_s", [None, WAIT_S])
+def test_a_caller_that_is_cancelled_leaves_its_worker_to_others(stage: Stage, deadline_s: float | None) -> None:
+    fleet, tasks = stage.fleet(1, capacity=1, task_deadline_s=deadline_s), list[asyncio.Task[Any]]()
+
+    async def begin(number: int) -> None:
+        tasks.append(asyncio.create_task(fleet.run(number)))
+
+    async def cancel() -> None:
+        for task in tasks:
+            task.cancel()
+
+    for number in range(3):
+        fleet.start(begin(number)).result(WAIT_S)
+    wait_for(lambda: stage.now(0).tasks == [0])
+    fleet.start(cancel()).result(WAIT_S)
+    last = fleet.submit(3)
+    wait_for(lambda: stage.now(0).tasks == [0, 3])  # neither waits for 0, nor are 1 and 2 begun
+    stage.now(0).open[3].set_result("three")
+    assert last.result(WAIT_S) == "three"
+    assert fleet.restarts == 0
+
+
+def test_a_count_of_finished_parts_that_raises_is_its_tasks_error(stage: Stage) -> None:
+    counts = {"bad": lambda: 1 / 0, "good": lambda: 0}
+    fleet = stage.fleet(1, capacity=1, task_deadline_s=0.4, progress=lambda task: counts[task]())
+    with pytest.raises(ZeroDivisionError):
+        fleet.submit("bad").result(WAIT_S)
+    fleet.submit("good")
+    wait_for(lambda: stage.now(0).tasks == ["bad", "good"])
+
+
 def test_a_task_that_kills_its_workers_is_given_up(stage: Stage) -> None:
     fleet = stage.fleet(1, max_attempts=3)
     poison = fleet.submit("poison")
@@ -530,6 +561,22 @@ def test_one_that_is_being_replaced_is_waited_for_and_sleeps_before_its_first_ta
     sleeping.result(WAIT_S)
     assert len(stage.puppets[1]) == 2
     assert stage.now(1).is_asleep
+
+
+def test_a_task_while_the_workers_are_put_to_sleep_leaves_starting_ones_to_sleep(stage: Stage, sleepers) -> None:
+    fleet, room = sleepers(2), threading.Event()
+    stage.prepare = lambda puppet: room.wait(WAIT_S) and None
+    dies(fleet, stage.now(0))
+    asleep = stage.later(fleet.sleep, WAIT_S)
+    wait_for(lambda: stage.now(1).is_asleep)
+    task = fleet.submit("late")
+    wait_for(lambda: "late" in stage.now(1).open)
+    room.set()
+    asleep.result(WAIT_S)
+    assert stage.now(0).name == "puppet-0.1"
+    assert stage.now(0).is_asleep
+    stage.now(1).open["late"].set_result("done")
+    assert task.result(WAIT_S) == "done"
 
 
 def test_a_fleet_sleeps_after_its_tasks(stage: Stage, sleepers) -> None:
