@@ -41,6 +41,7 @@ from sota_grpo.rl.task import Task
 from sota_grpo.rl.transforms import graded_texts
 from sota_grpo.source.weight_sync import EngineWeightSync
 from sota_grpo.tasks.dataset import normalised
+from sota_grpo.tasks.mixture import MixtureTask
 from sota_grpo.training.checkpoint import rng_state, set_rng_state
 from sota_grpo.training.learner import Learner
 from sota_grpo.training.remote_learner import RemoteLearner
@@ -153,7 +154,7 @@ class TrainingComponents:
 
     @property
     def num_prompts(self) -> int:
-        return max(NUM_PROMPTS, len(getattr(self.task, "tasks", ())))
+        return max(NUM_PROMPTS, _num_tasks(self.task))
 
     @property
     def max_tokens(self) -> int:
@@ -523,11 +524,15 @@ def _as_sampled(text: str, env: PromptSource) -> SampledText:
     return SampledText(env.decode(torch.tensor(ids, dtype=torch.int64)), [*ids, end_token_ids(env.tokenizer)[0]])
 
 
+def _num_tasks(task: Task) -> int:
+    return len(task.tasks) if isinstance(task, MixtureTask) else 1
+
+
 def _examples(run: TrainingComponents) -> Iterator[tuple[Example, int]]:
     """Yield (example, number of texts to grade): examples whose gold and empty answers are graded."""
     task = run.task
     if hasattr(task.score, "score_group") or getattr(task, "is_judged", False):
-        count = max(NUM_GROUPS, len(getattr(task, "tasks", ())))  # of a mixture each task once
+        count = max(NUM_GROUPS, _num_tasks(task))  # of a mixture each task once
         yield from ((example, run.rollouts.env.repeats) for example in task.train[:count])
     else:
         yield from ((example, 1) for example in [*task.train[:NUM_GRADED], *task.heldout[:NUM_GRADED]])

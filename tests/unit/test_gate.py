@@ -27,6 +27,9 @@ from sota_grpo.rl.records import TASK, Example, Score
 from sota_grpo.rl.table import RowTable
 from sota_grpo.rl.transforms import GroupAdvantage, ReferenceKL
 from sota_grpo.source.weight_sync import EngineWeightSync
+from sota_grpo.tasks.dataset import BaseTask
+from sota_grpo.tasks.mixture import MixtureTask
+from sota_grpo.tasks.reasoning_gym import ReasoningGymTask
 from sota_grpo.training import gate
 from sota_grpo.training.checkpoint import rng_state
 from sota_grpo.training.gate import CheckError, NamedReference, graded_rows, pushed_weights_landed, run_gate
@@ -226,6 +229,16 @@ def test_responses_that_are_cut_by_chance_are_not_the_rule(sampled: Components, 
     sampled.learner.settings = replace(sampled.learner.settings, optim_batch_size=8)
     sentence = gate.responses_end_and_are_graded(sampled).sentence
     assert "; not verified: that responses longer than the checks' 85 tokens" in sentence
+
+
+def test_only_the_tasks_of_a_mixture_raise_the_number_of_prompts_that_are_sampled(sampled: Components) -> None:
+    names = [f"t{number}" for number in range(6)]
+    for tasks in (None, dict.fromkeys(names, 1)):  # as reasoning_gym's option env.tasks
+        sampled.task = ReasoningGymTask(tasks=None)
+        sampled.task.tasks = tasks
+        assert sampled.num_prompts == 4
+    sampled.task = MixtureTask(dict.fromkeys(names, BaseTask([Example("1?", "1")])))
+    assert sampled.num_prompts == 6
 
 
 def test_each_task_of_a_mixture_is_looked_at(sampled: Components) -> None:
