@@ -11,6 +11,8 @@ from sota_grpo.rl.records import Example, Score
 from sota_grpo.tasks.dataset import DatasetError, FileTask, Row, optional_text
 from sota_grpo.text import SURROGATE
 
+_TESTS: Mapping[str, float] = {"tests": 1.0}
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CodeTask(FileTask):
@@ -31,6 +33,7 @@ class CodeTask(FileTask):
     """
 
     name = "code"
+    term_weights = _TESTS
     default_prompt = (
         "Write a Python program that does what is asked. End your response with the whole program in one block that "
         "begins with ```python and ends with ```."
@@ -40,7 +43,6 @@ class CodeTask(FileTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.term_weights = {"tests": 1.0}
         self._runner = make_runner(self.sandbox)
 
     def score(self, response: str, example: Example) -> Score:

@@ -66,7 +66,7 @@ class QuestionTask(FileTask):
     format_weight: float | None = None
 
     def __post_init__(self) -> None:
-        self.answer_format = self._format = self.default_format if self.answer_format is None else self.answer_format
+        self.answer_format = self._format
         extract_answer("", self._format)  # raises if it is unknown
         self._requested_format = self.default_format if self._format == "any" else self._format
         if not self.default_prompt:
@@ -76,6 +76,10 @@ class QuestionTask(FileTask):
         weight = self.default_weights["format"] if self.format_weight is None else self.format_weight
         require_not_negative(format_weight=weight)
         self.term_weights = {**self.default_weights, "format": weight}
+
+    @property
+    def _format(self) -> str:
+        return self.default_format if self.answer_format is None else self.answer_format
 
 
 class GSM8KTask(QuestionTask):

@@ -146,7 +146,7 @@ class ReasoningGymTask(BaseTask):
 
         UserError if ``tasks`` is empty, or at access if a task has too few problems. ``options``: see the class.
         """
-        task = cls(tasks=tasks, **options)
+        task = cls(tasks=tasks or {}, **options)
         task.train = DrawnExamples([partial(task._draw, task._weights)], seed, False, num_train)
         alone = [partial(task._draw, {name: weight}) for name, weight in task._weights.items() if weight]
         task.heldout = DrawnExamples(alone, seed, True, num_heldout)

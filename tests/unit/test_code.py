@@ -240,6 +240,13 @@ def test_a_server_that_fails_is_an_error_of_the_grader_and_no_wrong_answer(fusio
     assert "OSError" in score.error
 
 
+def test_a_subclass_sets_the_weights_of_its_terms() -> None:
+    weights = {"tests": 1.0, "brief": 0.5}
+    brief = type("Brief", (CodeTask,), {"term_weights": weights})
+    assert brief(sandbox=NOWHERE).term_weights == weights
+    assert CodeTask(sandbox=NOWHERE).term_weights == {"tests": 1.0}
+
+
 def test_what_has_no_sandbox_is_refused_and_a_server_in_an_untrusted_run_needs_consent(monkeypatch) -> None:
     config = Config()
     for place, acts in ((NOWHERE, {"env.sandbox": f"send responses to {NOWHERE}"}), ("bwrap", {})):

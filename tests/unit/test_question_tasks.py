@@ -124,6 +124,12 @@ READ: list[tuple[type[QuestionTask], dict[str, Any], str]] = [  # a row's questi
 ]
 
 
+def test_the_answer_format_of_a_task_may_be_set_later() -> None:
+    task = GSM8KTask()
+    task.answer_format = "boxed"
+    assert task.score("\\boxed{4}", Example("2 + 2?", "#### 4")).success
+
+
 def test_gold_answers_are_read_from_any_of_their_columns_and_a_row_to_score_needs_no_question() -> None:
     for kind, row, gold in READ:
         assert kind().read_row(row, "demo, row 1") == Example("?" if "?" in row.values() else "", gold)

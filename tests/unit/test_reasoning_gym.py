@@ -208,6 +208,7 @@ def test_options_and_levels_of_a_task_count_and_an_option_comes_before_its_level
     ("tasks", "sentence"),
     [
         ({}, r"give for example env\.tasks=\{chain_sum: 1\}"),
+        (None, r"give for example env\.tasks=\{chain_sum: 1\}"),
         ({"chain_sun": 1}, "no task chain_sun in reasoning-gym; did you mean chain_sum"),
         ({"frobnicate": 1}, r"no task frobnicate in reasoning-gym; the tasks are ab, acre"),
         ({"chain_sum": 0, "gcd": {"weight": 0}}, "every task the weight 0"),
