@@ -168,11 +168,14 @@ class ChatTokens:
         """
         reader, salt = copy.deepcopy(self._tokenizer), secrets.token_hex(8)
         words = {token.content: f"zq{salt}x{number}z" for number, token in self._special.items()}
-        numbers = {}
-        for number, token in self._special.items():
-            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
-            reader.add_tokens([AddedToken(words[token.content], special=False, **flags)])
-            numbers[reader.convert_tokens_to_ids(words[token.content])] = number
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        reader.add_tokens(  # one call, because each rebuilds the index of all added tokens
+            [
+                AddedToken(words[token.content], special=False, **{flag: getattr(token, flag) for flag in flags})
+                for token in self._special.values()
+            ]
+        )
+        numbers = {reader.convert_tokens_to_ids(words[token.content]): at for at, token in self._special.items()}
         return reader, numbers, words
 
 
