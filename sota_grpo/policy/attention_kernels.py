@@ -73,43 +73,6 @@ def _scaled(raw, factor, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _masked(x, other, i, j, start, end, shift, window, OWN: tl.constexpr, PROMPT: tl.constexpr, WINDOWED: tl.constexpr):
-    """Replace ``x`` by ``other`` where query ``i`` does not see key ``j``; flags as in :func:`_attend`."""
-    if OWN:
-        x = tl.where((j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], x, other)
-    if PROMPT:
-        x = tl.where((j < end)[None, :], x, other)
-    if WINDOWED:
-        x = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, x, other)
-    return x
-
-
-@triton.jit
-def _queries_of(tiles, QUERIES: tl.constexpr, TILE: tl.constexpr):
-    """Return this program's row of the table of query tiles and its queries ``[first, end)``, which may be none."""
-    row = tiles + 4 * (tl.program_id(0) // (TILE // QUERIES))
-    first = tl.load(row) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
-    return row, first, tl.load(row + 1)
-
-
-@triton.jit
-def _keys_of(row, starts, first, end, start, KEYS: tl.constexpr):
-    """Return the five ranges of keys that queries ``[first, end)`` see, as firsts, ends, and what to add to distances.
-
-    They are whole tiles of the prompt and the rest of it; the keys that only some of the queries' spans have, those of
-    all spans before the queries, as whole tiles, and the rest up to the queries themselves.
-    """
-    prompt, prompt_end = tl.load(row + 2), tl.load(row + 3)
-    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
-    nearer = tl.zeros_like(start)
-    further = prompt_end - start  # distance to a prompt's keys as if the response followed the prompt
-    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
-    middle = high + (first - high) // KEYS * KEYS
-    shifts = (further, further, nearer, nearer, nearer)
-    return (prompt, whole, low, high, middle), (whole, prompt_end, high, middle, end), shifts
-
-
-@triton.jit
 def _attend(
     total, peak, mass, query, key, value, key_row, value_row, first, end, i, start, shift, window, factor, cap,
     OWN: tl.constexpr, PROMPT: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
@@ -124,7 +87,14 @@ def _attend(
             inside = inside & (j < end)[:, None]
         keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
         scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
-        scores = _masked(scores, LOWEST, i, j, start, end, shift, window, OWN, PROMPT, WINDOWED)
+        if OWN:
+            scores = tl.where(
+                (j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], scores, LOWEST
+            )
+        if PROMPT:
+            scores = tl.where((j < end)[None, :], scores, LOWEST)
+        if WINDOWED:
+            scores = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, scores, LOWEST)
         new = tl.maximum(peak, tl.max(scores, 1))
         p = tl.exp2(scores - new[:, None])
         scale = tl.exp2(peak - new)
@@ -141,27 +111,53 @@ def _forward_tile(
     GROUP: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, first, end = _queries_of(tiles, QUERIES, TILE)
+    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
+    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    end = tl.load(tiles + 4 * tile + 1)
     if first >= end:
         return
-    end, head = tl.minimum(end, first + QUERIES), tl.program_id(1)
+    end = tl.minimum(end, first + QUERIES)
+    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
-    firsts, ends, shifts = _keys_of(row, starts, first, end, start, KEYS)
+    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
     q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
     peak = tl.full([QUERIES], LOWEST, tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
-    for part in tl.static_range(5):
-        total, peak, mass = _attend(
-            total, peak, mass, q, key, value, key_row, value_row, firsts[part], ends[part], i, start, shifts[part],
-            window, factor, cap, part == 2 or part == 4, part == 1, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-        )  # fmt: skip
-    at = out + head * WIDTH + i[:, None] * (tl.num_programs(1) * WIDTH) + column[None, :]
-    tl.store(at, (total / mass[:, None]).to(out.dtype.element_ty), mask=real)
+    nearer = tl.zeros([QUERIES], tl.int32)
+    further = prompt_end - start  # distance to a prompt's keys as if the response followed the prompt
+    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
+    middle = high + (first - high) // KEYS * KEYS
+    total, peak, mass = _attend(
+        total, peak, mass, q, key, value, key_row, value_row, prompt, whole, i, start, further, window, factor, cap,
+        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, q, key, value, key_row, value_row, whole, prompt_end, i, start, further, window, factor,
+        cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, q, key, value, key_row, value_row, low, high, i, start, nearer, window, factor, cap,
+        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, q, key, value, key_row, value_row, high, middle, i, start, nearer, window, factor, cap,
+        False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total, peak, mass = _attend(
+        total, peak, mass, q, key, value, key_row, value_row, middle, end, i, start, nearer, window, factor, cap,
+        True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    row = tl.num_programs(1) * WIDTH
+    tl.store(
+        out + head * WIDTH + i[:, None] * row + column[None, :],
+        (total / mass[:, None]).to(out.dtype.element_ty),
+        mask=real,
+    )
     tl.store(lse + head * length + i, peak + tl.log2(mass), mask=i < end)
 
 
@@ -181,7 +177,13 @@ def _pull_query(
         keys = tl.load(key + j[:, None] * key_row + column[None, :], mask=inside, other=0.0)
         values = tl.load(value + j[:, None] * value_row + column[None, :], mask=inside, other=0.0)
         scores = _scaled(tl.dot(query, tl.trans(keys)), factor, cap, CAPPED)
-        p = _masked(tl.exp2(scores - lse[:, None]), 0.0, i, j, start, end, shift, window, OWN, PROMPT, WINDOWED)
+        p = tl.exp2(scores - lse[:, None])
+        if OWN:
+            p = tl.where((j[None, :] <= i[:, None]) & (j[None, :] >= start[:, None]) & (j < end)[None, :], p, 0.0)
+        if PROMPT:
+            p = tl.where((j < end)[None, :], p, 0.0)
+        if WINDOWED:
+            p = tl.where(i[:, None] - j[None, :] + shift[:, None] < window, p, 0.0)
         by_score = p * (tl.dot(grad, tl.trans(values)) - delta[:, None])
         if CAPPED:
             by_score *= 1 - (scores / cap) * (scores / cap)
@@ -196,14 +198,17 @@ def _by_query_tile(
     PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Also store ``delta = sum_d grad out`` of each query, which the gradient of the softmax subtracts."""
-    row, first, end = _queries_of(tiles, QUERIES, TILE)
+    tile, head = tl.program_id(0) // (TILE // QUERIES), tl.program_id(1)
+    first = tl.load(tiles + 4 * tile) + tl.program_id(0) % (TILE // QUERIES) * QUERIES
+    end = tl.load(tiles + 4 * tile + 1)
     if first >= end:
         return
-    end, head = tl.minimum(end, first + QUERIES), tl.program_id(1)
+    end = tl.minimum(end, first + QUERIES)
+    prompt, prompt_end = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     i, column = first + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     real = (i < end)[:, None] & (column < WIDTH)[None, :]
     start = tl.load(starts + i, mask=i < end, other=0)
-    firsts, ends, shifts = _keys_of(row, starts, first, end, start, KEYS)
+    low, high = tl.load(starts + first), tl.minimum(tl.load(starts + end - 1), first)
     q = tl.load(query + head * WIDTH + i[:, None] * query_row + column[None, :], mask=real, other=0.0)
     at = (i[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
     pulls = tl.load(grad + at, mask=real, other=0.0)
@@ -213,11 +218,30 @@ def _by_query_tile(
     key += head // GROUP * WIDTH
     value += head // GROUP * WIDTH
     total = tl.zeros([QUERIES, PADDED], tl.float32)
-    for part in tl.static_range(5):
-        total = _pull_query(
-            total, q, key, value, pulls, sums, means, key_row, value_row, firsts[part], ends[part], i, start,
-            shifts[part], window, factor, cap, part == 2 or part == 4, part == 1, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
-        )  # fmt: skip
+    nearer = tl.zeros([QUERIES], tl.int32)
+    further = prompt_end - start
+    whole = prompt + (prompt_end - prompt) // KEYS * KEYS
+    middle = high + (first - high) // KEYS * KEYS
+    total = _pull_query(
+        total, q, key, value, pulls, sums, means, key_row, value_row, prompt, whole, i, start, further, window,
+        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, q, key, value, pulls, sums, means, key_row, value_row, whole, prompt_end, i, start, further, window,
+        factor, cap, False, True, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, q, key, value, pulls, sums, means, key_row, value_row, low, high, i, start, nearer, window, factor,
+        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, q, key, value, pulls, sums, means, key_row, value_row, high, middle, i, start, nearer, window,
+        factor, cap, False, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
+    total = _pull_query(
+        total, q, key, value, pulls, sums, means, key_row, value_row, middle, end, i, start, nearer, window, factor,
+        cap, True, False, CAPPED, WINDOWED, WIDTH, PADDED, KEYS,
+    )  # fmt: skip
     tl.store(by_query + at, (total * scale).to(by_query.dtype.element_ty), mask=real)
 
 
@@ -265,8 +289,8 @@ def _by_key_tile(
     if first >= end:
         return
     end = tl.minimum(end, first + KEYS)
-    bounds = (tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3), tl.load(tiles + 7 * tile + 4))
-    slot = tl.load(tiles + 7 * tile + 5)
+    unmasked, masked = tl.load(tiles + 7 * tile + 2), tl.load(tiles + 7 * tile + 3)
+    last, slot = tl.load(tiles + 7 * tile + 4), tl.load(tiles + 7 * tile + 5)
     prompt_end = tl.load(tiles + 7 * tile + 6)
     j, column = first + tl.arange(0, KEYS), tl.arange(0, PADDED)
     real = (j < end)[:, None] & (column < WIDTH)[None, :]
@@ -278,12 +302,14 @@ def _by_key_tile(
         query_head = head * GROUP + member
         queries, pulls = query + query_head * WIDTH, grad + query_head * WIDTH
         sums, means = lse + query_head * length, delta + query_head * length
-        for part in tl.static_range(2):  # queries of the keys' own spans, and those that see all of the keys
-            to_key, to_value = _pull_key(
-                to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH,
-                bounds[part], bounds[part + 1], j, prompt_end, window, factor, cap, part == 0, CAPPED, WINDOWED, WIDTH,
-                PADDED, QUERIES,
-            )  # fmt: skip
+        to_key, to_value = _pull_key(
+            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, unmasked,
+            masked, j, prompt_end, window, factor, cap, True, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
+        )  # fmt: skip
+        to_key, to_value = _pull_key(
+            to_key, to_value, keys, values, queries, pulls, sums, means, starts, query_row, heads * WIDTH, masked,
+            last, j, prompt_end, window, factor, cap, False, CAPPED, WINDOWED, WIDTH, PADDED, QUERIES,
+        )  # fmt: skip
     to_key *= scale
     if slot < 0:
         at = (j[:, None] * tl.num_programs(1) + head) * WIDTH + column[None, :]
@@ -356,14 +382,21 @@ def _unrotate_tile(
     by_query, by_key, by_value, query_norm, key_norm, states, cos, sin, out, sums, length, eps, HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr, NORMED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    pulls, norms = (by_query, by_key, by_value), (query_norm, key_norm, key_norm)
     row = (HEADS + 2 * KEY_HEADS) * WIDTH
-    for part in tl.static_range(3):
-        if tl.program_id(1) == part:
-            _pull_heads(
-                pulls[part], norms[part], (0, HEADS, HEADS + KEY_HEADS)[part], states, cos, sin, out, sums, row, length,
-                eps, (HEADS, KEY_HEADS, KEY_HEADS)[part], part < 2, NORMED, WIDTH, PADDED,
-            )  # fmt: skip
+    if tl.program_id(1) == 0:
+        _pull_heads(
+            by_query, query_norm, 0, states, cos, sin, out, sums, row, length, eps, HEADS, True, NORMED, WIDTH, PADDED
+        )
+    elif tl.program_id(1) == 1:
+        _pull_heads(
+            by_key, key_norm, HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, True, NORMED, WIDTH,
+            PADDED,
+        )  # fmt: skip
+    else:
+        _pull_heads(
+            by_value, key_norm, HEADS + KEY_HEADS, states, cos, sin, out, sums, row, length, eps, KEY_HEADS, False,
+            NORMED, WIDTH, PADDED,
+        )  # fmt: skip
 
 
 def packed_attention(
