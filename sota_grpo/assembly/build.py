@@ -110,9 +110,8 @@ def build(
     own_transforms = load_instances("env.transforms", config.env.transforms, Transform)
     samplers = load_instances("train.sampler", [config.train.sampler] if config.train.sampler else [], Sampler)
     with ExitStack() as opened:
-        env, instances = sampling.open_env(
-            config, task, tokenizer, opened, run_dir
-        )  # closed last: others wait for scores
+        # closed last: others wait for scores
+        env, instances = sampling.open_env(config, task, tokenizer, opened, run_dir)
         task, grader = env.task, task_grader(env.grader)
         torch.manual_seed(config.seed)
         sized = with_micro_batches(config, plan, env.longest_prompt)
@@ -123,10 +122,8 @@ def build(
             made = _make_here(sized, plan, env, tokenizer, run_dir, opened)
         engine, learner, weight_sync, transforms, options = made
         sampled_in, trained_in = config.inference_model.torch_dtype, config.train_model.torch_dtype
-        in_float32 = sampling.engine_dtype(sampled_in, plan.device_type) == "float32" and trained_in in (
-            "auto",
-            "float32",
-        )
+        in_float32 = trained_in in ("auto", "float32")
+        in_float32 &= sampling.engine_dtype(sampled_in, plan.device_type) == "float32"
         drawn = sampling.make_sampling(config)
         collector = PromptGroupCollector(
             env,

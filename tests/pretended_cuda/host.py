@@ -24,7 +24,7 @@ _kept: list[Any] = []
 
 
 class _Done:
-    """What is given to it is done at once."""
+    """A stream whose work is done at once."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.at, self.priority = 0.0, options.get("priority", 0)

@@ -46,7 +46,7 @@ class Riddles(FileTask):
         return Score({"correct": self.correct * right}, success=right)
 
 class Known(Riddles):
-    hub_name = "somebody/riddles"
+    hub_name = "example/riddles"
 
 class Half:
     def score(self, response, example): ...
@@ -97,7 +97,7 @@ def test_an_option_of_other_tasks_names_those_that_read_it() -> None:
 def test_its_data_are_named_by_its_class_and_without_a_hub_it_wants_a_place(place: str) -> None:
     config = config_of(place.replace("Riddles", "Known"))
     validate(config)
-    assert "datasets: [somebody/riddles]" in model_card(config, 1, [])
+    assert "datasets: [example/riddles]" in model_card(config, 1, [])
     with pytest.raises(UserError, match=r"nowhere\.txt"):
         preflight(config_of(place, dataset_path="./nowhere.txt"))
     with pytest.raises(ConfigError, match=r"env\.dataset=.*Riddles has no data of its own"):

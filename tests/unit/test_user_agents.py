@@ -159,11 +159,8 @@ def test_an_agent_that_fails_has_an_error_and_no_reward(run, name, words) -> Non
 
 
 PRINTED = "import json; print(json.dumps(dict(log='x' * 70_000, hops=3, loss=float('nan'), acc=False, reward=0.5)))"
-KEPT = {
-    "hops": 3,
-    "loss": None,
-    "acc": False,
-}  # arrays' numbers are numbers, NaN is null; a text without room is left out
+# arrays' numbers are numbers, NaN is null; a text without room is left out
+KEPT = {"hops": 3, "loss": None, "acc": False}
 
 
 @pytest.mark.parametrize(
