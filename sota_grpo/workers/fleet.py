@@ -513,7 +513,7 @@ class Fleet:
         """Wait for an answer of a ready worker; return whether it came in time. Raise the reason if it is lost."""
         lost = slot.lost
         if within_s == math.inf:
-            with suppress(Exception, asyncio.CancelledError):  # raised below, or by who reads the answer
+            with suppress(Exception, asyncio.CancelledError):  # raised below, or where the answer is read
                 await answer
         else:
             await asyncio.wait([answer], timeout=within_s)
